@@ -1,0 +1,17 @@
+PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
+
+.PHONY: check test campaign golden
+
+check:  ## lint, types, shell
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+test:  ## the whole suite
+	bash scripts/test.sh
+
+campaign:  ## long fault and size runs; read the figures it prints
+	$(PYTHON) -m pytest -m campaign -s
+
+golden:  ## rewrite the golden files after a wanted change of a default
+	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py

@@ -1,0 +1,270 @@
+"""From YAML files and ``section.key=value`` words to a RunConfig, with errors that name file, line and key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.files import atomic_write
+
+Path_ = tuple[str | int, ...]
+Sources = dict[Path_, str]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
+    )
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path`` and the files of its ``base:`` list (the main file wins), then apply overrides.
+
+    Raises ConfigError naming file, line and key of each fault.
+    """
+    tree, sources = _read_with_bases(Path(path), ())
+    for word in overrides:
+        _override(tree, sources, word)
+    return build_config(tree, sources)
+
+
+def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
+    """Validate a plain mapping. ``sources`` says where each key was read, for error messages."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(fault, sources or {}) for fault in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text that load_config reads back to an equal config."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    with atomic_write(path, "w") as file:
+        file.write(dump_config(config))
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys and values of a nested mapping, in order."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def parse_scalar(text: str, where: str) -> Any:
+    """A YAML value from the command line. Text that is no number, boolean, null, list or mapping stays text."""
+    if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
+        return text
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {text!r} is not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+# ---- files ----
+
+
+def _read_with_bases(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], Sources]:
+    if path.resolve() in parents:
+        raise ConfigError(f"{path}: base files include each other: {' -> '.join(str(p) for p in (*parents, path))}")
+    own, own_sources = read_yaml(path)
+    bases = own.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{own_sources.get(('base',), path)}: base: expected a list of files, found {bases!r}")
+    tree: dict[str, Any] = {}
+    sources: Sources = {}
+    for base in bases:
+        base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, path.resolve()))
+        _merge(tree, base_tree)
+        sources |= base_sources
+    _merge(tree, own)
+    return tree, sources | own_sources
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], Sources]:
+    """The mapping in a YAML file, and ``file:line`` of every key. Duplicate keys are refused."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1) if path.parent.is_dir() else []
+        raise ConfigError(f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    loader = _Loader(text)
+    sources: Sources = {}
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, sources
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected keys and values at the top, found something else")
+        _record_sources(node, (), path, sources)
+        return loader.construct_document(node), sources
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _record_sources(node: yaml.Node, prefix: Path_, path: Path, sources: Sources) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            _record_sources(child, (*prefix, index), path, sources)
+        return
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        here = (*prefix, str(key.value))
+        if here in sources:
+            dotted = ".".join(map(str, here))
+            raise ConfigError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice (first at {sources[here]}); keep one")
+        sources[here] = f"{path}:{key.start_mark.line + 1}"
+        _record_sources(value, here, path, sources)
+
+
+def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        old = target.get(str(key))
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge(old, value)
+        else:
+            target[str(key)] = value
+
+
+# ---- the command line ----
+
+
+def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
+    dotted, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", dotted):
+        raise ConfigError(f"command line: {word!r}: expected section.key=value")
+    path = tuple(dotted.split("."))
+    value = text if _takes_text(path, text) else parse_scalar(text, f"command line: {dotted}")
+    at = tree
+    for key in path[:-1]:
+        if not isinstance(at.get(key), dict):
+            at[key] = {}
+        at = at[key]
+    at[path[-1]] = value
+    sources[path] = "command line"
+
+
+def _takes_text(path: Path_, text: str) -> bool:
+    """True for fields of text (or one text of a list), so that a prompt of ``42`` or ``Once: upon`` arrives as it was typed."""
+    annotation = _annotation(path)
+    options = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
+    if text in ("null", "~") or not options <= {str, list[str], type(None)}:
+        return False
+    return list[str] not in options or not text.lstrip().startswith("[")
+
+
+def _annotation(path: Path_) -> Any:
+    model: Any = RunConfig
+    annotation: Any = None
+    for key in path:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)) or key not in model.model_fields:
+            return None
+        annotation = model.model_fields[str(key)].annotation
+        model = annotation
+    return annotation
+
+
+# ---- messages ----
+
+
+def _explain(fault: Any, sources: Sources) -> str:
+    path: Path_ = tuple(fault["loc"])
+    dotted = ".".join(map(str, path))
+    where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
+    prefix = f"{where}: {dotted}" if where else dotted
+    if fault["type"] == "extra_forbidden":
+        near = _nearest_key(path)
+        return f"{prefix}: unknown key" + (f"; did you mean {near}?" if near else "")
+    if fault["type"] == "missing":
+        return f"{prefix}: required, and in no file; add it or give {dotted}=... on the command line"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{prefix}: {message}"
+    return f"{prefix}: {message[0].lower()}{message[1:]}, found {fault['input']!r}"
+
+
+# What other systems call our keys: a hint for people who come from there.
+_ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "min_lr": "optimizer.min_learning_rate",
+    "epochs": "train.max_epochs",
+    "train_iters": "train.max_steps",
+    "batch_size": "train.micro_batch_size",
+    "local_batch_size": "train.micro_batch_size",
+    "accumulate_steps": "train.accumulation_steps",
+    "gradient_accumulation": "train.accumulation_steps",
+    "max_grad_norm": "optimizer.clip_grad",
+    "tensor_model_parallel_size": "parallel.model_parallel",
+    "mp_degree": "parallel.model_parallel",
+    "dp_degree": "parallel.data_parallel",
+    "pp_degree": "parallel.pipeline_stage",
+    "sharding_stage": "parallel.zero_stage",
+    "num_attention_heads": "model.num_heads",
+    "n_layer": "model.num_layers",
+    "n_embd": "model.hidden_size",
+    "n_head": "model.num_heads",
+    "load_checkpoint": "checkpoint.init_from",
+    "ckpt_dir": "checkpoint.resume",
+}
+
+
+def _nearest_key(path: Path_) -> str | None:
+    keys = dict(_schema_keys(RunConfig))
+    section = ".".join(map(str, path[:-1]))
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    name = str(path[-1])
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    values = [key for key, is_section in keys.items() if not is_section]
+    for candidates in (siblings, values):
+        by_name = {key.rpartition(".")[2]: key for key in candidates}
+        near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+        if near:
+            return by_name[near[0]]
+    return None
+
+
+def _schema_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every dotted key, and whether it is a section."""
+    for name, field in model.model_fields.items():
+        options = (field.annotation, *typing.get_args(field.annotation))
+        sections = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+        yield f"{prefix}{name}", bool(sections)
+        for section in sections:
+            yield from _schema_keys(section, f"{prefix}{name}.")

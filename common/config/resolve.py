@@ -1,0 +1,170 @@
+"""Fill in what follows from other values, and refuse values that contradict each other.
+
+``resolve_config`` runs before any framework is imported, so that a bad config fails in a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.config.schema import RunConfig, Section
+from common.errors import ConfigError
+from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
+
+
+def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
+    """The same run with every derived value filled in. Raises ConfigError naming both values of a contradiction and a fix."""
+    _check_model(config)
+    _check_optimizer(config)
+    _check_length(config)
+    if config.train.compile and config.backend == "mindspore":
+        raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
+    model, parallel = config.model, config.parallel
+    data_parallel = plan_data_parallel(
+        world_size=world_size,
+        model_parallel=parallel.model_parallel,
+        pipeline_stage=parallel.pipeline_stage,
+        data_parallel=parallel.data_parallel,
+    )
+    batch = plan_batch(
+        global_batch=config.train.global_batch_size,
+        micro_batch=config.train.micro_batch_size,
+        accumulation=_accumulation(config),
+        data_parallel=data_parallel,
+    )
+    scale_mode = config.loss_scale.mode
+    if scale_mode == "auto":
+        scale_mode = "dynamic" if config.precision.compute == "float16" else "none"
+    return _with(
+        config,
+        model={
+            "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+            "max_positions": model.max_positions or model.seq_length,
+            "embedding_dropout": _given(model.embedding_dropout, model.dropout),
+            "attention_dropout": _given(model.attention_dropout, model.dropout),
+            "hidden_dropout": _given(model.hidden_dropout, model.dropout),
+        },
+        train={
+            "micro_batch_size": batch.micro_batch,
+            "global_batch_size": batch.global_batch,
+            "accumulation_steps": batch.accumulation,
+        },
+        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation},
+        validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
+        loss_scale={"mode": scale_mode},
+    )
+
+
+def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
+    """The run's length in steps, and the schedule's, from epochs or tokens. Needs a config that resolve_config returned."""
+    train, optimizer = config.train, config.optimizer
+    batch = train.global_batch_size
+    assert batch is not None
+    if train.max_steps is not None:
+        steps = train.max_steps
+    elif train.max_epochs is not None:
+        steps = max(1, int(train.max_epochs * samples_per_epoch) // batch)
+    else:
+        assert train.max_tokens is not None
+        steps = max(1, train.max_tokens // (batch * config.model.seq_length))
+    decay = optimizer.decay_steps or steps
+    warmup = optimizer.warmup_steps
+    if warmup is None:
+        warmup = int((optimizer.warmup_fraction or 0.0) * decay)
+    if warmup > decay:
+        raise ConfigError(
+            f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower it or raise optimizer.decay_steps"
+        )
+    return _with(
+        config,
+        train={"max_steps": steps, "max_epochs": None, "max_tokens": None},
+        optimizer={"decay_steps": decay, "warmup_steps": warmup, "warmup_fraction": None},
+    )
+
+
+def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: str) -> RunConfig:
+    """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is replaced by the true one."""
+    model = config.model
+    if tokenizer_size > model.vocab_size:
+        raise ConfigError(
+            f"{tokenizer_name} has {tokenizer_size} tokens but model.vocab_size={model.vocab_size};"
+            f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of {model.vocab_multiple} by itself)"
+        )
+    if tokenizer_size < model.vocab_size and model.vocab_size % 128 == 0:
+        return _with(config, model={"vocab_size": tokenizer_size})
+    return config
+
+
+def padded_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding table under the config's tensor-parallel size."""
+    return pad_vocabulary(config.model.vocab_size, config.model.vocab_multiple, config.parallel.model_parallel)
+
+
+def _check_model(config: RunConfig) -> None:
+    model, parallel = config.model, config.parallel
+    check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+    check_divides("parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads)
+    check_divides("parallel.pipeline_stage", parallel.pipeline_stage, "model.num_layers", model.num_layers)
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
+    if parallel.sequence_parallel:
+        check_divides("parallel.model_parallel", parallel.model_parallel, "model.seq_length", model.seq_length)
+    if model.max_positions is not None and model.seq_length > model.max_positions:
+        raise ConfigError(
+            f"model.seq_length={model.seq_length} is longer than model.max_positions={model.max_positions};"
+            " shorten the window or leave max_positions out"
+        )
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps is not None and optimizer.warmup_fraction is not None:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction={optimizer.warmup_fraction}"
+            " say the same thing twice; keep one"
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise ConfigError(
+            f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above optimizer.learning_rate={optimizer.learning_rate};"
+            " lower the first"
+        )
+    if optimizer.momentum and optimizer.name != "sgd":
+        raise ConfigError(
+            f"optimizer.momentum={optimizer.momentum} means nothing to optimizer.name={optimizer.name};"
+            " use optimizer.beta1, or optimizer.name=sgd"
+        )
+
+
+def _check_length(config: RunConfig) -> None:
+    train = config.train
+    given = {
+        f"train.{name}": getattr(train, name) for name in ("max_steps", "max_epochs", "max_tokens") if getattr(train, name) is not None
+    }
+    if len(given) > 1:
+        raise ConfigError(" and ".join(f"{k}={v}" for k, v in given.items()) + " both set the length of the run; keep one")
+
+
+def require_length(config: RunConfig) -> None:
+    """Training needs an end; evaluation and generation do not."""
+    train = config.train
+    if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
+        raise ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")
+
+
+def _accumulation(config: RunConfig) -> int | None:
+    steps, alias = config.train.accumulation_steps, config.parallel.micro_batch_num
+    if steps is not None and alias is not None and steps != alias:
+        raise ConfigError(
+            f"train.accumulation_steps={steps} and parallel.micro_batch_num={alias} are two names of one number;"
+            " make them equal or drop one"
+        )
+    return steps if steps is not None else alias
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _with(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    changed: dict[str, Section] = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)

@@ -1,0 +1,310 @@
+"""The one schema of a run. Every key of every YAML is a field here, documented under its definition.
+
+A config is data: frozen, strict, with unknown keys refused. Values that follow from others
+(the data-parallel size, the accumulation, the inner size of the MLP) are None until
+``common.config.resolve`` fills them in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Float = Literal["float32", "bfloat16", "float16"]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+_FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+PRECISION_PRESETS: dict[str, dict[str, str]] = {
+    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32"),
+    "bf16": {"parameters": "float32", "compute": "bfloat16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"},
+    "fp16": {"parameters": "float32", "compute": "float16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"},
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def _float_name(value: Any) -> Any:
+    return _FLOAT_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+FloatName = Annotated[Float, BeforeValidator(_float_name)]
+
+
+class PrecisionConfig(Section):
+    """Number types of the parts of a step. O1 is the preset fp16; O2 is fp16 with parameters float16;
+    pure fp16 is O2 with softmax and layer_norm float16 too."""
+
+    parameters: FloatName = "float32"
+    """Type in which the model holds its weights. Below float32, the optimizer keeps and updates a float32 copy."""
+    compute: FloatName = "float32"
+    """Type of activations and matrix products."""
+    reduction: FloatName = "float32"
+    """Type in which gradients are summed over micro batches (for weights below float32) and over data-parallel ranks."""
+    softmax: FloatName = "float32"
+    """Type of the attention softmax. float32 costs nothing with fused attention."""
+    layer_norm: FloatName = "float32"
+    """Type in which layer norms are computed."""
+
+
+class ModelConfig(Section):
+    num_layers: PositiveInt
+    """Transformer blocks."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_heads: PositiveInt
+    """Attention heads; divides hidden_size."""
+    seq_length: PositiveInt
+    """Tokens in a training window."""
+    vocab_size: PositiveInt
+    """True number of token ids. A size that is already padded to a multiple of 128 is understood when the tokenizer is smaller."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the MLP; 4 x hidden_size when left out."""
+    max_positions: PositiveInt | None = None
+    """Rows of the position table; seq_length when left out."""
+    dropout: Fraction = 0.0
+    """Dropout of the embedding, attention weights and residual branches, unless the next three say otherwise."""
+    embedding_dropout: Fraction | None = None
+    """Dropout after the sum of token and position embeddings."""
+    attention_dropout: Fraction | None = None
+    """Dropout of the attention weights."""
+    hidden_dropout: Fraction | None = None
+    """Dropout of the attention and MLP outputs."""
+    layer_norm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance inside layer norms."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x num_layers)."""
+    vocab_multiple: PositiveInt = 128
+    """The embedding table is padded to a multiple of this times parallel.model_parallel; padded logits are masked."""
+
+
+class TrainConfig(Section):
+    max_steps: PositiveInt | None = None
+    """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
+    max_epochs: PositiveFloat | None = None
+    """Length of the run in passes over the training samples."""
+    max_tokens: PositiveInt | None = None
+    """Length of the run in training tokens."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples that one device takes through the model at once."""
+    global_batch_size: PositiveInt | None = None
+    """Samples of one optimizer step over all devices = micro x data parallel x accumulation."""
+    accumulation_steps: PositiveInt | None = None
+    """Micro batches per device and optimizer step."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
+    compile: bool = False
+    """Compile the model (torch.compile); the first step then takes about a minute."""
+    deterministic: bool = False
+    """Refuse operators whose result changes from run to run."""
+    max_skipped_steps: PositiveInt = 50
+    """Stop after this many steps in a row without a finite gradient."""
+
+
+class LossScaleConfig(Section):
+    mode: Literal["auto", "dynamic", "static", "none"] = "auto"
+    """auto is dynamic when precision.compute is float16 and none otherwise."""
+    initial: PositiveFloat = 65536.0
+    """First scale of dynamic mode, the only one of static mode."""
+    factor: Annotated[float, Field(gt=1.0)] = 2.0
+    """What the scale is multiplied or divided by."""
+    window: PositiveInt = 1000
+    """Finite steps in a row before the scale grows."""
+    hysteresis: PositiveInt = 1
+    """Overflows before the scale shrinks."""
+    minimum: PositiveFloat = 1.0
+    """The scale never shrinks below this."""
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adamw decays weights apart from the gradient; adam and sgd add the decay to the gradient."""
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where the schedule ends."""
+    schedule: Literal["cosine", "linear", "polynomial", "constant"] = "cosine"
+    """Shape of the decay after warm-up."""
+    power: PositiveFloat = 1.0
+    """Exponent of the polynomial schedule."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear warm-up from 0; 0 when left out."""
+    warmup_fraction: Fraction | None = None
+    """Warm-up as a fraction of decay_steps, instead of warmup_steps."""
+    decay_steps: PositiveInt | None = None
+    """Step at which the schedule reaches its end; the last step of the run when left out."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment of adam and adamw."""
+    beta2: Fraction = 0.999
+    """Decay of the second moment of adam and adamw."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    momentum: Fraction = 0.0
+    """Momentum of sgd."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Applied to matrices and embeddings, never to biases and layer norms."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 is off."""
+
+
+class TokenizerConfig(Section):
+    type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
+    """Kind of tokenizer."""
+    folder: str | None = None
+    """Folder with vocab.json and merges.txt (or encoder.json and vocab.bpe), instead of the two files."""
+    vocab_file: str | None = None
+    """vocab.json or encoder.json."""
+    merge_file: str | None = None
+    """merges.txt or vocab.bpe."""
+    backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = "auto"
+    """Library that does the work; all give the same ids."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _split_text(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value.strip("[] ") if isinstance(value, str) else value
+
+
+def _tokenizer(value: Any) -> Any:
+    return {"folder": value} if isinstance(value, str) else value
+
+
+DataPrefixes = Annotated[list[str | float], BeforeValidator(_as_list, json_schema_input_type=str | list[str | float])]
+
+
+class DataConfig(Section):
+    train: DataPrefixes | None = None
+    """Prefix of a .bin/.idx pair, or a blend: [weight, prefix, weight, prefix, ...]."""
+    validation: DataPrefixes | None = None
+    """Prefix (or blend) used whole for validation, instead of the second part of the split."""
+    split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
+    """Weights of the training, validation and test parts of the documents."""
+    tokenizer: Annotated[TokenizerConfig, BeforeValidator(_tokenizer, json_schema_input_type=str | TokenizerConfig)] | None = None
+    """The tokenizer, or the folder of its files. Training can do without; text in or out needs it."""
+    shuffle: bool = True
+    """Shuffle documents and windows anew in every epoch."""
+    index_cache: str | None = None
+    """Folder of cached sample indices; beside the data when left out."""
+    prefetch: NonNegativeInt = 2
+    """Batches read ahead by a thread; 0 reads when asked."""
+
+
+class ValidationConfig(Section):
+    interval: NonNegativeInt = 0
+    """Steps between validations; 0 validates at the end only."""
+    max_samples: NonNegativeInt = 0
+    """Windows per validation, always the first ones; 0 is all."""
+    micro_batch_size: PositiveInt | None = None
+    """Windows at once; train.micro_batch_size when left out."""
+
+
+class ParallelConfig(Section):
+    data_parallel: PositiveInt | None = None
+    """Ranks that see different samples, ZeRO's included; derived from the number of processes when left out."""
+    model_parallel: PositiveInt = 1
+    """Ranks that split every layer (tensor parallel)."""
+    pipeline_stage: PositiveInt = 1
+    """Ranks that split the stack of layers (pipeline parallel)."""
+    micro_batch_num: PositiveInt | None = None
+    """Another name for train.accumulation_steps."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel regions along the sequence."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too."""
+
+
+def _resume(value: Any) -> Any:
+    return {"true": "latest", "false": "never", "none": "never"}.get(str(value).lower(), value)
+
+
+class CheckpointConfig(Section):
+    interval: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: NonNegativeInt = 3
+    """Newest checkpoints that stay on disk; 0 keeps all."""
+    resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None)] = "auto"
+    """auto continues the run in output_dir if there is one; latest insists that there is; never insists that there is
+    none; anything else is the folder of a checkpoint or of a run."""
+    init_from: str | None = None
+    """Weights to start from (finetune), to evaluate or to generate with: the folder of a checkpoint or of a run."""
+    asynchronous: bool = True
+    """Write checkpoints from a thread while training goes on."""
+
+
+class PredictConfig(Section):
+    prompt: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field(default_factory=list)
+    """One prompt or a list of them."""
+    strategy: Literal["greedy", "sampling"] = "greedy"
+    """greedy takes the most probable token; sampling draws one."""
+    max_new_tokens: PositiveInt = 100
+    """Tokens to add to each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits before sampling."""
+    top_k: NonNegativeInt = 0
+    """Sample from the k most probable tokens; 0 is off."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability; 1 is off."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
+    stop_at_end_of_text: bool = True
+    """End a sequence at the end-of-text token."""
+
+
+class LoggingConfig(Section):
+    interval: PositiveInt = 1
+    """Steps between log lines; metrics.jsonl has every step."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    plot: bool = True
+    """Draw loss.png after the run."""
+
+
+class RuntimeConfig(Section):
+    threads: PositiveInt | None = None
+    """CPU threads of the framework; its own choice when left out."""
+
+
+class RunConfig(Section):
+    """One run of one model on one backend."""
+
+    backend: Literal["torch", "mindspore"] = "torch"
+    """Framework that trains."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the Ascend."""
+    seed: NonNegativeInt = 1234
+    """Seed of initial weights, data order, dropout and sampling."""
+    output_dir: str
+    """The run folder."""
+    precision: Annotated[
+        PrecisionConfig, BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig)
+    ] = PrecisionConfig()
+    """float32, bf16, fp16, or a mapping of types."""
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    data: DataConfig = DataConfig()
+    validation: ValidationConfig = ValidationConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    predict: PredictConfig = PredictConfig()
+    logging: LoggingConfig = LoggingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def expand_precision(value: Any) -> Any:
+    """A preset's name becomes its mapping."""
+    if not isinstance(value, str):
+        return value
+    name = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
+    if name not in PRECISION_PRESETS:
+        raise ValueError(f"{value!r} is no preset; choose float32, bf16 or fp16, or give a mapping")
+    return PRECISION_PRESETS[name]

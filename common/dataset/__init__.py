@@ -1,0 +1,28 @@
+"""Text to token files to batches: the path of the data, up to the arrays that a backend turns into tensors."""
+
+from common.dataset.blend import Blend, open_samples, parse_blend
+from common.dataset.indexed import IndexedDataset, token_dtype
+from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.metadata import Metadata
+from common.dataset.prefetch import Prefetch
+from common.dataset.sampler import Batch, ShardedSampler, ordered_batches
+from common.dataset.samples import GPTDataset, Samples
+from common.dataset.split import Split, parse_split
+
+__all__ = [
+    "Batch",
+    "Blend",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedWriter",
+    "Metadata",
+    "Prefetch",
+    "Samples",
+    "ShardedSampler",
+    "Split",
+    "open_samples",
+    "ordered_batches",
+    "parse_blend",
+    "parse_split",
+    "token_dtype",
+]

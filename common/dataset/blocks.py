@@ -1,0 +1,163 @@
+"""Cut a corpus into blocks of a few MB at document borders. A block can be parsed and tokenized with no knowledge of the others."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.dataset.corpus import Corpus, Format
+from common.dataset.json_array import JsonArrayReader
+from common.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+END_OF_TEXT = "<|endoftext|>"
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
+
+
+class DocumentRule(enum.Enum):
+    """What separates the documents of a plain text."""
+
+    BLANK_LINE = "blank_line"
+    LINE = "line"
+    FILE = "file"
+    EOT = "eot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Whole documents of one file.
+
+    data: bytes of a text or of JSON Lines; for an array one tuple of texts, in the order of the keys, per item.
+    first_line (from 1) and offset (bytes of uncompressed text) are where data starts; read_bytes: taken from disk for it.
+    """
+
+    path: Path
+    format: Format
+    rule: DocumentRule
+    data: bytes | list[tuple[str, ...]]
+    first_line: int
+    offset: int
+    read_bytes: int
+
+
+def read_blocks(corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``: always the whole file).
+
+    Raises DataError for a broken array, an item without its key, or a broken gzip stream.
+    """
+    with corpus.open() as (file, raw):
+        pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
+        if corpus.format is Format.ARRAY:
+            pieces = _array_blocks(file, corpus.path, keys, block_bytes)
+        else:
+            last_border = _LAST_BORDER[rule] if corpus.format is Format.TEXT else _after_line
+            pieces = _byte_blocks(file, last_border, block_bytes)
+        line, offset, read = 1, 0, 0
+        for data in pieces:
+            position = raw.tell()
+            yield Block(
+                path=corpus.path,
+                format=corpus.format,
+                rule=rule,
+                data=data,
+                first_line=line,
+                offset=offset,
+                read_bytes=position - read,
+            )
+            read = position
+            if isinstance(data, bytes):
+                line += data.count(b"\n")
+                offset += len(data)
+
+
+def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1) -> tuple[str, ...]:
+    """The text under each key of a parsed item; an item that is a string itself stands for the key ``text``.
+
+    Raises DataError naming the place and the keys that are there.
+    """
+    where = f"{path}: line {line}, column {column}"
+    if isinstance(item, str):
+        if keys == ("text",):
+            return (item,)
+        raise DataError(f"{where}: the item is a string and has no keys, but --json-keys asks for {', '.join(keys)}; leave --json-keys out")
+    if not isinstance(item, dict):
+        raise DataError(f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}}; mend or remove it')
+    texts = []
+    for key in keys:
+        if key not in item:
+            present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
+            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}; name the right one with --json-keys")
+        if not isinstance(item[key], str):
+            raise DataError(f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or remove this item")
+        texts.append(item[key])
+    return tuple(texts)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object", str: "a string"}[type(value)]
+
+
+def _array_blocks(file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int) -> Iterator[list[tuple[str, ...]]]:
+    reader = JsonArrayReader(file, path)
+    items: list[tuple[str, ...]] = []
+    size = 0
+    for item in reader:
+        texts = texts_of(item, keys, path, reader.line, reader.column)
+        items.append(texts)
+        size += sum(map(len, texts))
+        if size >= block_bytes:
+            yield items
+            items, size = [], 0
+    if items:
+        yield items
+
+
+def _byte_blocks(file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int) -> Iterator[bytes]:
+    rest = b""
+    while chunk := file.read(max(block_bytes, len(rest))):  # doubling keeps one huge document linear
+        buffer = rest + chunk if rest else chunk
+        border = last_border(buffer)
+        if border:
+            yield buffer[:border]
+        rest = buffer[border:]
+    if rest:
+        yield rest
+
+
+def _after_line(buffer: bytes) -> int:
+    return buffer.rfind(b"\n") + 1
+
+
+def _after_blank_line(buffer: bytes) -> int:
+    unix = buffer.rfind(b"\n\n")
+    windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1  # the search for one byte is ten times as fast
+    if unix >= 0 or windows >= 0:
+        return max(unix + 2, windows + 3)
+    border = 0  # blank lines made of spaces: rare, so the slow search comes last
+    for match in BLANK_LINES.finditer(buffer):
+        border = match.end()
+    return border
+
+
+def _after_end_of_text(buffer: bytes) -> int:
+    mark = END_OF_TEXT.encode()
+    at = buffer.rfind(mark)
+    return at + len(mark) if at >= 0 else 0
+
+
+def _never(buffer: bytes) -> int:
+    return 0
+
+
+_LAST_BORDER: dict[DocumentRule, Callable[[bytes], int]] = {
+    DocumentRule.BLANK_LINE: _after_blank_line,
+    DocumentRule.LINE: _after_line,
+    DocumentRule.FILE: _never,
+    DocumentRule.EOT: _after_end_of_text,
+}

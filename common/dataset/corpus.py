@@ -1,0 +1,131 @@
+"""Which kind of corpus a file is, decided by its content: plain text, JSON Lines or a JSON array, each also gzipped."""
+
+from __future__ import annotations
+
+import enum
+import gzip
+import json
+import logging
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from common.errors import DataError
+
+_log = logging.getLogger(__name__)
+_HEAD_BYTES = 1 << 20
+_JSON_NAMES = (".json", ".jsonl", ".ndjson")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Format(enum.Enum):
+    TEXT = "text"
+    JSONL = "jsonl"
+    ARRAY = "array"
+
+
+_WORDS = {
+    Format.TEXT: "plain text",
+    Format.JSONL: "JSON Lines (one object per line)",
+    Format.ARRAY: "a JSON array",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """One input file. size: bytes on disk (compressed, when it is gzipped)."""
+
+    path: Path
+    format: Format
+    size: int
+    gzipped: bool
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+        """(text, raw): the uncompressed bytes, and the file on disk whose position tells the progress.
+
+        Raises DataError when the gzip stream breaks inside the block.
+        """
+        with self.path.open("rb") as raw, _readable(self.path):
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw, raw
+
+
+def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
+    """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the judgement.
+
+    Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list of texts.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
+    if not path.is_file():
+        raise DataError(f"{path}: not found; check --input")
+    with path.open("rb") as raw, _readable(path):
+        gzipped = raw.read(2) == _GZIP_MAGIC
+        raw.seek(0)
+        head = (gzip.GzipFile(fileobj=raw) if gzipped else raw).read(_HEAD_BYTES)
+    complete = len(head) < _HEAD_BYTES
+    if complete and not head.strip():
+        raise DataError(f"{path}: is empty; a corpus needs text")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+    name = path.with_suffix("") if path.suffix == ".gz" else path
+    chosen = forced or _judge(path, head.decode("utf-8", "ignore"), complete, name.suffix.lower() in _JSON_NAMES)
+    why = "as asked" if forced else "by content"
+    if not forced and (chosen is Format.TEXT) == (name.suffix.lower() in _JSON_NAMES):
+        _log.warning("%s: read as %s (by content), although its name says %r", path, _WORDS[chosen], name.suffix)
+    else:
+        _log.info("%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else "")
+    return Corpus(path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped)
+
+
+def _judge(path: Path, head: str, complete: bool, named_json: bool) -> Format:
+    """A file is JSON when its first item parses as JSON; a name that says JSON makes a broken first item an error, not text."""
+    text = head.lstrip("\ufeff \t\r\n")
+    if text.startswith("["):
+        return Format.ARRAY if named_json or _is_array(text, complete) else Format.TEXT
+    if text.startswith("{"):
+        first_line, _, rest = text.partition("\n")
+        if _parses(first_line) or (not rest and not complete):
+            return Format.JSONL
+        if complete and _parses(text):
+            raise DataError(
+                f"{path}: is one JSON object over several lines, expected an array of texts or one object per line; "
+                'write ["text", ...] or {"text": "..."} on a line of its own for each document'
+            )
+        return Format.JSONL if named_json else Format.TEXT
+    return Format.TEXT
+
+
+def _is_array(text: str, complete: bool) -> bool:
+    rest = text[1:].lstrip()
+    if not rest.startswith(('"', "{", "]")):
+        return False
+    if rest.startswith("]"):
+        return True
+    try:
+        _, end = json.JSONDecoder().raw_decode(rest)
+    except json.JSONDecodeError:
+        return not complete and "\n" not in rest  # the first item may be longer than the head
+    return rest[end:].lstrip()[:1] in ("", ",", "]")
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip -t") from None
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None

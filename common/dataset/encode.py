@@ -1,0 +1,104 @@
+"""Documents -> token ids with their boundaries, in bulk: nothing here runs once per document but the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from common.dataset.blocks import Block
+from common.dataset.documents import Documents, check_utf8, documents_of
+from common.dataset.sentences import split_sentences
+from common.errors import TokenizerError
+from common.tokenizer import Framing, Tokenizer
+
+_Ids = npt.NDArray[np.int32]
+_Sizes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingRules:
+    """keys: the JSON keys, one output each. frame: put the tokenizer's document frame (GPT-2: end-of-text behind) around documents."""
+
+    keys: tuple[str, ...]
+    frame: bool
+    sentences: bool
+    keep_newlines: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBlock:
+    """tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,) sequences of each.
+
+    empty: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from disk.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    sizes: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+    empty: int
+    text_bytes: int
+    read_bytes: int
+
+
+def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> list[EncodedBlock]:
+    """One entry per key. A pure function, so that any number of workers writes the same bytes.
+
+    Raises DataError naming file, line and column.
+    """
+    try:
+        return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
+    except (TokenizerError, UnicodeDecodeError):
+        check_utf8(block)  # the likely cause; it names file, line and column, which the tokenizer cannot know
+        raise
+
+
+def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
+    texts, counts = documents.texts, np.ones(len(documents.texts), dtype=np.int64)
+    if rules.sentences:
+        texts, counts = _sentences_of(documents, rules.keep_newlines)
+    packed = tokenizer.encode_packed(texts)
+    ids, sizes = packed.ids, packed.lengths
+    if rules.frame and len(counts):
+        ids, sizes = _frame(ids, sizes, counts, tokenizer.framing)
+    return EncodedBlock(
+        tokens=ids,
+        sizes=sizes,
+        documents=counts,
+        empty=documents.empty,
+        text_bytes=documents.size,
+        read_bytes=read_bytes,
+    )
+
+
+def _sentences_of(documents: Documents, keep_newlines: bool) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The sentences of all documents, and how many each document has."""
+    sentences: list[str] = []
+    counts = []
+    for text in documents.texts:
+        found = split_sentences(text.decode() if isinstance(text, bytes) else text, keep_newlines=keep_newlines)
+        sentences.extend(found)
+        counts.append(len(found))
+    return sentences, np.array(counts, dtype=np.int64)
+
+
+def _frame(ids: _Ids, sizes: _Sizes, counts: _Sizes, framing: Framing) -> tuple[_Ids, _Sizes]:
+    """Put the prefix before the first sequence of each document and the suffix behind its last one."""
+    ends = np.cumsum(counts)
+    first, last = ends - counts, ends - 1
+    framed = sizes.copy()
+    framed[first] += len(framing.prefix)
+    framed[last] += len(framing.suffix)
+    stops = np.cumsum(framed)
+    out = np.empty(int(stops[-1]), dtype=ids.dtype)
+    is_text = np.ones(len(out), dtype=np.bool_)
+    starts = (stops - framed)[first]
+    for n, token in enumerate(framing.prefix):
+        out[starts + n] = token
+        is_text[starts + n] = False
+    for n, token in enumerate(reversed(framing.suffix), 1):
+        out[stops[last] - n] = token
+        is_text[stops[last] - n] = False
+    out[is_text] = ids
+    return out, framed

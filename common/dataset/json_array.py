@@ -1,0 +1,127 @@
+"""Read a JSON array item by item in bounded memory (the standard library only parses whole files)."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+_SPACE = " \t\r\n"
+# The longest escape that a chunk's end can cut in two is \ud83d\ude00.
+_LONGEST_CUT = 12
+
+
+class JsonArrayReader:
+    """Iterates over the items of one array; ``line`` and ``column`` (from 1) are where the last item starts.
+
+    Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column when the text is not
+    UTF-8, is not an array, breaks JSON's grammar, or ends early.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._buffer = ""
+        self._at = 0
+        self._bytes_read = 0
+        self._ended = False
+        self._counted = 0  # line and column belong to this place in the buffer
+        self.line = 1
+        self.column = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._next_character() != "[":
+            raise self._error(self._at, f"found {self._peek()}, expected '[' (a JSON array)")
+        self._at += 1
+        if self._next_character() != "]":
+            while True:
+                yield self._item()
+                mark = self._next_character()
+                if mark == "]":
+                    break
+                if mark != ",":
+                    raise self._error(self._at, f"found {self._peek()}, expected ',' or ']' after an item")
+                self._at += 1
+        self._at += 1
+        if self._next_character():
+            raise self._error(self._at, f"found {self._peek()} after the array's end, expected nothing; one file holds one array")
+
+    def _item(self) -> Any:
+        if not self._next_character():
+            raise self._error(self._at, "the file ends inside the array, expected an item; it may be cut short")
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                # A string or a value that the chunk's end has cut is no error yet.
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_CUT
+                if cut and not self._ended:
+                    self._more()
+                    continue
+                ends = self._ended and (error.pos >= len(self._buffer) or error.msg.startswith("Unterminated string"))
+                advice = "the file ends inside this item, it may be cut short" if ends else "this is not valid JSON, mend it"
+                raise self._error(error.pos, f"{error.msg}; {advice}") from None
+            self._locate(self._at)
+            self._at = end
+            return value
+
+    def _next_character(self) -> str:
+        """The next character that is not white space, or "" at the end of the file; ``_at`` points to it."""
+        while True:
+            while self._at < len(self._buffer):
+                if self._buffer[self._at] not in _SPACE:
+                    return self._buffer[self._at]
+                self._at += 1
+            if not self._more():
+                return ""
+
+    def _more(self) -> bool:
+        """Drop what has been read and append a chunk, larger when an item is long; False at the end of the file."""
+        if self._ended:
+            return False
+        self._locate(self._at)
+        rest = self._buffer[self._at :]
+        data = self._file.read(max(_CHUNK_BYTES, len(rest)))
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            self._buffer = rest
+            self._at = self._counted = 0
+            before = error.object[: error.start].decode("utf-8", "ignore")  # ends where the bad byte is
+            self._buffer += before
+            raise self._error(
+                len(self._buffer),
+                f"byte {self._bytes_read + len(data) - len(error.object) + error.start} is not UTF-8 ({error.reason}); "
+                "convert the file, for example: iconv -f GB18030 -t UTF-8",
+            ) from None
+        if self._bytes_read == 0:
+            text = text.removeprefix("\ufeff")
+        self._bytes_read += len(data)
+        self._ended = not data
+        self._buffer = rest + text
+        self._at = self._counted = 0
+        return not self._ended
+
+    def _locate(self, at: int) -> None:
+        """Move ``line`` and ``column`` to ``at``."""
+        newlines = self._buffer.count("\n", self._counted, at)
+        if newlines:
+            self.line += newlines
+            self.column = at - self._buffer.rfind("\n", self._counted, at)
+        else:
+            self.column += at - self._counted
+        self._counted = at
+
+    def _peek(self) -> str:
+        return repr(self._buffer[self._at]) if self._at < len(self._buffer) else "the end of the file"
+
+    def _error(self, at: int, problem: str) -> DataError:
+        self._locate(max(at, self._counted))
+        return DataError(f"{self._path}: line {self.line}, column {self.column}: {problem}")

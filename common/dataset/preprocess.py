@@ -1,0 +1,158 @@
+"""Corpora -> tokenizer -> PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming; the names of Megatron's preprocess_data.py."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
+from common.dataset.corpus import Corpus, Format, open_corpus
+from common.dataset.encode import EncodingRules
+from common.dataset.indexed import token_dtype, with_extension
+from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.metadata import METADATA_EXTENSION, Metadata, SourceFile, write_metadata
+from common.dataset.workers import TokenizerChoice, encode_blocks
+from common.errors import ConfigError, DataError
+from common.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """inputs: read in this order. output_prefix: its folder is made when absent; existing outputs are replaced.
+
+    json_keys: one output for each; a corpus without keys (text, an array of strings) has the one key ``text``.
+    append_eod: put the tokenizer's document frame around each document. block_bytes: text per step and worker.
+    """
+
+    inputs: tuple[Path, ...]
+    output_prefix: Path
+    tokenizer: TokenizerChoice
+    json_keys: tuple[str, ...] = ("text",)
+    input_format: Format | None = None
+    documents: DocumentRule = DocumentRule.BLANK_LINE
+    append_eod: bool = True
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    workers: int = 1
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counts so far, summed over the keys; read_bytes of total_bytes are taken from disk; seconds since the start."""
+
+    documents: int = 0
+    empty: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    read_bytes: int = 0
+    total_bytes: int = 0
+    seconds: float = 0.0
+
+    def rates(self) -> str:
+        seconds = max(self.seconds, 1e-9)
+        return f"{self.documents / seconds:.0f} docs/s, {self.text_bytes / seconds / 1e6:.2f} MB/s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessResult:
+    """prefixes: of the pairs written, one per key, in the order of the keys."""
+
+    prefixes: tuple[Path, ...]
+    progress: Progress = field(default_factory=Progress)
+
+
+def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> PreprocessResult:
+    """Write the pairs; ``on_progress`` is called after each block. Nothing is left under a final name on failure.
+
+    Raises DataError (input), TokenizerError (vocabulary), ConfigError (options), StorageError (output).
+    """
+    if options.workers < 1:
+        raise ConfigError(f"--workers={options.workers}: expected 1 or more")
+    started = time.monotonic()
+    corpora = [open_corpus(path, options.input_format) for path in options.inputs]
+    if not corpora:
+        raise DataError("no input files; name at least one with --input")
+    keys = _keys(options.json_keys, corpora)
+    tokenizer = options.tokenizer.load()
+    rules = EncodingRules(keys=keys, frame=options.append_eod, sentences=options.split_sentences, keep_newlines=options.keep_newlines)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = tuple(options.output_prefix.with_name(f"{options.output_prefix.name}_{key}_{level}") for key in keys)
+    progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
+    empty = [0] * len(keys)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(prefix, token_dtype(tokenizer.vocab_size))) for prefix in prefixes]
+        # closing: a failure must end the worker processes before the error is reported
+        stream = closing(encode_blocks(_blocks(corpora, options, keys), tokenizer, options.tokenizer, rules, options.workers))
+        for encoded in stack.enter_context(stream):
+            for n, part in enumerate(encoded):
+                writers[n].append(part.tokens, part.sizes, part.documents)
+                empty[n] += part.empty
+            progress = replace(
+                progress,
+                documents=sum(writer.document_count for writer in writers),
+                empty=sum(empty),
+                tokens=sum(writer.token_count for writer in writers),
+                text_bytes=progress.text_bytes + sum(part.text_bytes for part in encoded),
+                read_bytes=progress.read_bytes + encoded[0].read_bytes,
+                seconds=time.monotonic() - started,
+            )
+            on_progress(progress)
+        for n, writer in enumerate(writers):
+            if writer.document_count == 0:
+                names = ", ".join(str(path) for path in options.inputs)
+                raise DataError(
+                    f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to write; check the input and --json-keys"
+                )
+    for n, writer in enumerate(writers):
+        write_metadata(with_extension(writer.prefix, METADATA_EXTENSION), _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]))
+    return PreprocessResult(prefixes=prefixes, progress=replace(progress, seconds=time.monotonic() - started))
+
+
+def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
+    """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an output."""
+    if len(set(asked)) != len(asked) or not all(asked):
+        raise DataError(f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty")
+    texts = [corpus.path for corpus in corpora if corpus.format is Format.TEXT]
+    if not texts or asked == ("text",):
+        return asked
+    if len(texts) == len(corpora):
+        _log.warning("--json-keys %s has no effect: plain text has no keys, the output is named 'text'", " ".join(asked))
+        return ("text",)
+    raise DataError(
+        f"{texts[0]}: is plain text and has no keys, but --json-keys asks for {' '.join(asked)}; preprocess text and JSON in two runs"
+    )
+
+
+def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...]) -> Iterator[Block]:
+    for corpus in corpora:
+        yield from read_blocks(corpus, options.documents, keys, options.block_bytes)
+
+
+def _metadata(
+    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], writer: IndexedWriter, key: str, empty: int
+) -> Metadata:
+    return Metadata(
+        tokenizer=tokenizer.kind,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+        eod_id=tokenizer.eod_id if options.append_eod else None,
+        documents=writer.document_count,
+        sequences=writer.sequence_count,
+        tokens=writer.token_count,
+        empty_documents=empty,
+        sources=tuple(SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value) for corpus in corpora),
+        options={
+            "key": key,
+            "documents": options.documents.value,
+            "append_eod": options.append_eod,
+            "split_sentences": options.split_sentences,
+            "keep_newlines": options.keep_newlines,
+        },
+    )

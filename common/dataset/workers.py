@@ -1,0 +1,110 @@
+"""Map blocks to encoded blocks in order: in this process, or in fresh processes with a bounded number of blocks under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.dataset.blocks import Block
+from common.dataset.encode import EncodedBlock, EncodingRules, encode_block
+from common.errors import RunError
+from common.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerChoice:
+    """What ``load_tokenizer`` needs, so that every worker can load its own."""
+
+    kind: str
+    vocab_file: Path
+    merge_file: Path | None
+    backend: str
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(self.kind, self.vocab_file, self.merge_file, self.backend)
+
+
+def limit_tokenizer_threads() -> None:
+    """Let the tokenizer libraries use one thread in this process; call it before the first of them is imported.
+
+    They read these variables when their thread pool starts. Without them one worker would take every core.
+    """
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encode_blocks(
+    blocks: Iterable[Block], tokenizer: Tokenizer, choice: TokenizerChoice, rules: EncodingRules, workers: int
+) -> Generator[list[EncodedBlock], None, None]:
+    """The encoded blocks in the order of ``blocks``; at most ``2 * workers`` of them are in memory.
+
+    Raises what a worker raised, or RunError when a worker died.
+    """
+    if workers == 1:
+        return (encode_block(block, tokenizer, rules) for block in blocks)
+    return _encode_in_processes(blocks, choice, rules, workers)
+
+
+def _encode_in_processes(
+    blocks: Iterable[Block], choice: TokenizerChoice, rules: EncodingRules, workers: int
+) -> Generator[list[EncodedBlock], None, None]:
+    # Imported here: a run of one worker starts faster without them.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    pool = ProcessPoolExecutor(
+        workers,
+        # fork would copy the threads' locks of whatever library the caller has loaded
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(choice, rules),
+    )
+    waiting: deque[Future[list[EncodedBlock]]] = deque()
+    try:
+        for block in blocks:
+            waiting.append(pool.submit(_encode_in_worker, block))
+            if len(waiting) >= 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise RunError(f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Tokenizer, EncodingRules] | None = None
+
+
+def _start_worker(choice: TokenizerChoice, rules: EncodingRules) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    limit_tokenizer_threads()
+    _worker = choice.load(), rules
+
+
+def _die_with_parent() -> None:
+    """A parent killed outright cannot end its pool, and the pool's pipes never tell."""
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(block: Block) -> list[EncodedBlock]:
+    assert _worker is not None
+    tokenizer, rules = _worker
+    return encode_block(block, tokenizer, rules)

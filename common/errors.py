@@ -1,0 +1,67 @@
+"""The exception tree. A message says what was found, where, what was expected and how to mend it.
+
+GPT2Error
+├── UserError            exit code 2: the input or the configuration is at fault
+│   ├── ConfigError      a key, a value, or two values that contradict each other
+│   ├── DataError        a corpus, an .idx/.bin pair, a split
+│   ├── TokenizerError   vocabulary files, text that cannot be encoded
+│   ├── CheckpointError  a checkpoint or weights that are missing, broken or of another shape
+│   └── DeviceError      a device that is not there or cannot do what is asked
+└── RunError             exit code 1: the run itself failed
+    ├── DivergedError    too many steps in a row without a finite gradient
+    └── StorageError     a file could not be written
+StopRequested            exit code 128+n: signal n was obeyed at a step boundary
+"""
+
+from __future__ import annotations
+
+
+class GPT2Error(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(GPT2Error):
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class TokenizerError(UserError):
+    pass
+
+
+class CheckpointError(UserError):
+    pass
+
+
+class DeviceError(UserError):
+    pass
+
+
+class RunError(GPT2Error):
+    exit_code = 1
+
+
+class DivergedError(RunError):
+    pass
+
+
+class StorageError(RunError):
+    pass
+
+
+class StopRequested(GPT2Error):
+    """Raised by the loop after it has saved, because signal ``signal_number`` asked it to stop."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,45 @@
+"""Files that are whole or absent: write under a temporary name, fsync, rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from common.errors import StorageError
+
+
+@contextmanager
+def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[type-arg]
+    """Open ``path`` for writing so that readers see the old file or the whole new one, never a part.
+
+    mode: "wb", or "w" for UTF-8 text with unix line ends.
+    Raises StorageError when the disk refuses; the old file is then untouched.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open(mode, **text) as file:  # type: ignore[call-overload]
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: could not be written: {error.strerror or error}; an older file of this name is untouched") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names inside ``folder`` durable (a rename alone may be lost by a power cut)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Batch and layout arithmetic: global batch = micro batch x data parallel x accumulation, and what must divide what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Samples per optimizer step. ``global_batch == micro_batch * data_parallel * accumulation`` holds."""
+
+    global_batch: int
+    micro_batch: int
+    data_parallel: int
+    accumulation: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_batch} = micro batch {self.micro_batch} x data parallel {self.data_parallel}"
+            f" x accumulation {self.accumulation}"
+        )
+
+
+def plan_batch(
+    *, global_batch: int | None = None, micro_batch: int | None = None, accumulation: int | None = None, data_parallel: int | None = None
+) -> BatchPlan:
+    """Complete the four numbers of a batch; None is left to be derived.
+
+    With only the micro batch given, accumulation is 1; with only the global batch, too.
+    Raises ConfigError naming the numbers that contradict each other.
+    """
+    if global_batch is None and micro_batch is None:
+        raise ConfigError("train.micro_batch_size and train.global_batch_size are both left out; give at least one")
+    if data_parallel is None:
+        if global_batch is None or micro_batch is None or accumulation is None:
+            data_parallel = 1
+        else:
+            data_parallel = _quotient(global_batch, "micro batch x accumulation", micro_batch * accumulation, "data parallel")
+    if global_batch is None:
+        assert micro_batch is not None
+        accumulation = accumulation or 1
+        global_batch = micro_batch * data_parallel * accumulation
+    elif micro_batch is None:
+        accumulation = accumulation or 1
+        micro_batch = _quotient(global_batch, "data parallel x accumulation", data_parallel * accumulation, "micro batch")
+    elif accumulation is None:
+        accumulation = _quotient(global_batch, "micro batch x data parallel", micro_batch * data_parallel, "accumulation")
+    plan = BatchPlan(global_batch=global_batch, micro_batch=micro_batch, data_parallel=data_parallel, accumulation=accumulation)
+    product = micro_batch * data_parallel * accumulation
+    if product != global_batch:
+        raise ConfigError(
+            f"train.global_batch_size={global_batch} is not micro batch {micro_batch} x data parallel {data_parallel}"
+            f" x accumulation {accumulation} = {product}; change one of them or leave one out"
+        )
+    return plan
+
+
+def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
+    if whole % part:
+        below = whole // part * part
+        choices = f"{below} or {below + part}" if below else str(part)
+        raise ConfigError(
+            f"train.global_batch_size={whole} is no multiple of {what} = {part}, so {wanted} cannot be derived; choose {choices}"
+        )
+    return whole // part
+
+
+def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None) -> int:
+    """Data-parallel ranks: what the processes leave after tensor and pipeline parallel.
+
+    Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly.
+    """
+    split = model_parallel * pipeline_stage
+    if data_parallel is not None and data_parallel * split != world_size:
+        raise ConfigError(
+            f"parallel.data_parallel={data_parallel} x parallel.model_parallel={model_parallel} x"
+            f" parallel.pipeline_stage={pipeline_stage} = {data_parallel * split} processes, but {world_size} are running;"
+            " start that many, or leave data_parallel out"
+        )
+    if world_size % split:
+        raise ConfigError(
+            f"parallel.model_parallel={model_parallel} x parallel.pipeline_stage={pipeline_stage} = {split} does not divide the"
+            f" {world_size} running process{'es' if world_size > 1 else ''}"
+        )
+    return world_size // split
+
+
+def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
+    """Raise ConfigError naming both values, and the divisors to choose from, unless ``part`` divides ``whole``."""
+    if whole % part:
+        divisors = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+        choices = " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if len(divisors) > 1 else divisors[0]
+        raise ConfigError(f"{part_name}={part} does not divide {whole_name}={whole}; choose {choices}")
+
+
+def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> int:
+    """Rows of the embedding table: ``vocab_size`` rounded up to a multiple of ``multiple * model_parallel`` (Megatron's rule)."""
+    step = multiple * model_parallel
+    return -(-vocab_size // step) * step

@@ -1,0 +1,49 @@
+"""Tokenizers by name. Importing this package loads no tokenizer library; building a tokenizer does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from common.errors import TokenizerError
+from common.tokenizer.base import Framing, PackedIds, Tokenizer, TokenizerLoader
+
+__all__ = ["TOKENIZERS", "Framing", "PackedIds", "Tokenizer", "TokenizerLoader", "load_tokenizer"]
+
+
+def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
+    from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+
+    if merge_file is not None:
+        return GPT2BPETokenizer.from_files(vocab_file, merge_file, backend=backend)
+    if vocab_file.is_dir():
+        return GPT2BPETokenizer.from_folder(vocab_file, backend=backend)
+    raise TokenizerError(
+        f"GPT2BPETokenizer: a vocabulary was given ({vocab_file}) but no merge file; "
+        "give merges.txt (OpenAI's name: vocab.bpe) too, or a folder that holds both"
+    )
+
+
+TOKENIZERS: dict[str, TokenizerLoader] = {"GPT2BPETokenizer": _load_gpt2_bpe}
+"""Kind -> loader. To add a tokenizer: one entry, whose loader imports its module when called."""
+
+
+def load_tokenizer(
+    kind: str,
+    vocab_file: str | os.PathLike[str],
+    merge_file: str | os.PathLike[str] | None = None,
+    backend: str = "auto",
+) -> Tokenizer:
+    """Build the tokenizer ``kind`` from its files.
+
+    vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE merges, for kinds that have them.
+    Raises TokenizerError for an unknown kind, broken files, or a backend that is missing.
+    """
+    loader = TOKENIZERS.get(kind)
+    if loader is None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(kind, TOKENIZERS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise TokenizerError(f"tokenizer kind {kind!r} is not known; {hint}choose one of: {', '.join(sorted(TOKENIZERS))}")
+    return loader(Path(vocab_file), None if merge_file is None else Path(merge_file), backend)

@@ -1,0 +1,91 @@
+"""What every tokenizer of the project offers, whatever its algorithm: text in, int32 ids out, and the frame of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+TokenIds = Iterable[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """Ids put around each document of a corpus. GPT-2 writes ``<|endoftext|>`` after a document and nothing before it."""
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedIds:
+    """The ids of n texts in one buffer; text i holds ``ids[offsets[i]:offsets[i + 1]]``.
+
+    ids: int32 (total,). offsets: int64 (n + 1,), first 0, last total.
+    """
+
+    ids: Ids
+    offsets: npt.NDArray[np.int64]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 (n,): tokens of each text."""
+        return np.diff(self.offsets)
+
+    def rows(self) -> list[Ids]:
+        """One view per text. A view keeps the whole buffer alive; copy the few that must outlive their batch."""
+        bounds = self.offsets.tolist()
+        return [self.ids[start:stop] for start, stop in pairwise(bounds)]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Read by preprocessing, evaluation and generation. Framing is not added by ``encode*``: whoever builds documents adds it."""
+
+    @property
+    def kind(self) -> str:
+        """Key of this class in ``TOKENIZERS``; written into the header of a dataset."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the library that encodes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, before any padding of the embedding."""
+
+    @property
+    def eod_id(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def framing(self) -> Framing: ...
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the vocabulary's content: equal digests give equal ids."""
+
+    def encode(self, text: str, allow_special: bool = False) -> Ids: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode_batch_bytes(self, texts: Sequence[bytes]) -> list[Ids]: ...
+    def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds: ...
+    def decode(self, ids: TokenIds) -> str: ...
+    def decode_bytes(self, ids: TokenIds) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenizerLoader(Protocol):
+    """Builds a tokenizer from its files; an entry of ``TOKENIZERS``."""
+
+    def __call__(self, vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer: ...

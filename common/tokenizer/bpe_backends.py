@@ -1,0 +1,271 @@
+"""The libraries that can run GPT-2's byte-level BPE, and the choice between them: the fastest one proved equal to the exact one.
+
+``tokenizers`` follows the merge list to the letter and is the measure. ``tiktoken`` and ``gigatoken`` are faster, are checked at load,
+and leave to it the few characters on which libraries of different Unicode releases disagree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TokenizerError
+from common.tokenizer.base import Ids, PackedIds
+from common.tokenizer.bpe_files import BPEVocabulary
+from common.tokenizer.bpe_self_check import SELF_CHECK
+from common.tokenizer.unicode_drift import is_disputed
+
+# Content hash of the vocabulary that OpenAI published: the checks that a foreign vocabulary needs are known to hold for it.
+GPT2_SHA256 = "c1e3cefd7c3749b320b1b08696e30ba187c23910de15ef8e5a33c6ee460e93e5"
+
+# The pattern of openai/gpt-2 src/encoder.py with possessive repeats, as tiktoken spells it; it cuts every text at the same places.
+_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+# Unicode's White_Space, which is what \s means above. Python's own \s adds U+001C..U+001F.
+_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+# `\s+(?!\S)` backtracks one frame a character: tiktoken 0.13 and 0.14 panic between 900,000 and 1,000,000 of them.
+_LONG_RUN = 200_000
+_LONG_SPACE = re.compile(f"[{_SPACE}]{{{_LONG_RUN},}}(?![{_SPACE}])")
+
+_CHUNK = 64  # texts per task of the thread pool: fewer, and handing them over costs more than it brings
+
+
+class Backend(Protocol):
+    """Encodes ordinary text (no special tokens). Raises TypeError or UnicodeError for a lone surrogate."""
+
+    name: str
+
+    def encode_one(self, text: str) -> Ids: ...
+    def encode_many(self, texts: list[str]) -> PackedIds: ...
+
+
+class _PassedOver(Exception):
+    """This backend cannot serve this vocabulary here; the message says why and what to do."""
+
+
+def _load_library(name: str, install: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _PassedOver(f"{name} is not installed ({error}); install it with: pip install {install}") from None
+
+
+def _pack(rows: Sequence[Sequence[int]]) -> PackedIds:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)), out=offsets[1:])
+    ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    return PackedIds(ids=ids, offsets=offsets)
+
+
+class _Tokenizers:
+    """Hugging Face tokenizers: exact for any merge list."""
+
+    name = "tokenizers"
+
+    def __init__(self, vocabulary: BPEVocabulary) -> None:
+        library = _load_library("tokenizers", "tokenizers")
+        merges = list(vocabulary.merges)
+        self.model = library.Tokenizer(library.models.BPE(vocab=vocabulary.ids, merges=merges))
+        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+    def encode_one(self, text: str) -> Ids:
+        return np.array(self.model.encode(text).ids, dtype=np.int32)
+
+    def encode_many(self, texts: list[str]) -> PackedIds:
+        return _pack([encoding.ids for encoding in self.model.encode_batch_fast(texts)])
+
+
+class _Tiktoken:
+    """tiktoken built from the local files; its own loaders would go to the network.
+
+    It joins any two neighbours whose bytes are a token, where BPE asks for a listed pair. The two agree on a vocabulary that was
+    trained as BPE, see ``_check_ranks``.
+    """
+
+    name = "tiktoken"
+
+    def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
+        library = _load_library("tiktoken", "'tiktoken>=0.13'")
+        version = _version("tiktoken")
+        if version < (0, 13):
+            raise _PassedOver(
+                f"tiktoken {'.'.join(map(str, version))} takes quadratic time on a long run without a space "
+                "(0.4 s for 40 KB, minutes for 1 MB); install a later one with: pip install 'tiktoken>=0.13'"
+            )
+        if vocabulary.sha256 != GPT2_SHA256:
+            _check_ranks(vocabulary, exact)
+        # Tokens that no merge makes (added by hand) must be out of its reach: it would produce them from ordinary text.
+        made = {left + right for left, right in vocabulary.merges}
+        ranks = {
+            vocabulary.token_bytes[token_id]: token_id for token, token_id in vocabulary.ids.items() if len(token) == 1 or token in made
+        }
+        self._encode = library.Encoding("gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
+
+    def _ids(self, text: str) -> list[int]:
+        if not text.isascii():
+            text.encode()  # tiktoken would replace a lone surrogate without a word; this raises
+        if len(text) < _LONG_RUN:
+            ids: list[int] = self._encode(text)
+            return ids
+        return [token for part in _cut_long_space(text) for token in self._encode(part)]
+
+    def encode_one(self, text: str) -> Ids:
+        return np.array(self._ids(text), dtype=np.int32)
+
+    def encode_many(self, texts: list[str]) -> PackedIds:
+        workers = min(_usable_cores(), -(-len(texts) // _CHUNK))
+        if workers < 2:
+            return _pack([self._ids(text) for text in texts])
+        chunks = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
+        with ThreadPoolExecutor(workers) as pool:
+            return _pack([row for rows in pool.map(lambda chunk: [self._ids(text) for text in chunk], chunks) for row in rows])
+
+
+def _cut_long_space(text: str) -> Iterator[str]:
+    """Cut before the last character of each long run of white space: the pattern cuts there as well, so the ids are the same."""
+    start = 0
+    for run in _LONG_SPACE.finditer(text):
+        if run.end() < len(text):  # at the end of the text `\s++$` takes the whole run, without backtracking
+            yield text[start : run.end() - 1]
+            start = run.end() - 1
+    yield text[start:]
+
+
+def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
+    """Refuse a vocabulary on which joining by rank could differ from joining by listed pairs.
+
+    If ids rise in merge order, parts come before what they make, and BPE turns every made token into itself, then two neighbours
+    whose bytes spell a token t have been reached, inside their own borders, by the merges ranked before t; the last step towards
+    t is a single listed pair, so the two neighbours are that pair.
+    """
+    advice = "use backend='tokenizers' for this vocabulary"
+    rank = {token: -1 for token in vocabulary.ids if len(token) == 1}
+    before = -1
+    for left, right in vocabulary.merges:
+        token, token_id = left + right, vocabulary.ids[left + right]
+        if token in rank or token_id <= before:
+            raise _PassedOver(f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id {token_id}); {advice}")
+        if left not in rank or right not in rank:
+            raise _PassedOver(f"the merge {left + ' ' + right!r} comes before a merge that makes one of its parts; {advice}")
+        rank[token] = before = token_id
+    exact_pre_tokenizer = exact.model.pre_tokenizer
+    exact.model.pre_tokenizer = None  # the spelling in the byte alphabet goes to the merges as it is
+    try:
+        for token in (token for token, token_id in rank.items() if token_id >= 0):
+            if exact.model.encode(token).ids != [rank[token]]:
+                raise _PassedOver(f"the merges never make the token {token!r} (id {rank[token]}); {advice}")
+    finally:
+        exact.model.pre_tokenizer = exact_pre_tokenizer
+
+
+class _Gigatoken:
+    """gigatoken: a hand-written lexer and a cache of words; about twenty times tiktoken's speed. Linear on any input."""
+
+    name = "gigatoken"
+
+    def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
+        library = _load_library("gigatoken", "gigatoken (the extra 'fast' of this project)")
+        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
+        self._model = library.Tokenizer.from_json(exact.model.to_str())
+
+    def encode_one(self, text: str) -> Ids:
+        return _as_int32(self._model.encode(text))
+
+    def encode_many(self, texts: list[str]) -> PackedIds:
+        if not texts:
+            return _pack([])
+        # An awkward array: its two buffers are taken as they are, its rows are never built. In a worker process it uses one thread.
+        layout = self._model.encode_batch(texts).layout
+        return PackedIds(ids=_as_int32(layout.content.data), offsets=np.asarray(layout.offsets.data, dtype=np.int64))
+
+
+class _Guarded:
+    """A fast backend that hands the texts with a disputed character to the exact one."""
+
+    def __init__(self, fast: Backend, exact: Backend) -> None:
+        self.name = fast.name
+        self._fast = fast
+        self._exact = exact
+
+    def encode_one(self, text: str) -> Ids:
+        return (self._exact if is_disputed(text) else self._fast).encode_one(text)
+
+    def encode_many(self, texts: list[str]) -> PackedIds:
+        # One look at the whole batch: almost always there is nothing to find.
+        if not is_disputed("".join([text for text in texts if not text.isascii()])):
+            return self._fast.encode_many(texts)
+        exact = {number: self._exact.encode_one(text) for number, text in enumerate(texts) if is_disputed(text)}
+        rows = self._fast.encode_many(["" if number in exact else text for number, text in enumerate(texts)]).rows()
+        rows = [exact.get(number, row) for number, row in enumerate(rows)]
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return PackedIds(ids=np.concatenate(rows), offsets=offsets)
+
+
+def _as_int32(ids: npt.ArrayLike) -> Ids:
+    array = np.asarray(ids)
+    return array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.int32)
+
+
+def _version(distribution: str) -> tuple[int, ...]:
+    from importlib.metadata import version
+
+    return tuple(int(part) for part in re.findall(r"\d+", version(distribution))[:3])
+
+
+def _usable_cores() -> int:
+    if multiprocessing.parent_process() is not None:
+        return 1  # a worker among workers
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) -> None:
+    texts = [SELF_CHECK, *SELF_CHECK.split("\n")]
+    if vocabulary.sha256 != GPT2_SHA256:
+        texts.append(" ".join(raw.decode(errors="replace") for raw in vocabulary.token_bytes))
+    for text, found in zip(texts, backend.encode_many(texts).rows(), strict=True):
+        expected = exact.encode_one(text)  # one by one: tokenizers warns in every forked child once its batch calls were used
+        if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
+            raise _PassedOver(
+                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than tokenizers "
+                f"in the self-check for {text[:40]!r}; use backend='tokenizers' and report it"
+            )
+
+
+_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {"gigatoken": _Gigatoken, "tiktoken": _Tiktoken}
+BACKENDS = ("auto", *_FAST, "tokenizers")
+
+
+def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tuple[str, ...]]:
+    """The backend ``wanted``, or for "auto" the fastest one that is there and equal; and why faster ones were passed over.
+
+    Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
+    """
+    if wanted not in BACKENDS:
+        raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
+    try:
+        exact = _Tokenizers(vocabulary)
+    except _PassedOver as reason:
+        raise TokenizerError(f"tokenizer backend {wanted!r} needs tokenizers, the measure of exactness: {reason}") from None
+    reasons: list[str] = []
+    for name, build in _FAST.items():
+        if wanted not in ("auto", name):
+            continue
+        try:
+            backend = _Guarded(build(vocabulary, exact), exact)
+            _prove_equal(backend, exact, vocabulary)
+            return backend, tuple(reasons)
+        except Exception as error:  # whatever a third-party library raises, the next one serves
+            if wanted == name:
+                raise TokenizerError(f"tokenizer backend {wanted!r} cannot be used: {error}") from error
+            reasons.append(f"{name}: {error}")
+    return exact, tuple(reasons)

@@ -1,0 +1,209 @@
+"""Reads and checks the two files of a GPT-2 vocabulary: ids (vocab.json, encoder.json) and merges (merges.txt, vocab.bpe).
+
+Source of both formats: openai/gpt-2, src/encoder.py. Everything a broken file can do wrong is refused here, with its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import TokenizerError
+
+END_OF_TEXT = "<|endoftext|>"
+# Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
+_SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters that stand for the bytes in GPT-2's files -> the byte (``bytes_to_unicode`` of the source)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(256 + n): byte for n, byte in enumerate(hidden)})
+    return alphabet
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BPEVocabulary:
+    """A checked vocabulary. Tokens are spelled in the byte alphabet; ``token_bytes`` holds what they stand for."""
+
+    ids: dict[str, int]
+    """token -> id, the ids being 0 .. n-1"""
+    merges: tuple[tuple[str, str], ...]
+    """best first"""
+    token_bytes: tuple[bytes, ...]
+    """indexed by id"""
+    eod_id: int
+    sha256: str
+    """of the content: the same for every file name, spacing, key order or header"""
+
+
+def read_vocabulary(vocab_file: Path, merge_file: Path) -> BPEVocabulary:
+    """Read both files. Raises TokenizerError that names the file, the line and the mend."""
+    ids = _read_ids(vocab_file)
+    tokens = _in_id_order(vocab_file, ids)
+    token_bytes = _spell(vocab_file, tokens)
+    if END_OF_TEXT not in ids:
+        raise TokenizerError(f"{vocab_file}: has no token {END_OF_TEXT!r}, which ends a document; add it with the next free id {len(ids)}")
+    merges = _read_merges(merge_file, vocab_file, ids)
+    _check_same_model(vocab_file, merge_file, ids, merges)
+    return BPEVocabulary(ids=ids, merges=merges, token_bytes=token_bytes, eod_id=ids[END_OF_TEXT], sha256=_content_hash(tokens, merges))
+
+
+def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str:
+    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no space.
+    digest = hashlib.sha256(b"GPT2BPETokenizer/1\n")
+    digest.update("\n".join(tokens).encode())
+    digest.update(b"\n\n")
+    digest.update("\n".join(f"{left} {right}" for left, right in merges).encode())
+    return digest.hexdigest()
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise TokenizerError(f"{path}: no such file; expected the {what} of a GPT-2 tokenizer; check the path") from None
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read ({error.strerror}); expected the {what} of a GPT-2 tokenizer") from error
+    if not raw.strip():
+        raise TokenizerError(f"{path}: is empty ({len(raw)} bytes); expected the {what} of a GPT-2 tokenizer; fetch the file again")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - raw.rfind(b"\n", 0, error.start)
+        raise TokenizerError(
+            f"{path}: line {line}, byte {column} of the line: 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}); "
+            f"expected the {what} of a GPT-2 tokenizer as UTF-8 text; fetch the file again"
+        ) from None
+
+
+def _place(text: str, token: str) -> str:
+    """Where ``token`` stands as a JSON string, for an error message; empty when it is spelled with unusual escapes."""
+    at = max(text.find(json.dumps(token)), text.find(json.dumps(token, ensure_ascii=False)))
+    return "" if at < 0 else f" line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}:"
+
+
+def _read_ids(path: Path) -> dict[str, int]:
+    text = _read_text(path, "vocabulary (JSON, token -> id)")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise TokenizerError(f"{path}:{_place(text, twice)} the token {twice!r} is listed twice; expected each token once; remove one")
+        return table
+
+    try:
+        table = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise TokenizerError(
+            f"{path}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}); expected one object of token -> id, "
+            'such as {"!": 0, ...}; fetch the file again, or check that the vocabulary and merge files are not swapped'
+        ) from None
+    except RecursionError:
+        raise TokenizerError(f"{path}: JSON nested too deep; expected one flat object of token -> id") from None
+    if not isinstance(table, dict):
+        raise TokenizerError(f"{path}: holds a JSON {type(table).__name__}; expected one object of token -> id; give vocab.json here")
+    if isinstance(table.get("model"), dict):
+        raise TokenizerError(f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part model.vocab")
+    for token, token_id in table.items():
+        if type(token_id) is not int:  # bool is an int to isinstance
+            raise TokenizerError(
+                f"{path}:{_place(text, token)} the token {token!r} has the value {token_id!r} of type {type(token_id).__name__}; "
+                "expected an integer id"
+            )
+    if not table:
+        raise TokenizerError(f"{path}: holds no tokens; expected at least the 256 bytes and {END_OF_TEXT!r}; fetch the file again")
+    return table
+
+
+def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
+    """Tokens by id; refuses ids that are not exactly 0 .. n-1, since an embedding row belongs to each."""
+    tokens: list[str | None] = [None] * len(ids)
+    outside: tuple[str, int] | None = None
+    for token, token_id in ids.items():
+        if not 0 <= token_id < len(tokens):
+            outside = outside or (token, token_id)
+            continue
+        other = tokens[token_id]
+        if other is not None:
+            raise TokenizerError(f"{path}: id {token_id} belongs to both {other!r} and {token!r}; expected one token per id")
+        tokens[token_id] = token
+    if outside is not None:
+        gap = tokens.index(None)
+        raise TokenizerError(
+            f"{path}: no token has id {gap}, while {outside[0]!r} has id {outside[1]}; "
+            f"expected the {len(ids)} tokens to have the ids 0 to {len(ids) - 1}; renumber them, or restore the missing tokens"
+        )
+    return [token for token in tokens if token is not None]
+
+
+def _spell(path: Path, tokens: list[str]) -> tuple[bytes, ...]:
+    alphabet = byte_alphabet()
+    try:
+        spelled = tuple(bytes([alphabet[char] for char in token]) for token in tokens)
+    except KeyError:
+        token, char = next((token, char) for token in tokens for char in token if char not in alphabet)
+        raise TokenizerError(
+            f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the byte alphabet of GPT-2 "
+            "(a space is written Ġ); expected a byte-level BPE vocabulary"
+        ) from None
+    if b"" in spelled:
+        raise TokenizerError(f"{path}: id {spelled.index(b'')} is the empty token; expected at least one byte; remove it")
+    known = set(tokens)
+    missing = [char for char in alphabet if char not in known]
+    if missing:
+        raise TokenizerError(
+            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being {missing[0]!r} "
+            f"(byte 0x{alphabet[missing[0]]:02x}); without them some text has no ids; expected a byte-level BPE vocabulary"
+        )
+    return spelled
+
+
+def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tuple[str, str], ...]:
+    lines = _read_text(path, "merges (two tokens a line)").replace("\r\n", "\n").rstrip("\n").split("\n")
+    first = 1 if lines[0].startswith("#version") else 0
+    line_of: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(lines[first:], start=first + 1):
+        fields = line.split(" ")
+        if len(fields) != 2 or not all(fields):
+            raise TokenizerError(
+                f"{path}: line {number}: {_shorten(line)} has {len([f for f in fields if f])} fields; expected two tokens with one space "
+                "between them; fetch the file again, or check that the vocabulary and merge files are not swapped"
+            )
+        pair = (fields[0], fields[1])
+        for token, role in ((pair[0], "its left part"), (pair[1], "its right part"), (pair[0] + pair[1], "what it makes")):
+            if token not in ids:
+                raise TokenizerError(
+                    f"{path}: line {number}: the merge {line!r}: {role}, {token!r}, is not a token of {vocab_file}; "
+                    "expected the merges and the vocabulary of one model; take both files from the same place"
+                )
+        if pair in line_of:
+            raise TokenizerError(f"{path}: line {number}: the merge {line!r} stands on line {line_of[pair]} already; remove one of them")
+        line_of[pair] = number
+    return tuple(line_of)
+
+
+def _shorten(line: str) -> str:
+    return repr(line) if len(line) <= 60 else repr(line[:60]) + "..."
+
+
+def _check_same_model(vocab_file: Path, merge_file: Path, ids: dict[str, int], merges: tuple[tuple[str, str], ...]) -> None:
+    """A token that no merge makes can never be produced: the sign of a cut merge file, or of another model's."""
+    made = {left + right for left, right in merges}
+    lost = [token for token in ids if len(token) > 1 and token not in made and not _SPECIAL.fullmatch(token)]
+    if lost:
+        raise TokenizerError(
+            f"{merge_file}: its {len(merges)} merges make none of {len(lost)} tokens of {vocab_file}, the first being {lost[0]!r} "
+            f"(id {ids[lost[0]]}); the file is cut short or belongs to another model; take both files from the same place"
+        )
+    if END_OF_TEXT in made:
+        raise TokenizerError(f"{merge_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could end a document; remove that merge")

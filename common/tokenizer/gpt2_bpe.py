@@ -1,0 +1,205 @@
+"""GPT-2's byte-level BPE from vocab.json and merges.txt: exact ids, at the speed of the fastest library that is installed.
+
+Source of the algorithm: openai/gpt-2, src/encoder.py. No text is ever changed: decode(encode(x)) == x for every valid Unicode text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from common.errors import TokenizerError
+from common.tokenizer.base import Framing, Ids, PackedIds, TokenIds
+from common.tokenizer.bpe_backends import choose_backend
+from common.tokenizer.bpe_files import END_OF_TEXT, read_vocabulary
+
+_FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+class GPT2BPETokenizer:
+    """Text <-> ids of a GPT-2 vocabulary. ``<|endoftext|>`` begins, ends and pads.
+
+    Safe to share between threads; pickles as its file names, so a worker process builds its own.
+    """
+
+    kind = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: Path, merge_file: Path, backend: str = "auto") -> None:
+        self.vocab_file = vocab_file
+        self.merge_file = merge_file
+        vocabulary = read_vocabulary(vocab_file, merge_file)
+        self._token_bytes = vocabulary.token_bytes
+        self._eod_id = vocabulary.eod_id
+        self._sha256 = vocabulary.sha256
+        self._backend, self.passed_over = choose_backend(vocabulary, backend)
+
+    @classmethod
+    def from_files(cls, vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
+        """Build from vocab.json and merges.txt, or encoder.json and vocab.bpe; the merges may lack their ``#version`` header.
+
+        backend: "auto" (gigatoken, else tiktoken, else tokenizers), or one of these names.
+        Raises TokenizerError for broken files, and for a named backend that is missing or not exact.
+        """
+        return cls(Path(vocab_file), Path(merge_file), backend)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
+        """Build from the pair of files in ``folder``, under Hugging Face's names or OpenAI's. Raises TokenizerError."""
+        folder = Path(folder)
+        for vocab_name, merge_name in _FILE_NAMES:
+            if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
+                return cls(folder / vocab_name, folder / merge_name, backend)
+        if not folder.is_dir():
+            raise TokenizerError(f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path")
+        present = [name for pair in _FILE_NAMES for name in pair if (folder / name).is_file()]
+        pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in _FILE_NAMES)
+        raise TokenizerError(
+            f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found {', '.join(present) or 'none of them'}; "
+            "copy the missing file there, or name both files"
+        )
+
+    @property
+    def backend(self) -> str:
+        """Name of the library in use; ``passed_over`` holds why faster ones are not."""
+        return self._backend.name
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: 50257 for GPT-2."""
+        return len(self._token_bytes)
+
+    @property
+    def eod_id(self) -> int:
+        """Id of ``<|endoftext|>``: 50256 for GPT-2."""
+        return self._eod_id
+
+    bos_id = eos_id = pad_id = eod_id
+
+    @property
+    def framing(self) -> Framing:
+        return Framing(suffix=(self._eod_id,))
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the parsed content: equal for both pairs of file names, with or without the header."""
+        return self._sha256
+
+    def encode(self, text: str, allow_special: bool = False) -> Ids:
+        """Ids of ``text``: int32 (n,). ``<|endoftext|>`` in it is ordinary text, unless ``allow_special``.
+
+        Raises TokenizerError for a lone surrogate, with its position.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"encode: found {type(text).__name__}; expected str; use encode_batch for several texts")
+        if allow_special and END_OF_TEXT in text:
+            return self._encode_with_special(text)
+        try:
+            return self._backend.encode_one(text)
+        except (TypeError, UnicodeError) as error:
+            _refuse(text, "the text", error)
+
+    def _encode_with_special(self, text: str) -> Ids:
+        end = np.array([self._eod_id], dtype=np.int32)
+        parts: list[Ids] = []
+        # Each part on its own: a special token is a border that no piece of ordinary text crosses.
+        for part in text.split(END_OF_TEXT):
+            parts += [self.encode(part), end]
+        return np.concatenate(parts[:-1])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text as ordinary text: int32 arrays, views of one buffer per call. Uses all cores, one in a worker process.
+
+        Raises TokenizerError for a lone surrogate, with the text and the position.
+        """
+        return self._encode_strings(_strings(texts)).rows()
+
+    def encode_batch_bytes(self, texts: Sequence[bytes]) -> list[Ids]:
+        """As ``encode_batch``, from UTF-8. Raises TokenizerError for invalid UTF-8, with the text and the byte."""
+        return self._encode_utf8(texts).rows()
+
+    def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
+        """As ``encode_batch`` or ``encode_batch_bytes``, in one buffer with offsets: what preprocessing writes, and the fastest form."""
+        if len(texts) and isinstance(texts[0], bytes):
+            return self._encode_utf8(texts)  # type: ignore[arg-type]
+        return self._encode_strings(_strings(texts))
+
+    def _encode_strings(self, texts: list[str]) -> PackedIds:
+        try:
+            return self._backend.encode_many(texts)
+        except (TypeError, UnicodeError) as error:
+            for number, text in enumerate(texts):
+                if any("\ud800" <= char <= "\udfff" for char in text):
+                    _refuse(text, f"text {number} of the batch", error)
+            raise
+
+    def _encode_utf8(self, texts: Sequence[bytes]) -> PackedIds:
+        if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
+            raise TokenizerError("encode_batch_bytes: expected a sequence of bytes objects; use encode_batch for str")
+        strings: list[str] = []
+        for number, text in enumerate(texts):
+            try:
+                strings.append(text.decode())
+            except UnicodeDecodeError as error:
+                raise TokenizerError(
+                    f"text {number} of the batch, byte {error.start}: 0x{text[error.start]:02x} is not UTF-8 ({error.reason}); "
+                    "convert the source to UTF-8, or decode it with errors='replace'"
+                ) from None
+        return self._backend.encode_many(strings)
+
+    def decode(self, ids: TokenIds) -> str:
+        """Text of ``ids``. Bytes that are not whole characters, as at a cut, become U+FFFD. Raises TokenizerError as decode_bytes."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: TokenIds) -> bytes:
+        """Bytes of ``ids``, exactly. Raises TokenizerError for an id outside 0 .. vocab_size - 1, with its position."""
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+        if array.size == 0:
+            return b""
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise TokenizerError(f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of integer ids")
+        wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
+        if wrong.size:
+            at = int(wrong[0])
+            raise TokenizerError(
+                f"decode: id {array[at]} at position {at} is outside 0..{self.vocab_size - 1}; "
+                "were these ids made by another tokenizer, or drawn from the padded part of the vocabulary?"
+            )
+        return b"".join(map(self._token_bytes.__getitem__, array.tolist()))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for. Raises TokenizerError when it is outside the vocabulary."""
+        return self.decode_bytes([token_id])
+
+    def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path, str]]:
+        return type(self), (self.vocab_file, self.merge_file, self.backend)
+
+    def __repr__(self) -> str:
+        return f"GPT2BPETokenizer({self.vocab_size} ids, backend={self.backend}, vocab_file={str(self.vocab_file)!r})"
+
+
+def _strings(texts: object) -> list[str]:
+    if isinstance(texts, list) and set(map(type, texts)) <= {str}:  # the usual case, without a step of Python a text
+        return texts
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise TokenizerError(f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use encode for one text")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TokenizerError(
+                f"encode_batch: text {number} is {type(text).__name__}; expected str; use encode_batch_bytes for UTF-8 bytes"
+            )
+    return list(texts)
+
+
+def _refuse(text: str, name: str, error: Exception) -> NoReturn:
+    at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+    if at is None:
+        raise error
+    line = text.count("\n", 0, at) + 1
+    raise TokenizerError(
+        f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is half a character and has no UTF-8; "
+        "read the source with its right encoding, or replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+    ) from None

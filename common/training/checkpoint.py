@@ -1,0 +1,176 @@
+"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training step's path.
+
+    checkpoints/step_00000100/model.safetensors       float32 weights, true vocabulary, names of common.weights.names
+    checkpoints/step_00000100/optimizer.safetensors   NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer
+    checkpoints/step_00000100/manifest.json           state, resolved config, tokenizer, versions, file sizes
+    checkpoints/latest                                the name of the newest whole folder
+
+A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError, StorageError
+from common.files import atomic_write, fsync_folder
+from common.weights.files import Tensors, write_safetensors
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a run needs to go on, copied out of the framework so that training may continue while it is written."""
+
+    files: Mapping[str, Tensors]
+    """File name -> tensors by name."""
+    manifest: Mapping[str, Any]
+    """Plain data; must hold ``state``."""
+
+
+class CheckpointWriter:
+    """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False."""
+
+    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True) -> None:
+        self.folder = Path(folder)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        for leftover in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Begin to write ``step_<step>``; waits for the save before. Raises StorageError, also on behalf of the save before."""
+        self.wait()
+        target = self.folder / f"step_{snapshot.manifest['state']['step']:08d}"
+        if not self._asynchronous:
+            self._write(target, snapshot)
+            return target
+        self._thread = threading.Thread(target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer")
+        self._thread.start()
+        return target
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises what the last save raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what a finished save raised, without waiting for one under way."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
+        try:
+            self._write(target, snapshot)
+        except Exception as error:  # re-raised in the training thread
+            self._failure = error
+
+    def _write(self, target: Path, snapshot: Snapshot) -> None:
+        temporary = target.with_name(f".{target.name}.tmp")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for name, tensors in snapshot.files.items():
+                write_safetensors(temporary / name, tensors)
+            sizes = {name: (temporary / name).stat().st_size for name in snapshot.files}
+            with atomic_write(temporary / MANIFEST, "w") as file:
+                json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": sizes}, file, indent=1)
+            fsync_folder(temporary)
+            self._put_in_place(temporary, target)
+            with atomic_write(self.folder / LATEST, "w") as file:
+                file.write(target.name + "\n")
+        except (OSError, StorageError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
+        self._prune()
+
+    def _put_in_place(self, temporary: Path, target: Path) -> None:
+        old = target.with_name(f".{target.name}.old.tmp")
+        if target.exists():  # a run that was taken up again before this step
+            os.replace(target, old)
+        os.replace(temporary, target)
+        fsync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self) -> None:
+        if not self._keep:
+            return
+        whole = sorted(whole_checkpoints(self.folder), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        for old in whole[: -self._keep]:
+            # rename first, so that a folder half deleted never looks whole
+            doomed = old.with_name(f".{old.name}.old.tmp")
+            os.replace(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders inside ``folder``, by step."""
+    found = [p for p in folder.glob("step_*") if _STEP_FOLDER.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def find_checkpoint(where: Path) -> Path | None:
+    """The checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a ``latest`` file; None if there is none yet."""
+    where = Path(where)
+    if where.name == LATEST and where.is_file():
+        where = where.parent
+    if (where / MANIFEST).is_file():
+        return where
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    latest = folder / LATEST
+    if latest.is_file():
+        named = folder / latest.read_text(encoding="utf-8").strip()
+        if (named / MANIFEST).is_file():
+            return named
+    whole = whole_checkpoints(folder)
+    return whole[-1] if whole else None
+
+
+def require_checkpoint(where: Path, why: str) -> Path:
+    """find_checkpoint, or CheckpointError saying what was wanted."""
+    found = find_checkpoint(where)
+    if found is None:
+        raise CheckpointError(
+            f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints folder or a step_... folder"
+        )
+    return found
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there with their full size. Raises CheckpointError."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version, sizes = manifest["format_version"], manifest["files"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; {checkpoint} is no checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: broken manifest ({error}); use another checkpoint") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}")
+    for name, size in sizes.items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"{file}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; use another checkpoint"
+            )
+    return manifest

@@ -1,0 +1,148 @@
+"""The data of a run, opened from its config: training batches, validation windows, and what identifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config.resolve import require_length, resolve_length, resolve_vocabulary
+from common.config.schema import RunConfig
+from common.dataset import (
+    Batch,
+    Metadata,
+    Prefetch,
+    Samples,
+    ShardedSampler,
+    Split,
+    open_samples,
+    ordered_batches,
+    parse_blend,
+    parse_split,
+)
+from common.dataset.indexed import strip_extension, with_extension
+from common.dataset.metadata import METADATA_EXTENSION, read_metadata
+from common.dataset.sampler import check_tokens
+from common.errors import ConfigError, DataError
+from common.training.loop import Tokens
+from common.training.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    sampler: ShardedSampler | None
+    """None when only the validation part was asked for."""
+    validation: Callable[[], Iterator[Tokens]] | None
+    """Starts a pass over the validation windows; None when there are none."""
+    no_validation: str | None
+    """Why not."""
+    tokenizer_record: dict[str, Any] | None
+    """Kind, sha256 and vocabulary size of the tokenizer that made the data, as far as known."""
+    prefetch: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the data, its split, the window and the seed."""
+        return self.sampler.initial_hash if self.sampler else ""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.sampler.samples.samples_per_epoch if self.sampler else 0
+
+    def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
+        """Batches from where ``state`` stands, read ahead by a thread that ends with the context."""
+        assert self.sampler is not None
+        batches = self.sampler.batches(state.consumed_samples, state.sample_hash or None)
+        return Prefetch(batches, self.prefetch) if self.prefetch else nullcontext(batches)
+
+    def require_validation(self) -> Iterator[Tokens]:
+        if self.validation is None:
+            raise DataError(f"there is nothing to evaluate on: {self.no_validation}")
+        return self.validation()
+
+
+def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tuple[TrainingData, RunConfig]:
+    """Open the data of a resolved config; also settles the vocabulary and the length of the run.
+
+    rank: data-parallel rank. Raises DataError and ConfigError.
+    """
+    record = _tokenizer_record(config)
+    if record is not None:
+        config = resolve_vocabulary(config, record["vocab_size"], "the tokenizer of the data")
+    sampler = None
+    if training:
+        require_length(config)
+        samples = _open(config, config.data.train, "train", shuffle=config.data.shuffle)
+        config = resolve_length(config, samples.samples_per_epoch)
+        assert config.train.global_batch_size is not None and config.parallel.data_parallel is not None
+        sampler = ShardedSampler(
+            samples,
+            global_batch_size=config.train.global_batch_size,
+            data_parallel_size=config.parallel.data_parallel,
+            data_parallel_rank=rank,
+            vocab_size=config.model.vocab_size,
+        )
+    validation, reason = None, None
+    try:
+        validation = _validation(config)
+    except DataError as error:
+        if config.data.validation is not None or config.validation.interval:
+            raise
+        reason = str(error)
+    data = TrainingData(
+        sampler=sampler, validation=validation, no_validation=reason, tokenizer_record=record, prefetch=config.data.prefetch
+    )
+    return data, config
+
+
+def _validation(config: RunConfig) -> Callable[[], Iterator[Tokens]]:
+    if config.data.validation is not None:
+        samples = _open(config.model_copy(update={"data": config.data.model_copy(update={"split": "1"})}), config.data.validation, "train")
+    else:
+        samples = _open(config, config.data.train, "valid")
+    limit = config.validation.max_samples or None
+    batch_size = config.validation.micro_batch_size
+    assert batch_size is not None
+
+    def start() -> Iterator[Tokens]:
+        first = 0
+        for tokens in ordered_batches(samples, batch_size, limit):
+            check_tokens(tokens, np.arange(first, first + len(tokens)), samples, config.model.vocab_size)
+            first += len(tokens)
+            yield tokens
+
+    return start
+
+
+def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
+    if not entries:
+        raise ConfigError("data.train is not given; set it to the prefix of a .bin/.idx pair, as tools/preprocess_data.py writes it")
+    return open_samples(
+        [str(entry) for entry in entries],
+        split=split,
+        split_weights=parse_split(config.data.split),
+        seq_length=config.model.seq_length,
+        seed=config.seed,
+        shuffle=shuffle,
+        cache_folder=Path(config.data.index_cache) if config.data.index_cache else None,
+    )
+
+
+def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
+    """From the .meta.json beside the data. Raises DataError when parts of a blend were made with different tokenizers."""
+    records: dict[str, tuple[Path, Metadata]] = {}
+    for entries in (config.data.train, config.data.validation):
+        for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
+            metadata = read_metadata(with_extension(strip_extension(prefix), METADATA_EXTENSION))
+            if metadata is not None:
+                records[metadata.tokenizer_sha256] = (Path(prefix), metadata)
+    if len(records) > 1:
+        names = " and ".join(str(prefix) for prefix, _ in records.values())
+        raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
+    for sha256, (_, metadata) in records.items():
+        return {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
+    return None

@@ -1,0 +1,58 @@
+"""Log lines and the progress bar: rank 0 speaks, and the bar shows only on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+LOG = logging.getLogger("gpt2")
+
+
+class _LineAboveBar(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints log lines so that they do not tear a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            with tqdm.external_write_mode(file=sys.stdout):
+                super().emit(record)
+        else:
+            super().emit(record)
+
+
+def start_log(*, rank: int = 0) -> None:
+    """Send the project's log to standard output; ranks above 0 only warn."""
+    LOG.handlers.clear()
+    handler = _LineAboveBar(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    LOG.propagate = False
+
+
+def progress_bar(*, total: int, initial: int = 0, unit: str = "step", description: str = "") -> Any:
+    """A tqdm bar on standard error, silent where that is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, initial=initial, unit=unit, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False)
+
+
+def step_line(row: dict[str, Any], last_step: int) -> str:
+    """One training step for a person's eye."""
+    parts = [
+        f"step {row['step']}/{last_step}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['learning_rate']:.3e}",
+        f"grad norm {row['grad_norm']:.3f}",
+        f"{row['tokens_per_second']:.0f} tokens/s",
+        f"{row['step_time'] * 1000:.0f} ms",
+    ]
+    if row["mfu"]:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if row["loss_scale"] != 1.0:
+        parts.append(f"loss scale {row['loss_scale']:g}")
+    if row.get("skipped"):
+        parts.append("SKIPPED (gradient not finite)")
+    return " | ".join(parts)

@@ -1,0 +1,47 @@
+"""Loss scale for float16: a number that grows while gradients stay finite and shrinks when they overflow."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from common.config.schema import LossScaleConfig
+
+
+@dataclass
+class LossScale:
+    """``value`` multiplies the loss; ``update`` is told after each step whether the gradients were finite."""
+
+    config: LossScaleConfig
+    value: float = 1.0
+    finite_steps: int = 0
+    overflows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.mode in ("dynamic", "static"):
+            self.value = self.config.initial
+
+    def update(self, finite: bool) -> None:
+        if self.config.mode != "dynamic":
+            return
+        if finite:
+            self.finite_steps += 1
+            if self.finite_steps == self.config.window:
+                self.value *= self.config.factor
+                self.finite_steps = 0
+                self.overflows = 0
+            return
+        self.finite_steps = 0
+        self.overflows += 1
+        if self.overflows >= self.config.hysteresis:
+            self.value = max(self.value / self.config.factor, self.config.minimum)
+            self.overflows = 0
+
+    def state(self) -> dict[str, float | int]:
+        state = asdict(self)
+        del state["config"]
+        return state
+
+    def load(self, state: dict[str, float | int]) -> None:
+        self.value = float(state["value"])
+        self.finite_steps = int(state["finite_steps"])
+        self.overflows = int(state["overflows"])

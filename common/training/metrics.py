@@ -1,0 +1,74 @@
+"""Metrics of a run: ``metrics.jsonl`` as the source of truth, TensorBoard beside it, and the arithmetic of FLOPs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from common.config.schema import ModelConfig
+from common.errors import StorageError
+from common.files import atomic_write
+from common.weights.names import count_parameters
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def flops_per_token(model: ModelConfig) -> float:
+    """Training FLOPs of one token: 6 per parameter that multiplies (the position table does not) and 12 L h T of attention,
+    recomputation not counted (PaLM, Chowdhery et al. 2022, appendix B)."""
+    positions = (model.max_positions or model.seq_length) * model.hidden_size
+    return 6.0 * (count_parameters(model) - positions) + 12.0 * model.num_layers * model.hidden_size * model.seq_length
+
+
+class MetricsWriter:
+    """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly."""
+
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
+        """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped."""
+        path = folder / METRICS_FILE
+        if path.is_file():
+            kept = [row for row in read_metrics(path) if row["step"] <= step]
+            with atomic_write(path, "w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in kept)
+        self._file: IO[str] = path.open("a", encoding="utf-8")  # closed by close
+        self._board: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"{self._file.name}: could not be written: {error.strerror}") from error
+        if self._board is not None:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file. A last line cut short by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

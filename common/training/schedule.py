@@ -1,0 +1,29 @@
+"""Learning rate as a pure function of the step, the same for both backends."""
+
+from __future__ import annotations
+
+import math
+
+from common.config.schema import OptimizerConfig
+
+
+def learning_rate(optimizer: OptimizerConfig, step: int) -> float:
+    """Learning rate of optimizer step ``step`` (the first is 1), from a config with warmup_steps and decay_steps filled in.
+
+    Linear warm-up reaches the peak at ``warmup_steps``; the decay reaches ``min_learning_rate`` at ``decay_steps`` and stays there.
+    """
+    peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
+    assert warmup is not None and decay is not None, "resolve_length fills these in"
+    if step <= warmup:
+        return peak * step / warmup
+    if optimizer.schedule == "constant":
+        return peak
+    if step >= decay:
+        return floor
+    progress = (step - warmup) / (decay - warmup)
+    if optimizer.schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        shape = math.pow(1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0)
+    return floor + (peak - floor) * shape

@@ -1,0 +1,218 @@
+"""What a run does before its first and after its last step, the same on both backends: data, folder, start, report."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config.load import flatten
+from common.config.resolve import padded_vocabulary, resolve_vocabulary
+from common.config.schema import RunConfig
+from common.errors import CheckpointError, ConfigError, StorageError
+from common.files import atomic_write
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.training.checkpoint import find_checkpoint, read_manifest, require_checkpoint
+from common.training.data import TrainingData
+from common.training.log import LOG
+from common.training.loop import perplexity
+from common.training.plot import plot_loss
+from common.training.state import TrainState
+from common.weights.names import count_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins: a checkpoint to resume, weights to start from, or neither."""
+
+    resume: Path | None = None
+    weights: Path | None = None
+
+
+@contextmanager
+def owned_folder(folder: Path) -> Iterator[None]:
+    """Make the run folder and hold it against a second run. The hold ends with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115, PTH123  (held until the end)
+    except OSError as error:
+        raise StorageError(f"output_dir={folder}: cannot be used: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"output_dir={folder}: another run is writing here; wait for it or choose another folder") from None
+        yield
+
+
+def where_to_start(config: RunConfig, data: TrainingData) -> Start:
+    """Obey checkpoint.resume and checkpoint.init_from. Raises CheckpointError or ConfigError when they cannot be obeyed."""
+    wish, folder = config.checkpoint.resume, Path(config.output_dir)
+    if wish == "auto":
+        resume = find_checkpoint(folder)
+    elif wish == "latest":
+        resume = require_checkpoint(folder, "checkpoint.resume=latest")
+    elif wish == "never":
+        resume = None
+        if find_checkpoint(folder) is not None:
+            raise ConfigError(
+                f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or checkpoint.resume=auto"
+            )
+    else:
+        resume = require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
+    if resume is not None:
+        _compare_with_checkpoint(config, data, resume)
+        return Start(resume=resume)
+    if config.checkpoint.init_from is not None:
+        weights = require_checkpoint(Path(config.checkpoint.init_from), "checkpoint.init_from")
+        _check_tokenizer(read_manifest(weights), data.tokenizer_record, weights)
+        return Start(weights=weights)
+    return Start()
+
+
+def weights_to_use(config: RunConfig, tokenizer: Tokenizer | None = None) -> Path:
+    """The checkpoint to evaluate or generate with: checkpoint.init_from, else the newest of the run folder."""
+    where, why = config.checkpoint.init_from or config.output_dir, "checkpoint.init_from, or the run in output_dir"
+    checkpoint = require_checkpoint(Path(where), why)
+    manifest = read_manifest(checkpoint)
+    if tokenizer is not None:
+        _check_tokenizer(manifest, describe_tokenizer(tokenizer), checkpoint)
+    return checkpoint
+
+
+def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
+    """The tokenizer of data.tokenizer, and the config with its vocabulary settled."""
+    wish = config.data.tokenizer
+    if wish is None:
+        raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
+    source = wish.vocab_file or wish.folder
+    if source is None:
+        raise ConfigError("data.tokenizer: give folder, or vocab_file and merge_file")
+    tokenizer = load_tokenizer(wish.type, source, wish.merge_file, wish.backend)
+    return tokenizer, resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+
+
+def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Prompts and their ids; each fits the model together with what is to be added."""
+    prompts = config.predict.prompt
+    if not prompts:
+        raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time'")
+    positions = config.model.max_positions
+    assert positions is not None
+    pairs = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt).tolist()
+        if not ids:
+            raise ConfigError("predict.prompt is empty; give at least one token of text")
+        if len(ids) + config.predict.max_new_tokens > positions:
+            raise ConfigError(
+                f"a prompt of {len(ids)} tokens and predict.max_new_tokens={config.predict.max_new_tokens} go beyond the model's"
+                f" {positions} positions; shorten the prompt or ask for at most {max(positions - len(ids), 0)} tokens"
+            )
+        pairs.append((prompt, ids))
+    return pairs
+
+
+def announce(config: RunConfig, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
+    """The arithmetic of the run, before its first step."""
+    model, train, optimizer = config.model, config.train, config.optimizer
+    rows = padded_vocabulary(config)
+    padding = f", padded to {rows}" if rows != model.vocab_size else ""
+    LOG.info(
+        f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {count_parameters(model):,} parameters,"
+        f" vocabulary {model.vocab_size}{padding}"
+    )
+    batch = train.global_batch_size or 0
+    LOG.info(
+        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel {config.parallel.data_parallel} x accumulation"
+        f" {train.accumulation_steps} samples; {batch * model.seq_length:,} tokens a step"
+    )
+    epochs = (train.max_steps or 0) * batch / data.samples_per_epoch
+    LOG.info(
+        f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples;"
+        f" {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up {optimizer.warmup_steps}"
+    )
+    LOG.info(f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}")
+    if data.no_validation is not None:
+        LOG.warning(f"no validation: {data.no_validation}")
+    if start.resume is not None:
+        LOG.info(f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples")
+    elif start.weights is not None:
+        LOG.info(f"starting from the weights of {start.weights}")
+    else:
+        LOG.info(f"starting from initial weights of seed {config.seed}")
+
+
+def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
+    """The summary lines, and the plot."""
+    folder = Path(config.output_dir)
+    if config.logging.plot:
+        plot_loss(folder)
+    parts = [f"finished: step {state.step}, {state.consumed_samples:,} samples"]
+    if "loss" in summary:
+        parts.append(f"loss {summary['loss']:.4f}")
+    if "validation_loss" in summary:
+        parts.append(f"validation loss {summary['validation_loss']:.4f}, perplexity {summary['validation_perplexity']:.2f}")
+    if "seconds" in summary:
+        parts.append(f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s")
+    parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
+    LOG.info("; ".join(parts))
+    LOG.info(f"sample hash {state.sample_hash}; checkpoint {find_checkpoint(folder)}")
+
+
+def report_evaluation(config: RunConfig, checkpoint: Path, total_loss: float, tokens: int) -> None:
+    """Print loss and perplexity with their protocol, and keep them in ``evaluation.json`` of the run folder."""
+    loss = total_loss / tokens
+    result = {
+        "checkpoint": str(checkpoint),
+        "data": config.data.validation or config.data.train,
+        "split": "whole" if config.data.validation else config.data.split,
+        "window": config.model.seq_length,
+        "tokens": tokens,
+        "validation_loss": loss,
+        "validation_perplexity": perplexity(loss),
+    }
+    folder = Path(config.output_dir)
+    with atomic_write(folder / "evaluation.json", "w") as file:
+        json.dump(result, file, indent=1)
+    LOG.info(
+        f"{checkpoint}: validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens} tokens"
+        f" in windows of {config.model.seq_length}; written to {folder / 'evaluation.json'}"
+    )
+
+
+def print_continuation(prompt: str, continuation: str) -> None:
+    """One prompt and what followed it, on standard output."""
+    sys.stdout.write(f"Prompt: {prompt}\nGeneration: {prompt}{continuation}\n\n")
+    sys.stdout.flush()
+
+
+def _compare_with_checkpoint(config: RunConfig, data: TrainingData, checkpoint: Path) -> None:
+    """Refuse another tokenizer; say aloud what else has changed since the checkpoint."""
+    manifest = read_manifest(checkpoint)
+    _check_tokenizer(manifest, data.tokenizer_record, checkpoint)
+    if manifest["data"] != data.fingerprint:
+        LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
+    before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
+    for key, value in now.items():
+        if key.partition(".")[0] not in ("predict", "logging", "checkpoint") and before.get(key) != value:
+            LOG.info(f"changed since the checkpoint: {key} {before.get(key)} -> {value}")
+
+
+def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
+    trained = manifest.get("tokenizer")
+    if trained and tokenizer and trained["sha256"] != tokenizer["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint}: trained with tokenizer {trained['kind']} of {trained['vocab_size']} tokens (sha256 {trained['sha256'][:12]}),"
+            f" the one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256 {tokenizer['sha256'][:12]});"
+            " give the vocabulary files it was trained with"
+        )

@@ -1,0 +1,81 @@
+"""Front door of every run.
+
+    python run_gpt2.py --config configs/gpt2/run_gpt2.yaml --run_mode train [section.key=value ...]
+
+Exit code 0: success; 2: bad input or configuration; 1: failure at run time; 128+n: stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+RUN_MODES = ("train", "finetune", "eval", "predict")
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run_gpt2.py",
+        description="Train, evaluate and generate with GPT-2 from one YAML.",
+        epilog="Any key of the configuration can follow as section.key=value, for example train.max_steps=100."
+        " All keys: configs/schema.json, or any run folder's config.yaml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML, for example configs/gpt2/run_gpt2.yaml")
+    parser.add_argument("--run_mode", required=True, choices=RUN_MODES, help="what to do")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
+    return parser.parse_intermixed_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    # The parser above answers --help without loading what follows.
+    from common.errors import GPT2Error
+    from common.training.log import start_log
+
+    start_log()
+    try:
+        run(arguments)
+    except GPT2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read the config, pick the backend, run the mode."""
+    from common.config.load import load_config
+    from common.config.resolve import resolve_config
+    from common.errors import ConfigError
+
+    config = load_config(arguments.config, arguments.overrides)
+    config = resolve_config(config, world_size=_world_size())
+    if config.backend != "torch":
+        raise ConfigError(f"backend={config.backend}: this version trains on torch; set backend=torch")
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"backend=torch: PyTorch cannot be imported ({error}); pip install '.[torch]'") from None
+    from torch_gpt2.evaluate import evaluate
+    from torch_gpt2.predict import predict
+    from torch_gpt2.train import train
+
+    if arguments.run_mode == "finetune" and config.checkpoint.init_from is None:
+        raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
+    {"train": train, "finetune": train, "eval": evaluate, "predict": predict}[arguments.run_mode](config)
+
+
+def _world_size() -> int:
+    """Processes of this run, as launchers announce them."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("RANK_SIZE") or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+# Sourced by the scripts beside it: one way to find or make the Python environment.
+# Order: $PYTHON, else the active virtual environment, else the repository's .venv.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# find_python: sets PYTHON, or returns 1 when there is no environment yet.
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is not a program" >&2; exit 2; }
+    elif [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
+        PYTHON=$VIRTUAL_ENV/bin/python
+    elif [ -x "$ROOT/.venv/bin/python" ]; then
+        PYTHON=$ROOT/.venv/bin/python
+    else
+        return 1
+    fi
+}
+
+# use_environment EXTRAS: sets PYTHON to an environment that holds the project with these extras (comma separated).
+# An environment of the user's own ($PYTHON, or an active one) is used as it is; only .venv is made and filled here.
+use_environment() {
+    local extras=$1
+    find_python || make_environment
+    if [ "$PYTHON" = "$ROOT/.venv/bin/python" ]; then
+        install_project "$extras"
+    fi
+    export PYTHON
+}
+
+make_environment() {
+    local base
+    for base in python3.12 python3.11 python3; do
+        if "$base" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            echo "making .venv with $("$base" --version)"
+            "$base" -m venv "$ROOT/.venv"
+            PYTHON=$ROOT/.venv/bin/python
+            return
+        fi
+    done
+    echo "error: no Python 3.11 to 3.13 with venv found; install one, or set PYTHON to an interpreter" >&2
+    exit 2
+}
+
+# install_project EXTRAS: pip installs into .venv unless these extras are there already for this pyproject.toml.
+install_project() {
+    local extras=$1 stamp=$ROOT/.venv/installed wanted
+    wanted="$extras $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
+    if grep -qxF "$wanted" "$stamp" 2>/dev/null; then return; fi
+    echo "installing the project with [$extras] into .venv (minutes, the first time)"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extras]" || {
+        echo "error: installation failed; pip's message is above" >&2
+        exit 1
+    }
+    echo "$wanted" >>"$stamp"
+}

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT-2 on real text: environment, vocabulary, corpus, training, evaluation, generation.
+#
+#   bash scripts/quickstart.sh                         about 11M parameters, a few minutes on 2 CPU cores
+#   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
+#   bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
+#
+# The run folder is output/quickstart. Starting it again does only what is missing.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+
+case "${QUICKSTART_EXTRAS:-}" in
+    "") EXTRAS=torch,fast ;;
+    all) EXTRAS=torch,fast,deepspeed,dev ;;
+    *) EXTRAS=torch,fast,$QUICKSTART_EXTRAS ;;
+esac
+use_environment "$EXTRAS"
+
+CONFIG=configs/gpt2/run_gpt2_tiny.yaml
+RUN=output/quickstart
+DATA=data/quickstart
+OVERRIDES=("output_dir=$RUN" "$@")
+
+echo "== 1/4 vocabulary and corpus"
+"$PYTHON" tools/fetch_quickstart_data.py --output "$DATA"
+
+echo "== 2/4 text to tokens"
+if [ ! -f "$DATA/corpus_text_document.idx" ] || [ "$DATA/corpus.txt" -nt "$DATA/corpus_text_document.idx" ]; then
+    "$PYTHON" tools/preprocess_data.py --input "$DATA/corpus.txt" --documents eot --output-prefix "$DATA/corpus" \
+        --tokenizer-type GPT2BPETokenizer --vocab-file "$DATA/vocab.json" --merge-file "$DATA/merges.txt" --append-eod
+else
+    echo "already there: $DATA/corpus_text_document.{bin,idx}"
+fi
+
+echo "== 3/4 training (a finished run is left as it is, a stopped one goes on)"
+"$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode train "${OVERRIDES[@]}"
+"$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode eval "${OVERRIDES[@]}"
+
+echo "== 4/4 generation"
+"$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode predict "${OVERRIDES[@]}" \
+    "predict.prompt=The king" predict.strategy=sampling predict.top_k=40 predict.max_new_tokens=60
+
+cat <<END
+
+Done. The run is in $RUN:
+  config.yaml  metrics.jsonl  loss.png  checkpoints/  tensorboard/   (tensorboard --logdir $RUN/tensorboard)
+
+Next:
+  another prompt   $PYTHON run_gpt2.py --config $CONFIG --run_mode predict output_dir=$RUN "predict.prompt=To be"
+  train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600
+  your own text    $PYTHON tools/preprocess_data.py --input FILE.txt --output-prefix data/own --vocab-file $DATA/vocab.json --merge-file $DATA/merges.txt
+                   $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document
+  GPT-2 124M       configs/gpt2/run_gpt2.yaml
+END

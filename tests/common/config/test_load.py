@@ -1,0 +1,152 @@
+"""Files, bases, overrides, and what is said when they are wrong."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, strategies as st
+
+from common.config.load import dump_config, load_config, parse_scalar
+from common.errors import ConfigError
+
+MINIMAL = """
+output_dir: out
+model: {num_layers: 2, hidden_size: 8, num_heads: 2, seq_length: 16, vocab_size: 100}
+train: {max_steps: 3, micro_batch_size: 2}
+optimizer: {learning_rate: 6e-4}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_numbers_without_a_dot_are_numbers(config_file: Path) -> None:
+    assert load_config(config_file).optimizer.learning_rate == 6e-4
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12) | st.booleans() | st.none())
+def test_scalars_read_back_as_json_writes_them(value: object) -> None:
+    import json
+
+    assert parse_scalar(json.dumps(value), "here") == value
+
+
+def test_yes_and_no_are_text() -> None:
+    assert parse_scalar("no", "here") == "no"
+    assert parse_scalar("on", "here") == "on"
+
+
+def test_dump_reads_back_equal(config_file: Path) -> None:
+    config = load_config(config_file, ["data.train=[0.3,a,0.7,b]", "precision=bf16", "predict.prompt=a: b"])
+    config_file.write_text(dump_config(config))
+    assert load_config(config_file) == config
+
+
+def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.yaml").write_text(MINIMAL + "seed: 1\n")
+    (tmp_path / "parts" / "b.yaml").write_text("base: a.yaml\nseed: 2\ntrain: {micro_batch_size: 5}\n")
+    main = tmp_path / "main.yaml"
+    main.write_text("base: [parts/a.yaml, parts/b.yaml]\noutput_dir: mine\n")
+    config = load_config(main, ["train.max_steps=9"])
+    assert (config.seed, config.output_dir, config.train.micro_batch_size, config.train.max_steps) == (2, "mine", 5, 9)
+    assert config.model.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.max_step=3", "train.max_step: unknown key; did you mean train.max_steps?"),
+        ("optimiser.learning_rate=3", "optimiser: unknown key; did you mean optimizer?"),
+        ("learning_rate=3", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        ("optimizer.lr=3", "did you mean optimizer.learning_rate?"),
+        ("parallel.mp_degree=2", "did you mean parallel.model_parallel?"),
+        ("model.num_layers=two", "command line: model.num_layers: input should be a valid integer, found 'two'"),
+        ("model.num_layers=0", "greater than 0, found 0"),
+        ("precision=fp8", "'fp8' is no preset; choose float32, bf16 or fp16"),
+        ("precision.compute=int8", "precision.compute"),
+        ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
+        ("predict.strategy=beam", "'greedy' or 'sampling'"),
+        ("max_steps", "expected section.key=value"),
+        ("data.train=[a", "not valid YAML"),
+    ],
+)
+def test_one_clear_message(config_file: Path, word: str, message: str) -> None:
+    assert message in error_of(config_file, word)
+
+
+def test_errors_name_file_and_line(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "data:\n  shufle: true\n")
+    assert error_of(config_file) == f"{config_file}:7: data.shufle: unknown key; did you mean data.shuffle?"
+
+
+def test_a_key_given_twice_is_refused(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
+    assert error_of(config_file) == f"{config_file}:7: seed is given twice (first at {config_file}:6); keep one"
+
+
+def test_all_faults_are_told_at_once(config_file: Path) -> None:
+    assert len(error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5").splitlines()) == 3
+
+
+def test_missing_key_file_and_broken_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("output_dir: out\n")
+    assert "model: required" in error_of(path)
+    path.write_text("a: [1,\nb: }")
+    assert f"{path}:2:" in error_of(path)
+    path.write_text("- a\n")
+    assert "expected keys and values" in error_of(path)
+    assert f"did you mean {path}?" in error_of(tmp_path / "ran.yaml")
+
+
+def test_bases_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert "include each other" in error_of(tmp_path / "a.yaml")
+
+
+def test_python_objects_are_never_built(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("output_dir: !!python/object/apply:os.system ['touch " + str(tmp_path / "owned") + "']\n")
+    assert "not valid YAML" in error_of(path)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("42", ["42"]), ("Once: upon [a", ["Once: upon [a"]), ('["a", "b"]', ["a", "b"]), ("true", ["true"])]
+)
+def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) -> None:
+    assert load_config(config_file, [f"predict.prompt={text}"]).predict.prompt == kept
+
+
+@pytest.mark.parametrize(("text", "kept"), [("true", "latest"), ("false", "never"), ("auto", "auto"), ("output/x", "output/x")])
+def test_resume_words(config_file: Path, text: str, kept: str) -> None:
+    assert load_config(config_file, [f"checkpoint.resume={text}"]).checkpoint.resume == kept
+
+
+def test_split_as_list_or_text(config_file: Path) -> None:
+    assert load_config(config_file, ["data.split=[98,1,1]"]).data.split == "98,1,1"
+    assert load_config(config_file, ["data.split=98,1,1"]).data.split == "98,1,1"
+
+
+def test_seed_precisions_are_mappings(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + yaml.safe_dump({"precision": {"parameters": "fp16", "compute": "fp16", "softmax": "fp16"}}))
+    precision = load_config(config_file).precision
+    assert (precision.parameters, precision.compute, precision.softmax, precision.layer_norm) == (
+        "float16",
+        "float16",
+        "float16",
+        "float32",
+    )

@@ -1,0 +1,90 @@
+"""Derived values, and contradictions that name both values and a fix."""
+
+from typing import Any
+
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_vocabulary
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+
+
+def config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "out",
+        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 16, "seq_length": 8, "vocab_size": 100},
+        "train": {"max_steps": 10, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    for dotted, value in changes.items():
+        section, _, key = dotted.partition("__")
+        if key:
+            tree.setdefault(section, {})[key] = value
+        else:
+            tree[section] = value
+    return build_config(tree)
+
+
+def test_derived_values_are_filled_in() -> None:
+    resolved = resolve_config(config(model__dropout=0.1, model__hidden_dropout=0.0, train__global_batch_size=12), world_size=2)
+    assert (resolved.model.ffn_hidden_size, resolved.model.max_positions) == (128, 8)
+    assert (resolved.model.embedding_dropout, resolved.model.attention_dropout, resolved.model.hidden_dropout) == (0.1, 0.1, 0.0)
+    assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps, resolved.parallel.micro_batch_num) == (2, 3, 3)
+    assert resolved.loss_scale.mode == "none"
+    assert resolve_config(config(precision="fp16")).loss_scale.mode == "dynamic"
+    assert resolve_config(resolved, world_size=2) == resolved
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__model_parallel": 3}, "parallel.model_parallel=3 does not divide model.num_heads=16; choose 1, 2, 4, 8 or 16"),
+        ({"model__num_heads": 5}, "model.num_heads=5 does not divide model.hidden_size=32"),
+        ({"parallel__pipeline_stage": 3}, "parallel.pipeline_stage=3 does not divide model.num_layers=4; choose 1, 2 or 4"),
+        ({"model__max_positions": 4}, "model.seq_length=8 is longer than model.max_positions=4"),
+        ({"train__accumulation_steps": 2, "parallel__micro_batch_num": 4}, "train.accumulation_steps=2 and parallel.micro_batch_num=4"),
+        ({"train__max_epochs": 1.0}, "train.max_steps=10 and train.max_epochs=1.0 both set the length"),
+        ({"optimizer__momentum": 0.9}, "optimizer.momentum=0.9 means nothing to optimizer.name=adamw"),
+        ({"optimizer__min_learning_rate": 0.5}, "optimizer.min_learning_rate=0.5 is above optimizer.learning_rate=0.1"),
+        ({"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1}, "say the same thing twice"),
+        ({"parallel__data_parallel": 2}, "= 2 processes, but 1 are running"),
+        ({"backend": "mindspore", "train__compile": True}, "train.compile=true is for backend torch"),
+    ],
+)
+def test_contradictions(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(config(**changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"train__max_steps": 7}, 7),
+        ({"train__max_steps": None, "train__max_epochs": 2.5}, 2 * 100 // 2 + 25),
+        ({"train__max_steps": None, "train__max_tokens": 1000}, 1000 // (2 * 8)),
+    ],
+)
+def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -> None:
+    resolved = resolve_length(resolve_config(config(optimizer__warmup_fraction=0.1, **changes)), samples_per_epoch=100)
+    assert resolved.train.max_steps == steps
+    assert resolved.optimizer.decay_steps == steps
+    assert resolved.optimizer.warmup_steps == int(0.1 * steps)
+
+
+def test_warm_up_beyond_the_end() -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps=11 is beyond the schedule's end at step 10"):
+        resolve_length(resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100)
+
+
+def test_vocabulary_against_the_tokenizer() -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
+        resolve_vocabulary(config(), 101, "the tokenizer")
+    assert resolve_vocabulary(config(model__vocab_size=50304), 50257, "t").model.vocab_size == 50257
+    assert resolve_vocabulary(config(model__vocab_size=13317), 13316, "t").model.vocab_size == 13317
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
+def test_padded_vocabulary_is_megatrons(ranks: int, rows: int) -> None:
+    assert padded_vocabulary(config(model__vocab_size=50257, parallel__model_parallel=ranks)) == rows

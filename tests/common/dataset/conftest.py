@@ -1,0 +1,73 @@
+"""Small data sets with known content, and a tokenizer that needs no vocabulary files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.dataset import IndexedDataset, IndexedWriter
+from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.workers import TokenizerChoice
+from common.errors import TokenizerError
+from common.tokenizer import TOKENIZERS, Framing, PackedIds
+
+WritePair = Callable[..., Path]
+
+
+@pytest.fixture
+def write_pair(tmp_path: Path) -> WritePair:
+    """write_pair(lengths, name="data", dtype="uint16") -> prefix; token i of the file is i, modulo 60,000."""
+
+    def write(lengths: Sequence[int], name: str = "data", dtype: str = "uint16", documents: Sequence[int] | None = None) -> Path:
+        tokens = np.arange(sum(lengths)) % 60_000
+        with IndexedWriter(tmp_path / name, dtype) as writer:
+            writer.append(tokens, np.array(lengths), None if documents is None else np.array(documents))
+        return tmp_path / name
+
+    return write
+
+
+class ByteTokenizer:
+    """One id per byte of UTF-8, 256 behind a document. Refuses what is not UTF-8, as the real ones do."""
+
+    kind, backend, vocab_size, eod_id, sha256 = "Byte", "python", 257, 256, "0" * 64
+    framing = Framing(suffix=(256,))
+
+    def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
+        data = [text if isinstance(text, bytes) else text.encode() for text in texts]
+        for text in data:
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                raise TokenizerError(str(error)) from None
+        offsets = np.zeros(len(data) + 1, dtype=np.int64)
+        np.cumsum([len(text) for text in data], out=offsets[1:])
+        return PackedIds(ids=np.frombuffer(b"".join(data), dtype=np.uint8).astype(np.int32), offsets=offsets)
+
+
+@pytest.fixture
+def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
+    """Registers the tokenizer kind ``Byte`` for this process."""
+    monkeypatch.setitem(TOKENIZERS, "Byte", lambda vocab_file, merge_file, backend: ByteTokenizer())
+    return TokenizerChoice(kind="Byte", vocab_file=Path("none"), merge_file=None, backend="auto")
+
+
+Preprocess = Callable[..., list[str]]
+
+
+@pytest.fixture
+def read_back(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Preprocess:
+    """read_back(file or files, **options) -> the documents of the one pair that preprocessing writes, as text."""
+
+    def run(inputs: Path | Sequence[Path], **options: object) -> list[str]:
+        files = (inputs,) if isinstance(inputs, Path) else tuple(inputs)
+        settings = PreprocessOptions(inputs=files, output_prefix=tmp_path / "out", tokenizer=byte_tokenizer, **options)
+        (prefix,) = preprocess(settings).prefixes
+        data = IndexedDataset(prefix)
+        texts = [data[n].astype(np.int32) for n in range(len(data))]
+        return [bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts]
+
+    return run

@@ -1,0 +1,191 @@
+"""The .bin/.idx pair: against megatron-core, in closed form, and broken in every field."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from common.dataset import IndexedDataset, IndexedWriter, token_dtype
+from common.dataset.indexed import HEADER, MAGIC
+from common.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
+
+
+def write_theirs(megatron, prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
+    import torch
+
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def write_ours(prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            flat = np.array([token for sequence in document for token in sequence], dtype=np.int64)
+            writer.append(flat, np.array([len(sequence) for sequence in document], dtype=np.int64), np.array([len(document)]))
+
+
+DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=4), min_size=1, max_size=8).filter(any)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents=DOCUMENTS, vocab_size=st.sampled_from([300, 65499, 65500, 100_000]))
+def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, documents, vocab_size) -> None:
+    dtype = megatron.DType.optimal_dtype(vocab_size)
+    assert token_dtype(vocab_size) == dtype
+    write_theirs(megatron, tmp_path / "theirs", dtype, documents)
+    write_ours(tmp_path / "ours", dtype, documents)
+    for extension in ("bin", "idx"):
+        assert (tmp_path / f"ours.{extension}").read_bytes() == (tmp_path / f"theirs.{extension}").read_bytes()
+    ours = IndexedDataset(tmp_path / "theirs")
+    theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
+    sequences = [sequence for document in documents for sequence in document]
+    assert [part.tolist() for part in (ours[n] for n in range(len(ours)))] == sequences
+    assert [theirs[n].tolist() for n in range(len(theirs))] == sequences
+    assert ours.document_index.tolist() == theirs.document_indices.tolist()
+
+
+def test_members_in_closed_form(write_pair) -> None:
+    data = IndexedDataset(write_pair([3, 7, 2, 1], documents=[2, 0, 2]))
+    assert data.sizes.tolist() == [3, 7, 2, 1]
+    assert data.document_index.tolist() == [0, 2, 2, 4]
+    assert data.document_offsets().tolist() == [0, 10, 10, 13]
+    assert (data.token_count, len(data), data.document_count) == (13, 4, 3)
+    assert data.tokens.tolist() == list(range(13))
+    assert data[1].tolist() == list(range(3, 10))
+    assert data.dtype == np.uint16
+    assert pickle.loads(pickle.dumps(data)).content_key == data.content_key
+
+
+@pytest.mark.parametrize("given_as", ["data", "data.bin", "data.idx"])
+def test_a_prefix_may_carry_an_extension(write_pair, tmp_path, given_as) -> None:
+    write_pair([4])
+    assert IndexedDataset(tmp_path / given_as).token_count == 4
+
+
+def test_a_prefix_may_contain_dots(write_pair) -> None:
+    assert IndexedDataset(write_pair([4], name="corpus.v1.2")).token_count == 4
+
+
+def test_the_content_key_follows_the_content(write_pair, tmp_path) -> None:
+    keys = [IndexedDataset(write_pair(lengths, name=f"n{n}")).content_key for n, lengths in enumerate([[4, 4], [4, 4], [8], [4, 5]])]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+    (tmp_path / "n0.bin").write_bytes(b"\xff\xff" + (tmp_path / "n0.bin").read_bytes()[2:])
+    assert IndexedDataset(tmp_path / "n0").content_key != keys[0], "another vocabulary with the same lengths must be told apart"
+
+
+def test_missing_names_the_alternatives(write_pair, tmp_path) -> None:
+    write_pair([4], name="my_text_document")
+    write_pair([4], name="my_text_sentence")
+    for asked in ("my_text", "my", "my_text_documents"):
+        with pytest.raises(DataError, match=r"not found; did you mean .*my_text_document"):
+            IndexedDataset(tmp_path / asked)
+    with pytest.raises(DataError, match=r"my_text_document or .*my_text_sentence"):
+        IndexedDataset(tmp_path / "my_text")
+    with pytest.raises(DataError, match="does not exist"):
+        IndexedDataset(tmp_path / "absent" / "my_text_document")
+    (tmp_path / "my_text_document.bin").unlink()
+    with pytest.raises(DataError, match=r"although my_text_document\.idx is there"):
+        IndexedDataset(tmp_path / "my_text_document")
+
+
+def change(path: Path, at: int, data: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(data)] = data
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "message"),
+    [
+        (0, b"XX", "starts with"),
+        (0, b"TNTIDX\0\0", "'lazy' or 'cached'"),
+        (9, struct.pack("<Q", 2), "format version 2, expected 1"),
+        (17, b"\x07", "dtype code 7"),
+        (18, struct.pack("<Q", 0), "holds no sequences"),
+        (18, struct.pack("<Q", 9), "ends early"),
+        (26, struct.pack("<Q", 1), "is too long"),
+        (HEADER.size, struct.pack("<i", -1), "sequence 0 has the size -1"),
+        (HEADER.size, struct.pack("<i", 4), "the pointer of sequence 1 is 6"),
+        (HEADER.size + 12 + 8, struct.pack("<q", 8), "the pointer of sequence 1 is 8"),
+        (HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
+        (HEADER.size + 36 + 8, struct.pack("<q", 9), "falls from 9 to 2"),
+    ],
+)
+def test_a_broken_idx_is_refused(write_pair, at, data, message) -> None:
+    prefix = write_pair([3, 7, 2])
+    change(prefix.with_suffix(".idx"), at, data)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("size", [0, 5, HEADER.size - 1, HEADER.size, HEADER.size + 20])
+def test_a_truncated_idx_is_refused(write_pair, size) -> None:
+    prefix = write_pair([3, 7, 2])
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"data\.idx"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(("change_by", "word"), [(-1, "smaller"), (-24, "smaller"), (2, "larger")])
+def test_a_bin_of_another_size_is_refused(write_pair, change_by, word) -> None:
+    prefix = write_pair([3, 7, 2])
+    path = prefix.with_suffix(".bin")
+    path.write_bytes((path.read_bytes() + b"\0\0")[: 24 + change_by])
+    with pytest.raises(DataError, match=f"{word}.*{24 + change_by} bytes found, 24 expected"):
+        IndexedDataset(prefix)
+
+
+def test_nothing_is_left_behind_by_a_failure(tmp_path) -> None:
+    def fail() -> None:
+        with IndexedWriter(tmp_path / "data", "uint16") as writer:
+            writer.append(np.arange(5), np.array([5]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_rewrite_keeps_the_old_pair(write_pair) -> None:
+    prefix = write_pair([3, 7])
+    with pytest.raises(DataError, match="token id 70000 does not fit uint16"), IndexedWriter(prefix, "uint16") as writer:
+        writer.append(np.array([70000]), np.array([1]))
+    assert IndexedDataset(prefix).sizes.tolist() == [3, 7]
+    write_pair([1])
+    assert IndexedDataset(prefix).sizes.tolist() == [1]
+
+
+def test_the_format_starts_with_magic_and_version(write_pair) -> None:
+    raw = write_pair([3]).with_suffix(".idx").read_bytes()
+    assert raw.startswith(MAGIC + struct.pack("<QBQQ", 1, 8, 1, 2))
+    assert raw[HEADER.size :] == struct.pack("<iqqq", 3, 0, 0, 1)
+
+
+def test_no_framework_is_imported() -> None:
+    import subprocess
+
+    code = "import sys, common.dataset; print([n for n in ('torch', 'mindspore', 'deepspeed', 'tokenizers') if n in sys.modules])"
+    root = Path(__file__).resolve().parents[3]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,160 @@
+"""Corpora to pairs: framing, keys, sentences, empty documents, errors with their places, metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.dataset import IndexedDataset
+from common.dataset.blocks import DocumentRule
+from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.workers import TokenizerChoice
+from common.errors import DataError
+from common.tokenizer import load_tokenizer
+
+
+def test_text_in_its_four_rules(tmp_path, read_back) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\ntwo\n\n\nthree<|endoftext|>four\n".encode())
+    assert read_back(path) == ["one\ntwo¶", "three<|endoftext|>four¶"]
+    assert read_back(path, documents=DocumentRule.LINE) == ["one¶", "two¶", "three<|endoftext|>four¶"]
+    assert read_back(path, documents=DocumentRule.EOT) == ["one\ntwo\n\n\nthree¶", "four¶"]
+    assert read_back(path, documents=DocumentRule.FILE) == ["one\ntwo\n\n\nthree<|endoftext|>four\n¶"]
+    assert read_back(path, append_eod=False) == ["one\ntwo", "three<|endoftext|>four"]
+
+
+def test_inputs_are_read_in_their_order(tmp_path, read_back) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n')
+    assert read_back([tmp_path / "b.jsonl", tmp_path / "a.txt"]) == ["three¶", "one¶", "two¶"]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 20, 1 << 20])
+def test_several_keys_give_several_outputs(tmp_path, byte_tokenizer, block_bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "A", "body": "aa", "n": 1}\n{"title": "B", "body": ""}\n')
+    result = preprocess(
+        PreprocessOptions(
+            inputs=(path,),
+            output_prefix=tmp_path / "new" / "x",
+            tokenizer=byte_tokenizer,
+            json_keys=("title", "body"),
+            block_bytes=block_bytes,
+        )
+    )
+    assert [prefix.name for prefix in result.prefixes] == ["x_title_document", "x_body_document"]
+    title, body = (IndexedDataset(prefix) for prefix in result.prefixes)
+    assert title.tokens.tolist() == [65, 256, 66, 256]
+    assert body.tokens.tolist() == [97, 97, 256]
+    assert (result.progress.documents, result.progress.empty) == (3, 1)
+    assert body.metadata().empty_documents == 1
+
+
+def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("One. Two!\n\nThree?")
+    assert read_back(path, split_sentences=True) == ["One.", "Two!¶", "Three?¶"]
+    data = IndexedDataset(tmp_path / "out_text_sentence")
+    assert data.document_index.tolist() == [0, 2, 3]
+    assert read_back(path, split_sentences=True, keep_newlines=True) == ["One. ", "Two!¶", "Three?¶"]
+
+
+def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "ab"}\n{"text": " "}\n')
+    read_back(path)
+    metadata = IndexedDataset(tmp_path / "out_text_document").metadata()
+    assert (metadata.tokenizer, metadata.vocab_size, metadata.eod_id) == ("Byte", 257, 256)
+    assert (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents) == (1, 1, 3, 1)
+    assert [(source.name, source.bytes, source.format) for source in metadata.sources] == [("a.jsonl", path.stat().st_size, "jsonl")]
+    (tmp_path / "out_text_document.meta.json").write_text("{}")
+    with pytest.raises(DataError, match="not a description"):
+        IndexedDataset(tmp_path / "out_text_document").metadata()
+    (tmp_path / "out_text_document.meta.json").unlink()
+    assert IndexedDataset(tmp_path / "out_text_document").metadata() is None
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"titel": "b", "n": 1}\n', ("text",), r"line 3, column 1: the key 'text' is missing.*'titel', 'n'"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', ("text",), "line 2, column 1: the value of 'text' is a number"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', ("text",), "line 2, column 13: Expecting ',' delimiter"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', ("text",), "line 2, column 1: the item is an array"),
+        ("a.json", '["a",\n null]', ("text",), "line 2, column 2: the item is null"),
+        ("a.json", '["a"]', ("body",), "is a string and has no keys"),
+        ("a.json", '[{"text": "a"},\n  {"body": "b"}]', ("text",), r"line 2, column 3: the key 'text' is missing.*'body'"),
+        ("a.json", '["", " "]', ("text",), "all 2 documents under 'text' are empty"),
+        ("a.json", "[]", ("text",), "all 0 documents"),
+        ("a.txt", b"ab\n\nc\xe4d", ("text",), "line 3, column 2: byte 5 is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ("text",), "line 2, column 11: byte 24 is not UTF-8"),
+    ],
+)
+def test_errors_name_the_place_and_leave_nothing(tmp_path, byte_tokenizer, name, content, keys, message, block_bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    options = PreprocessOptions(
+        inputs=(path,), output_prefix=tmp_path / "out" / "x", tokenizer=byte_tokenizer, json_keys=keys, block_bytes=block_bytes
+    )
+    with pytest.raises(DataError, match=message):
+        preprocess(options)
+    assert list((tmp_path / "out").glob("*")) == []
+
+
+def test_text_beside_keyed_json_is_refused(tmp_path, read_back) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"body": "two"}\n')
+    with pytest.raises(DataError, match="in two runs"):
+        read_back([tmp_path / "a.txt", tmp_path / "b.jsonl"], json_keys=("body",))
+    assert read_back(tmp_path / "a.txt", json_keys=("body",)) == ["one¶"]
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path, read_back) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert read_back(tmp_path / "a.jsonl") == ["a\ufffd¶", "\U0001f600¶"]
+
+
+def run(tmp_path: Path, inputs: Path, files: tuple[Path, Path], name: str, **options: object) -> tuple[bytes, ...]:
+    choice = TokenizerChoice(kind="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1], backend="auto")
+    settings = PreprocessOptions(inputs=(inputs,), output_prefix=tmp_path / name, tokenizer=choice, **options)
+    (prefix,) = preprocess(settings).prefixes
+    return tuple(prefix.with_name(prefix.name + extension).read_bytes() for extension in (".bin", ".idx", ".meta.json"))
+
+
+def test_tinyshakespeare_is_one_document_of_338025_tokens(tmp_path, shared_data, gpt2_vocab_files) -> None:
+    corpus = shared_data / "corpora" / "en" / "tinyshakespeare.txt"
+    run(tmp_path, corpus, gpt2_vocab_files, "x", documents=DocumentRule.FILE, append_eod=False)
+    assert IndexedDataset(tmp_path / "x_text_document").sizes.tolist() == [338025]
+
+
+@pytest.mark.parametrize("sentences", [False, True])
+def test_two_workers_write_the_same_bytes(tmp_path, shared_data, gpt2_vocab_files, sentences) -> None:
+    corpus = tmp_path / "poems.txt"
+    corpus.write_bytes((shared_data / "corpora" / "en" / "tinyshakespeare.txt").read_bytes()[:200_000])
+    one = run(tmp_path, corpus, gpt2_vocab_files, "one", workers=1, split_sentences=sentences)
+    two = run(tmp_path, corpus, gpt2_vocab_files, "two", workers=2, block_bytes=30_000, split_sentences=sentences)
+    assert one == two
+
+
+def test_an_error_in_a_worker_is_the_same_error(tmp_path, gpt2_vocab_files) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50 + '{"body": "b"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl: line 51, column 1: the key 'text' is missing"):
+        run(tmp_path, tmp_path / "a.jsonl", gpt2_vocab_files, "x", workers=2, block_bytes=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_files) -> None:
+    chapters = json.loads((shared_data / "corpora" / "zh" / "train.json").read_text(encoding="utf-8"))[:6]
+    (tmp_path / "train.json").write_text(json.dumps(chapters, ensure_ascii=False), encoding="utf-8")
+    run(tmp_path, tmp_path / "train.json", gpt2_vocab_files, "x")
+    data = IndexedDataset(tmp_path / "x_text_document")
+    tokenizer = load_tokenizer("GPT2BPETokenizer", *gpt2_vocab_files)
+    assert data.document_count == 6
+    for n, chapter in enumerate(chapters):
+        ids = data[n].astype(np.int32)
+        assert ids[-1] == 50256
+        assert tokenizer.decode(ids[:-1]) == chapter

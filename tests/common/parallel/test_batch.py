@@ -1,0 +1,70 @@
+"""Batch arithmetic against the rule itself and the numbers of the systems that users come from."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from common.errors import ConfigError
+from common.parallel.batch import pad_vocabulary, plan_batch, plan_data_parallel
+
+small = st.integers(1, 64)
+
+
+@given(small, small, small)
+def test_any_one_number_may_be_left_out(micro: int, data_parallel: int, accumulation: int) -> None:
+    whole = {
+        "global_batch": micro * data_parallel * accumulation,
+        "micro_batch": micro,
+        "data_parallel": data_parallel,
+        "accumulation": accumulation,
+    }
+    plan = plan_batch(**whole)
+    for name in whole:
+        assert plan_batch(**{key: value for key, value in whole.items() if key != name}) == plan
+
+
+@given(small, small, small, st.integers(1, 5000))
+def test_a_plan_always_multiplies_out(micro: int, data_parallel: int, accumulation: int, total: int) -> None:
+    try:
+        plan = plan_batch(global_batch=total, micro_batch=micro, data_parallel=data_parallel, accumulation=accumulation)
+    except ConfigError as error:
+        assert total != micro * data_parallel * accumulation
+        assert all(str(number) in str(error) for number in (total, micro, data_parallel, accumulation))
+    else:
+        assert plan.global_batch == plan.micro_batch * plan.data_parallel * plan.accumulation == total
+
+
+@pytest.mark.parametrize(
+    ("given", "accumulation"),
+    [
+        ({"global_batch": 512, "micro_batch": 8, "data_parallel": 2}, 32),  # OneFlow 4n8d, tensor 4, pipeline 4
+        ({"global_batch": 8, "micro_batch": 4, "data_parallel": 1}, 2),  # OneFlow README, single GPU
+        ({"global_batch": 192, "micro_batch": 2, "data_parallel": 4}, 24),  # MindFormers 13B document layout
+        ({"global_batch": 1536, "micro_batch": 1, "data_parallel": 1}, 1536),  # FleetX 175B
+        ({"global_batch": 32, "micro_batch": 8, "data_parallel": 2}, 2),  # ModelZoo 1.3B
+    ],
+)
+def test_known_layouts(given: dict[str, int], accumulation: int) -> None:
+    assert plan_batch(**given).accumulation == accumulation
+
+
+def test_messages() -> None:
+    with pytest.raises(ConfigError, match="both left out"):
+        plan_batch()
+    with pytest.raises(ConfigError, match=r"global_batch_size=10 is no multiple of micro batch x data parallel = 8.*choose 8 or 16"):
+        plan_batch(global_batch=10, micro_batch=4, data_parallel=2)
+    with pytest.raises(ConfigError, match=r"global_batch_size=3 .* choose 8$"):
+        plan_batch(global_batch=3, micro_batch=4, data_parallel=2)
+
+
+def test_world_size() -> None:
+    assert plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=None) == 4
+    with pytest.raises(ConfigError, match="= 8 processes, but 32 are running"):
+        plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=1)
+    with pytest.raises(ConfigError, match="= 3 does not divide the 32 running processes"):
+        plan_data_parallel(world_size=32, model_parallel=3, pipeline_stage=1, data_parallel=None)
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 2, 4, 8, 16]))
+def test_padding_is_the_least_multiple(vocab: int, ranks: int) -> None:
+    rows = pad_vocabulary(vocab, 128, ranks)
+    assert rows % (128 * ranks) == 0 and 0 <= rows - vocab < 128 * ranks

@@ -1,0 +1,83 @@
+"""Two oracles built from the files without any code of the project, and a small vocabulary to break."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+
+Encode = Callable[[str], list[int]]
+BACKENDS = ("gigatoken", "tiktoken", "tokenizers")
+
+
+@pytest.fixture(scope="session")
+def tiktoken_ids(gpt2_vocab_files: tuple[Path, Path]) -> Encode:
+    """Ids by tiktoken, with tiktoken's own loader and the pattern of the original release."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    vocab_file, merge_file = gpt2_vocab_files
+    return tiktoken.Encoding(
+        "oracle",
+        pat_str=r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        mergeable_ranks=data_gym_to_mergeable_bpe_ranks(str(merge_file), str(vocab_file)),
+        special_tokens={"<|endoftext|>": 50256},
+    ).encode_ordinary
+
+
+@pytest.fixture(scope="session")
+def huggingface_ids(gpt2_vocab_files: tuple[Path, Path]) -> Encode:
+    """Ids by Hugging Face tokenizers, reading the files itself."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab_file, merge_file = gpt2_vocab_files
+    model = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return lambda text: model.encode_batch_fast([text])[0].ids
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def tokenizer(request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path]) -> GPT2BPETokenizer:
+    """The tokenizer under test, once with each backend."""
+    pytest.importorskip(request.param)
+    built = GPT2BPETokenizer.from_files(*gpt2_vocab_files, backend=request.param)
+    assert built.backend == request.param
+    return built
+
+
+@pytest.fixture(scope="session")
+def byte_characters() -> list[str]:
+    """The 256 characters of GPT-2's byte alphabet, in byte order (openai/gpt-2 src/encoder.py, bytes_to_unicode)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    return [table[byte] for byte in range(256)]
+
+
+class SmallVocabulary:
+    """256 bytes, a few merges, <|endoftext|>: change ``ids`` or ``merges``, then write."""
+
+    def __init__(self, folder: Path, byte_characters: list[str]) -> None:
+        self.folder = folder
+        self.merges = ["h e", "l l", "he ll", "hell o", "Ġ t"]
+        tokens = [*byte_characters, *(merge.replace(" ", "") for merge in self.merges), "<|endoftext|>"]
+        self.ids: dict[str, object] = {token: number for number, token in enumerate(tokens)}
+
+    def write(self, vocab_text: str | None = None, merge_text: str | None = None) -> tuple[Path, Path]:
+        vocab_file, merge_file = self.folder / "vocab.json", self.folder / "merges.txt"
+        vocab_file.write_text(json.dumps(self.ids) if vocab_text is None else vocab_text, encoding="utf-8")
+        merges = "#version: 0.2\n" + "\n".join(self.merges) + "\n"
+        merge_file.write_text(merges if merge_text is None else merge_text, encoding="utf-8")
+        return vocab_file, merge_file
+
+    def build(self, backend: str = "tokenizers") -> GPT2BPETokenizer:
+        return GPT2BPETokenizer.from_files(*self.write(), backend=backend)
+
+
+@pytest.fixture
+def small(tmp_path: Path, byte_characters: list[str]) -> SmallVocabulary:
+    return SmallVocabulary(tmp_path, byte_characters)

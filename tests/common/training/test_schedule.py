@@ -1,0 +1,68 @@
+"""Schedules against transformers' lambdas and closed forms; the loss scale against torch's GradScaler."""
+
+import pytest
+
+from common.config.schema import LossScaleConfig, OptimizerConfig
+from common.training.loss_scale import LossScale
+from common.training.schedule import learning_rate
+
+
+def config(**changes: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"learning_rate": 0.5, "warmup_steps": 10, "decay_steps": 110, **changes})
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant"])
+def test_equal_to_transformers(schedule: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    make = {
+        "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, 10, 110),
+        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, 10, 110),
+        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(optimizer, 10, 110, lr_end=0.05, power=2.0),
+        "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, 10),
+    }[schedule]
+    extra = {"min_learning_rate": 0.05, "power": 2.0} if schedule == "polynomial" else {}
+    scheduler = make()
+    for step in range(1, 111):  # beyond the end transformers' cosine rises again, ours stays
+        optimizer.step()
+        scheduler.step()
+        expected = scheduler.get_last_lr()[0]
+        assert learning_rate(config(schedule=schedule, **extra), step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
+
+
+def test_ends() -> None:
+    ours = config(min_learning_rate=0.1)
+    assert learning_rate(ours, 1) == pytest.approx(0.05)
+    assert learning_rate(ours, 10) == 0.5
+    assert learning_rate(ours, 60) == pytest.approx(0.3)
+    assert learning_rate(ours, 110) == learning_rate(ours, 999) == 0.1
+    assert learning_rate(config(warmup_steps=0, schedule="constant"), 1) == 0.5
+
+
+def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
+    torch = pytest.importorskip("torch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=2.0, backoff_factor=0.5, growth_interval=3)
+    ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**10, window=3, minimum=1e-9))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for finite in [True, True, True, False, True, True, False, False, True, True, True, True, True, True, False]:
+        assert ours.value == scaler.get_scale()
+        scaler.scale(parameter.sum()).backward()
+        parameter.grad.fill_(1.0 if finite else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        ours.update(finite)
+
+
+def test_hysteresis_minimum_and_static() -> None:
+    scale = LossScale(LossScaleConfig(mode="dynamic", initial=4.0, hysteresis=2, minimum=2.0))
+    values = []
+    for _ in range(5):
+        scale.update(False)
+        values.append(scale.value)
+    assert values == [4.0, 2.0, 2.0, 2.0, 2.0]
+    static = LossScale(LossScaleConfig(mode="static", initial=128.0))
+    static.update(False)
+    assert static.value == 128.0
+    assert LossScale(LossScaleConfig(mode="none")).value == 1.0

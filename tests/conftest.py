@@ -1,0 +1,55 @@
+"""Where the tests find real data: the folder GPT2_TEST_DATA, or ../shared/data beside the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads, and lose much where other processes want the cores."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of corpora, vocabularies and rank tables; skips the test when it is absent."""
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+    folder = Path(os.environ.get("GPT2_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"no test data: {folder} is not a folder; set GPT2_TEST_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocab_files(shared_data: Path) -> tuple[Path, Path]:
+    """OpenAI's encoder.json and vocab.bpe."""
+    files = (shared_data / "vocab" / "encoder.json", shared_data / "vocab" / "vocab.bpe")
+    for file in files:
+        if not file.is_file():
+            pytest.skip(f"no test data: {file} is absent; set GPT2_TEST_DATA")
+    return files
+
+
+@pytest.fixture(scope="session")
+def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .bin/.idx pair of 60 documents with 300 to 800 random tokens below 101, without a .meta.json."""
+    from common.dataset import IndexedWriter
+
+    prefix = tmp_path_factory.mktemp("corpus") / "random_text_document"
+    generator = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for length in generator.integers(300, 800, size=60):
+            # most tokens repeat the one before, so that there is something to learn
+            tokens = generator.integers(0, 101, size=length)
+            fresh = generator.random(length) < 0.2
+            writer.append(tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))], np.array([length]))
+    return prefix

@@ -1,0 +1,51 @@
+"""Independent models to compare with: transformers' GPT-2 holding our weights."""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from common.config.schema import ModelConfig
+
+
+def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
+    """transformers' model in evaluation mode with a copy of our parameters."""
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=config.num_layers,
+            n_embd=config.hidden_size,
+            n_head=config.num_heads,
+            n_positions=config.max_positions,
+            vocab_size=config.vocab_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ).eval()
+    state = model.state_dict()
+    named = hugging_face_names(tensors, config.vocab_size)
+    assert set(named) | {"lm_head.weight"} == set(state)
+    with torch.no_grad():
+        for name, tensor in named.items():
+            assert state[name].shape == tensor.shape, name
+            state[name].copy_(tensor)
+    return model
+
+
+def hugging_face_names(tensors: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Ours -> transformers': fused c_attn, Conv1D (in, out), no padding rows."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name == "wte.weight":
+            result["transformer.wte.weight"] = tensor[:vocab_size]
+        elif "_proj.weight" in name and ".q_proj" in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts).t()
+        elif ".q_proj.bias" in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts)
+        elif ".k_proj" in name or ".v_proj" in name:
+            continue
+        elif name.endswith("weight") and any(part in name for part in ("c_proj", "c_fc")):
+            result["transformer." + name] = tensor.t()
+        else:
+            result["transformer." + name] = tensor
+    return result

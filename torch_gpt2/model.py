@@ -1,0 +1,195 @@
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to the token embedding.
+
+Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from common.config.resolve import padded_vocabulary
+from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from common.weights.initial import initial_rows
+from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.loss import cross_entropy_sum
+
+
+class Linear(nn.Linear):
+    """Computes in the type of its input, whatever type the weights are held in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Computes in ``norm_dtype`` and returns the type of its input."""
+
+    def __init__(self, size: int, epsilon: float, norm_dtype: torch.dtype) -> None:
+        super().__init__(size, epsilon)
+        self.norm_dtype = norm_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(self.norm_dtype), self.bias.to(self.norm_dtype)
+        return F.layer_norm(x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class KeyValueCache:
+    """Keys and values of one layer for up to ``length`` positions, filled from the left."""
+
+    def __init__(self, batch: int, heads: int, length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.keys = torch.empty(batch, heads, length, head_size, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        self.filled = 0
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, nh, T, hs) and return everything so far."""
+        end = self.filled + keys.shape[2]
+        self.keys[:, :, self.filled : end] = keys
+        self.values[:, :, self.filled : end] = values
+        self.filled = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_heads
+        self.dropout = config.attention_dropout or 0.0
+        self.softmax_dtype = DTYPES[precision.softmax]
+        self.recompute = False
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, config.hidden_size)
+        self.v_proj = Linear(config.hidden_size, config.hidden_size)
+        self.c_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_size)
+        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, nh, T, hs)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = _maybe_recompute(self.recompute, self.attend, q, k, v)
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of queries that are all the positions of the keys, or the last one."""
+        assert q.shape[2] in (1, k.shape[2])
+        dropout = self.dropout if self.training else 0.0
+        causal = q.shape[2] > 1
+        if self.softmax_dtype == torch.float32:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+        # a softmax below float32 has no fused kernel: write it out
+        scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype) / math.sqrt(self.head_size)  # (B, nh, T, T)
+        if causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return F.dropout(scores.softmax(-1).to(v.dtype), dropout) @ v
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.ffn_hidden_size is not None
+        self.recompute = False
+        self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
+        self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _maybe_recompute(self.recompute, self.contract, self.c_fc(x))
+
+    def contract(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c_proj(F.gelu(x, approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
+        self.dropout = config.hidden_dropout or 0.0
+        self.ln_1 = LayerNorm(*norm)
+        self.attn = Attention(config, precision)
+        self.ln_2 = LayerNorm(*norm)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + F.dropout(self.attn(self.ln_1(x), cache), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
+
+
+class GPT2(nn.Module):
+    """``vocab_rows`` is the padded vocabulary: the rows of the embedding table."""
+
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig, vocab_rows: int) -> None:
+        super().__init__()
+        assert config.max_positions is not None
+        self.config = config
+        self.compute_dtype = DTYPES[precision.compute]
+        self.dropout = config.embedding_dropout or 0.0
+        self.recompute = False
+        self.wte = nn.Embedding(vocab_rows, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
+        self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
+        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
+
+    def forward(self, ids: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
+        """Hidden states (B, T, C) after the last layer norm of token ids (B, T), which continue what the caches hold."""
+        start = caches[0].filled if caches else 0
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        x = (self.wte(ids) + self.wpe(positions)).to(self.compute_dtype)
+        x = F.dropout(x, self.dropout, self.training)
+        for index, block in enumerate(self.h):
+            x = _maybe_recompute(self.recompute, block, x, caches[index] if caches else None)
+        hidden: Tensor = self.ln_f(x)
+        return hidden
+
+    def loss_sum(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
+        hidden = self(ids).flatten(0, 1)
+        return cross_entropy_sum(hidden, self.wte.weight, targets.flatten(), self.config.vocab_size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""
+        return F.linear(hidden, self.wte.weight[: self.config.vocab_size].to(hidden.dtype)).float()
+
+    def new_caches(self, batch: int, length: int) -> list[KeyValueCache]:
+        heads, head_size = self.config.num_heads, self.config.hidden_size // self.config.num_heads
+        return [KeyValueCache(batch, heads, length, head_size, self.compute_dtype, self.wte.weight.device) for _ in self.h]
+
+
+def build_model(config: RunConfig, device: TorchDevice) -> GPT2:
+    """The model on its device, with weights not yet filled in. The config must be resolved."""
+    with torch.device("meta"):
+        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+    set_recompute(model, config.train.recompute)
+    return model.to(DTYPES[config.precision.parameters]).to_empty(device=device.torch_device)
+
+
+@torch.no_grad()
+def initialise(model: GPT2, seed: int) -> None:
+    """Fill in the initial weights of ``common.weights.initial``."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(torch.from_numpy(initial_rows(model.config, seed, name, tuple(parameter.shape))))
+
+
+def set_recompute(model: GPT2, mode: str) -> None:
+    """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part (selective), or nothing (none)."""
+    model.recompute = mode == "full"
+    for module in model.modules():
+        if isinstance(module, Attention | MLP):
+            module.recompute = mode == "selective"
+
+
+def _maybe_recompute(recompute: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    if recompute and torch.is_grad_enabled():
+        result: Tensor = checkpoint(function, *args, use_reentrant=False)
+        return result
+    return function(*args)

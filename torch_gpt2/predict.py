@@ -1,0 +1,48 @@
+"""Continue prompts with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from common.config.schema import PredictConfig, RunConfig
+from common.generation.sampling import choose_token
+from common.training import setup
+from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.device import TorchDevice, check_support, select_device
+from torch_gpt2.model import GPT2, build_model
+
+
+def predict(config: RunConfig) -> None:
+    device = select_device(config.device, threads=config.runtime.threads)
+    check_support(config, device)
+    tokenizer, config = setup.open_tokenizer(config)
+    prompts = setup.encode_prompts(config, tokenizer)
+    checkpoint = setup.weights_to_use(config, tokenizer)
+    model = build_model(config, device)
+    load_weights(model, checkpoint)
+    for index, (text, ids) in enumerate(prompts):
+        generator = np.random.default_rng((config.seed, index))
+        new = list(generate(model, ids, config.predict, tokenizer.eod_id, device, generator))
+        setup.print_continuation(text, tokenizer.decode(new))
+
+
+@torch.no_grad()
+def generate(
+    model: GPT2, prompt: list[int], settings: PredictConfig, end_of_text: int, device: TorchDevice, generator: np.random.Generator
+) -> Iterator[int]:
+    """Yield the tokens that follow ``prompt``, up to ``max_new_tokens`` or the end of text (not yielded)."""
+    model.eval()
+    caches = model.new_caches(1, len(prompt) + settings.max_new_tokens)
+    seen = np.array(prompt, dtype=np.int64)
+    ids = torch.tensor([prompt], device=device.torch_device)
+    for _ in range(settings.max_new_tokens):
+        logits = model.logits(model(ids, caches)[0, -1])
+        token = choose_token(logits.cpu().numpy(), seen, settings, generator)
+        if settings.stop_at_end_of_text and token == end_of_text:
+            return
+        yield token
+        seen = np.append(seen, token)
+        ids = torch.tensor([[token]], device=device.torch_device)
