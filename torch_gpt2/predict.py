@@ -23,22 +23,22 @@ def predict(config: RunConfig) -> None:
     checkpoint = setup.weights_to_use(config, tokenizer)
     model = build_model(config, device)
     load_weights(model, checkpoint)
-    for index, (text, ids) in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         generator = np.random.default_rng((config.seed, index))
-        new = list(generate(model, ids, config.predict, tokenizer.eod_id, device, generator))
-        setup.print_continuation(text, tokenizer.decode(new))
+        new = list(generate(model, prompt, config.predict, tokenizer.eod_id, device, generator))
+        setup.print_continuation(prompt.text, tokenizer.decode(new))
 
 
 @torch.no_grad()
 def generate(
-    model: GPT2, prompt: list[int], settings: PredictConfig, end_of_text: int, device: TorchDevice, generator: np.random.Generator
+    model: GPT2, prompt: setup.Prompt, settings: PredictConfig, end_of_text: int, device: TorchDevice, generator: np.random.Generator
 ) -> Iterator[int]:
-    """Yield the tokens that follow ``prompt``, up to ``max_new_tokens`` or the end of text (not yielded)."""
+    """Yield the tokens that follow ``prompt``, up to its ``new_tokens`` or the end of text (not yielded)."""
     model.eval()
-    caches = model.new_caches(1, len(prompt) + settings.max_new_tokens)
-    seen = np.array(prompt, dtype=np.int64)
-    ids = torch.tensor([prompt], device=device.torch_device)
-    for _ in range(settings.max_new_tokens):
+    caches = model.new_caches(1, len(prompt.ids) + prompt.new_tokens)
+    seen = np.array(prompt.ids, dtype=np.int64)
+    ids = torch.tensor([prompt.ids], device=device.torch_device)
+    for _ in range(prompt.new_tokens):
         logits = model.logits(model(ids, caches)[0, -1])
         token = choose_token(logits.cpu().numpy(), seen, settings, generator)
         if settings.stop_at_end_of_text and token == end_of_text:

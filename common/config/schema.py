@@ -244,8 +244,8 @@ class PredictConfig(Section):
     """One prompt or a list of them."""
     strategy: Literal["greedy", "sampling"] = "greedy"
     """greedy takes the most probable token; sampling draws one."""
-    max_new_tokens: PositiveInt = 100
-    """Tokens to add to each prompt."""
+    max_new_tokens: PositiveInt | None = None
+    """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
     top_k: NonNegativeInt = 0

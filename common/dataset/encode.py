@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.blocks import Block
-from common.dataset.documents import Documents, check_utf8, documents_of
+from common.dataset.documents import Documents, documents_of
 from common.dataset.sentences import split_sentences
-from common.errors import TokenizerError
 from common.tokenizer import Framing, Tokenizer
 
 _Ids = npt.NDArray[np.int32]
@@ -47,11 +46,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
 
     Raises DataError naming file, line and column.
     """
-    try:
-        return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
-    except (TokenizerError, UnicodeDecodeError):
-        check_utf8(block)  # the likely cause; it names file, line and column, which the tokenizer cannot know
-        raise
+    return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
@@ -77,7 +72,7 @@ def _sentences_of(documents: Documents, keep_newlines: bool) -> tuple[list[str],
     sentences: list[str] = []
     counts = []
     for text in documents.texts:
-        found = split_sentences(text.decode() if isinstance(text, bytes) else text, keep_newlines=keep_newlines)
+        found = split_sentences(text, keep_newlines=keep_newlines)
         sentences.extend(found)
         counts.append(len(found))
     return sentences, np.array(counts, dtype=np.int64)

@@ -101,25 +101,34 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
-    """Prompts and their ids; each fits the model together with what is to be added."""
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    new_tokens: int
+    """Most tokens to add."""
+
+
+def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of predict.prompt; each fits the model together with what is to be added."""
     prompts = config.predict.prompt
     if not prompts:
         raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time'")
     positions = config.model.max_positions
     assert positions is not None
-    pairs = []
+    encoded = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt).tolist()
         if not ids:
             raise ConfigError("predict.prompt is empty; give at least one token of text")
-        if len(ids) + config.predict.max_new_tokens > positions:
+        room, wanted = positions - len(ids), config.predict.max_new_tokens
+        if room < (wanted or 1):
             raise ConfigError(
-                f"a prompt of {len(ids)} tokens and predict.max_new_tokens={config.predict.max_new_tokens} go beyond the model's"
-                f" {positions} positions; shorten the prompt or ask for at most {max(positions - len(ids), 0)} tokens"
+                f"a prompt of {len(ids)} tokens and {wanted or 1} to add go beyond the model's {positions} positions;"
+                f" shorten the prompt{f' or ask for predict.max_new_tokens={room}' if room > 0 else ''}"
             )
-        pairs.append((prompt, ids))
-    return pairs
+        encoded.append(Prompt(text=prompt, ids=ids, new_tokens=wanted or min(room, 100)))
+    return encoded
 
 
 def announce(config: RunConfig, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:

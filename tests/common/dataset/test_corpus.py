@@ -76,8 +76,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
 def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20) -> list[str]:
     found = []
     for block in read_blocks(open_corpus(path), rule, ("text",), block_bytes):
-        for text in documents_of(block, ("text",))[0].texts:
-            found.append(text if isinstance(text, str) else text.decode())
+        found += documents_of(block, ("text",))[0].texts
     return found
 
 
