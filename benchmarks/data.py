@@ -110,7 +110,8 @@ def index(args: argparse.Namespace) -> None:
         with IndexedWriter(prefix, np.uint16) as writer:
             for part in np.array_split(sizes, max(1, len(sizes) // 10000)):
                 writer.append(np.zeros(int(part.sum()), dtype=np.uint16), part)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Against what is resident now, not against the peak so far, which writing the data has raised.
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
         for name in ("cold", "cached"):
             start = time.perf_counter()
             dataset = GPTDataset(prefix, split="train", split_weights=(949, 50, 1), seq_length=1024, seed=1)

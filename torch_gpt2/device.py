@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import platform
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +99,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> T
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     if kind == "cpu":
+        _keep_freed_memory()
         return TorchDevice(kind="cpu", index=0, name=_processor_name(), module=_CPU)
     if kind == "npu":
         _import_npu()
@@ -151,6 +154,21 @@ def _processor_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to reuse big blocks instead of returning them: each step would fault its activations in anew.
+
+    Measured on 2 cores: 1602 against 1285 tokens/s in the tiny config, for 30 % more resident memory.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 2**28)):
+            mallopt(option, value)
+
+
+# from malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def _peak_resident_bytes() -> int:
