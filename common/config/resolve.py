@@ -67,11 +67,12 @@ def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
     else:
         assert train.max_tokens is not None
         steps = max(1, train.max_tokens // (batch * config.model.seq_length))
-    decay = optimizer.decay_steps or steps
-    warmup = optimizer.warmup_steps
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
     if warmup is None:
-        warmup = int((optimizer.warmup_fraction or 0.0) * decay)
-    if warmup > decay:
+        warmup = int((optimizer.warmup_fraction or 0.0) * (decay or steps))
+    if decay is None:
+        decay = max(steps, warmup)  # a run shorter than its warm-up is a trial, not a mistake
+    elif warmup > decay:
         raise ConfigError(
             f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower it or raise optimizer.decay_steps"
         )

@@ -36,7 +36,9 @@ _SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LONG_RUN = 200_000
 _LONG_SPACE = re.compile(f"[{_SPACE}]{{{_LONG_RUN},}}(?![{_SPACE}])")
 
-_CHUNK = 64  # texts per task of the thread pool: fewer, and handing them over costs more than it brings
+# Stands between the texts of one call. A text that holds it is encoded in a call of its own.
+_BORDER = "<|\x00border between texts\x00|>"
+_GROUP = 100_000  # characters in one call
 
 
 class Backend(Protocol):
@@ -60,10 +62,20 @@ def _load_library(name: str, install: str) -> Any:
 
 
 def _pack(rows: Sequence[Sequence[int]]) -> PackedIds:
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)), out=offsets[1:])
+    offsets = _offsets(rows)
     ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
     return PackedIds(ids=ids, offsets=offsets)
+
+
+def _pack_arrays(rows: Sequence[Ids]) -> PackedIds:
+    ids = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+    return PackedIds(ids=ids, offsets=_offsets(rows))
+
+
+def _offsets(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> npt.NDArray[np.int64]:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)), out=offsets[1:])
+    return offsets
 
 
 class _Tokenizers:
@@ -108,26 +120,64 @@ class _Tiktoken:
         ranks = {
             vocabulary.token_bytes[token_id]: token_id for token, token_id in vocabulary.ids.items() if len(token) == 1 or token in made
         }
-        self._encode = library.Encoding("gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
-
-    def _ids(self, text: str) -> list[int]:
-        if not text.isascii():
-            text.encode()  # tiktoken would replace a lone surrogate without a word; this raises
-        if len(text) < _LONG_RUN:
-            ids: list[int] = self._encode(text)
-            return ids
-        return [token for part in _cut_long_space(text) for token in self._encode(part)]
+        self._border = len(vocabulary.token_bytes)  # an id that no text has
+        self._encoding = library.Encoding("gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: self._border})
 
     def encode_one(self, text: str) -> Ids:
-        return np.array(self._ids(text), dtype=np.int32)
+        if not text.isascii():
+            text.encode()  # tiktoken would replace a lone surrogate without a word; this raises
+        parts = [text] if len(text) < _LONG_RUN else _cut_long_space(text)
+        return np.concatenate([_as_int32(self._encoding.encode_to_numpy(part, disallowed_special=())) for part in parts])
 
     def encode_many(self, texts: list[str]) -> PackedIds:
-        workers = min(_usable_cores(), -(-len(texts) // _CHUNK))
+        groups = list(_group(texts))
+        workers = min(_usable_cores(), len(groups))
         if workers < 2:
-            return _pack([self._ids(text) for text in texts])
-        chunks = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
+            return _join_packed([self._encode_group(group) for group in groups])
         with ThreadPoolExecutor(workers) as pool:
-            return _pack([row for rows in pool.map(lambda chunk: [self._ids(text) for text in chunk], chunks) for row in rows])
+            return _join_packed(list(pool.map(self._encode_group, groups)))
+
+    def _encode_group(self, texts: list[str]) -> PackedIds:
+        """One call for many texts, with a special token between them: tiktoken encodes what lies between special tokens on its own."""
+        joined = _BORDER.join(texts)
+        if len(texts) == 1 or joined.count(_BORDER) != len(texts) - 1:
+            return _pack_arrays([self.encode_one(text) for text in texts])
+        if not joined.isascii():
+            joined.encode()
+        ids = _as_int32(self._encoding.encode_to_numpy(joined, allowed_special={_BORDER}, disallowed_special=()))
+        borders = np.flatnonzero(ids == self._border)
+        offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+        offsets[1:-1] = borders - np.arange(len(borders))
+        offsets[-1] = len(ids) - len(borders)
+        return PackedIds(ids=np.delete(ids, borders), offsets=offsets)
+
+
+def _group(texts: list[str]) -> Iterator[list[str]]:
+    """Runs of texts of about _GROUP characters; a text with room for a long run of white space stands alone."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and (size + len(text) > _GROUP or len(text) >= _LONG_RUN):
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+        if len(text) >= _LONG_RUN:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _join_packed(parts: list[PackedIds]) -> PackedIds:
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [part.lengths for part in parts]
+    offsets = np.zeros(sum(map(len, lengths)) + 1, dtype=np.int64)
+    if parts:
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    ids = np.concatenate([part.ids for part in parts]) if parts else np.empty(0, dtype=np.int32)
+    return PackedIds(ids=ids, offsets=offsets)
 
 
 def _cut_long_space(text: str) -> Iterator[str]:
@@ -205,10 +255,7 @@ class _Guarded:
             return self._fast.encode_many(texts)
         exact = {number: self._exact.encode_one(text) for number, text in enumerate(texts) if is_disputed(text)}
         rows = self._fast.encode_many(["" if number in exact else text for number, text in enumerate(texts)]).rows()
-        rows = [exact.get(number, row) for number, row in enumerate(rows)]
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return PackedIds(ids=np.concatenate(rows), offsets=offsets)
+        return _pack_arrays([exact.get(number, row) for number, row in enumerate(rows)])
 
 
 def _as_int32(ids: npt.ArrayLike) -> Ids:
@@ -225,6 +272,9 @@ def _version(distribution: str) -> tuple[int, ...]:
 def _usable_cores() -> int:
     if multiprocessing.parent_process() is not None:
         return 1  # a worker among workers
+    asked = os.environ.get("RAYON_NUM_THREADS", "")  # what the Rust libraries obey
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

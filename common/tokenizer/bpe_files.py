@@ -171,6 +171,11 @@ def _spell(path: Path, tokens: list[str]) -> tuple[bytes, ...]:
 def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tuple[str, str], ...]:
     lines = _read_text(path, "merges (two tokens a line)").replace("\r\n", "\n").rstrip("\n").split("\n")
     first = 1 if lines[0].startswith("#version") else 0
+    pairs = [tuple(line.split(" ")) for line in lines[first:]]
+    whole = set(map(len, pairs)) == {2} and len(set(pairs)) == len(pairs)
+    if whole and ids.keys() >= {"".join(pair) for pair in pairs}.union(*zip(*pairs, strict=True)):
+        return tuple(pairs)  # type: ignore[arg-type]
+    # Something is wrong: find the first line that is.
     line_of: dict[tuple[str, str], int] = {}
     for number, line in enumerate(lines[first:], start=first + 1):
         fields = line.split(" ")

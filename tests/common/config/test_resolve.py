@@ -75,7 +75,8 @@ def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -
 
 def test_warm_up_beyond_the_end() -> None:
     with pytest.raises(ConfigError, match=r"warmup_steps=11 is beyond the schedule's end at step 10"):
-        resolve_length(resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100)
+        resolve_length(resolve_config(config(optimizer__warmup_steps=11, optimizer__decay_steps=10)), samples_per_epoch=100)
+    assert resolve_length(resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100).optimizer.decay_steps == 11
 
 
 def test_vocabulary_against_the_tokenizer() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from common.tokenizer.bpe_backends import _BORDER
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.tokenizer.unicode_drift import DISPUTED, is_disputed
 
@@ -239,3 +240,10 @@ def test_cutting_long_space_is_exact(tiktoken_ids: Encode, monkeypatch: pytest.M
     assert "".join(parts) == text
     assert (len(parts) > 1) == (after != "")
     assert [token for part in parts for token in tiktoken_ids(part)] == tiktoken_ids(text)
+
+
+def test_texts_that_hold_the_border_between_texts(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode) -> None:
+    """tiktoken gets many texts in one call, with a border between them; a text may hold that border."""
+    texts = ["a", "", f"b{_BORDER}c", _BORDER, "d " * 5, "", _BORDER[:-1], _BORDER[1:]]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert ids.tolist() == list(tiktoken_ids(text)), text

