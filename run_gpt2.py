@@ -43,6 +43,9 @@ def main(words: list[str] | None = None) -> int:
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a disk that is full or gone, in the middle of a run
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130

@@ -9,7 +9,7 @@ find_python() {
         command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is not a program" >&2; exit 2; }
     elif [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         PYTHON=$VIRTUAL_ENV/bin/python
-    elif [ -x "$ROOT/.venv/bin/python" ]; then
+    elif [ -x "$ROOT/.venv/bin/pip" ]; then # the last thing that venv makes
         PYTHON=$ROOT/.venv/bin/python
     else
         return 1
@@ -21,15 +21,13 @@ find_python() {
 use_environment() {
     local extras=$1
     find_python || make_environment
-    if [ "$PYTHON" = "$ROOT/.venv/bin/python" ]; then
-        install_project "$extras"
-    fi
+    install_project "$extras" || { echo "error: installation failed; pip's message is above" >&2; exit 1; }
     export PYTHON
 }
 
 make_environment() {
     local base
-    for base in python3.12 python3.11 python3; do
+    for base in python3 python3.12 python3.11 python3.13; do
         if "$base" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             echo "making .venv with $("$base" --version)"
             "$base" -m venv "$ROOT/.venv"
@@ -41,15 +39,14 @@ make_environment() {
     exit 2
 }
 
-# install_project EXTRAS: pip installs into .venv unless these extras are there already for this pyproject.toml.
+# install_project EXTRAS: pip installs into .venv unless these extras are there already; returns 1 when pip fails.
+# Leaves an environment of the user's own alone.
 install_project() {
     local extras=$1 stamp=$ROOT/.venv/installed wanted
-    wanted="$extras $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
+    [ "$PYTHON" = "$ROOT/.venv/bin/python" ] || return 0
+    wanted="$extras $(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
     if grep -qxF "$wanted" "$stamp" 2>/dev/null; then return; fi
     echo "installing the project with [$extras] into .venv (minutes, the first time)"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extras]" || {
-        echo "error: installation failed; pip's message is above" >&2
-        exit 1
-    }
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extras]" || return 1
     echo "$wanted" >>"$stamp"
 }

@@ -10,12 +10,12 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-case "${QUICKSTART_EXTRAS:-}" in
-    "") EXTRAS=torch,fast ;;
-    all) EXTRAS=torch,fast,deepspeed,dev ;;
-    *) EXTRAS=torch,fast,$QUICKSTART_EXTRAS ;;
-esac
-use_environment "$EXTRAS"
+use_environment torch,fast
+EXTRAS=${QUICKSTART_EXTRAS:-}
+if [ "$EXTRAS" = all ]; then EXTRAS=dev,deepspeed,mindspore; fi
+for extra in ${EXTRAS//,/ }; do
+    install_project "torch,fast,$extra" || echo "left out: the extra $extra cannot be installed here" >&2
+done
 
 CONFIG=configs/gpt2/run_gpt2_tiny.yaml
 RUN=output/quickstart

@@ -17,13 +17,14 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_siz
     hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats.
     Gradients are found in the forward pass, chunk by chunk, so that no logits are kept.
     """
-    return _CrossEntropySum.apply(hidden, weight, targets, vocab_size)  # type: ignore[no-untyped-call, no-any-return]
+    # Inside the function gradients are always off, and its needs_input_grad does not know of no_grad either.
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _CrossEntropySum.apply(hidden, weight, targets, vocab_size, wanted)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, wanted: bool) -> Tensor:
         head = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted else None
@@ -54,4 +55,4 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return (hidden_grad * grads[0]).to(hidden_grad.dtype), (weight_grad * grads[0]).to(ctx.weight_dtype), None, None
+        return (hidden_grad * grads[0]).to(hidden_grad.dtype), (weight_grad * grads[0]).to(ctx.weight_dtype), None, None, None

@@ -3,9 +3,18 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gpt2.loss as module
 from torch_gpt2.loss import cross_entropy_sum
+
+
+class CountProducts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return function(*args, **(kwargs or {}))
 
 
 def make(rows: int = 37, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,7 +63,10 @@ def test_float16_keeps_small_gradients() -> None:
 
 def test_no_gradient_is_computed_when_none_is_wanted() -> None:
     hidden, weight, targets = make()
-    with torch.no_grad():
+    with torch.no_grad(), CountProducts() as products:
         loss = cross_entropy_sum(hidden, weight, targets, 101)
-    assert not loss.requires_grad
+    assert not loss.requires_grad and products.count == 1
+    with CountProducts() as products:
+        cross_entropy_sum(hidden, weight, targets, 101)
+    assert products.count == 3
     torch.testing.assert_close(loss, plain(hidden, weight, targets).detach(), rtol=1e-6, atol=1e-5)

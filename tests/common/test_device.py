@@ -1,0 +1,40 @@
+"""The table of accelerators: names as frameworks report them, and figures with a source."""
+
+import pytest
+
+from common.device import ACCELERATORS, find_accelerator
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "half_tflops"),
+    [
+        ("NVIDIA H200", "H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", "H100", 989.4),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312.0),
+        ("NVIDIA A100-SXM4-40GB", "A100", 312.0),
+        ("Tesla V100-SXM2-16GB", "V100", 125.0),
+        ("Ascend910A", "Ascend 910A", 256.0),
+        ("Ascend910B1", "Ascend 910B1", 414.0),
+        ("Ascend910B2C", "Ascend 910B2", 376.0),
+        ("Ascend910B3", "Ascend 910B3", 313.0),
+        ("Ascend910B4", "Ascend 910B4", 280.0),
+        ("Ascend910_9362", "Ascend A3", 400.0),
+        ("Ascend910ProA", "Ascend 910A", 256.0),
+    ],
+)
+def test_devices_are_known_by_the_name_they_report(reported: str, name: str, half_tflops: float) -> None:
+    found = find_accelerator(reported)
+    assert found is not None and found.name == name
+    assert found.half_flops == half_tflops * 1e12
+
+
+def test_unknown_devices_have_no_figures() -> None:
+    assert find_accelerator("NVIDIA GeForce RTX 9090") is None
+
+
+def test_every_figure_has_a_source_and_a_sane_size() -> None:
+    for accelerator in ACCELERATORS:
+        assert accelerator.source
+        assert 1e13 < accelerator.half_flops < 1e16 and 1e12 < accelerator.single_flops < accelerator.half_flops
+        assert 5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30

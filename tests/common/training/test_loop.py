@@ -1,0 +1,123 @@
+"""The loop with an engine of a few lines that takes several steps at once, as a data sink does."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config, resolve_length
+from common.dataset import Batch
+from common.training.checkpoint import CheckpointWriter, Snapshot, whole_checkpoints
+from common.training.loop import Run, StepResult, Tokens, perplexity, train
+from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
+from common.training.state import TrainState
+
+
+class FakeEngine:
+    def __init__(self, steps_per_run: int) -> None:
+        self.steps_per_run = steps_per_run
+        self.asked: list[int] = []
+        self.step = 0
+
+    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
+        self.asked.append(steps)
+        results = []
+        for _ in range(steps):
+            self.step += 1
+            assert next(batches).tokens[0, 0] == self.step
+            results.append(
+                StepResult(loss=1.0 / self.step, grad_norm=0.1 + 0.2, learning_rate=1e-4, loss_scale=1.0, skipped=self.step == 3)
+            )
+        return results
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        return 6.0, sum(tokens.size for tokens in batches)
+
+    def snapshot(self, state: TrainState) -> Snapshot:
+        return Snapshot(files={"model.safetensors": {"w": np.ones(1, np.float32)}}, manifest={"state": state.to_dict()})
+
+
+def batches() -> Iterator[Batch]:
+    step = 0
+    while True:
+        step += 1
+        yield Batch(tokens=np.full((2, 5), step, np.int32), consumed_samples=2 * step, sample_hash=f"hash {step}")
+
+
+def run_loop(folder: Path, steps_per_run: int) -> FakeEngine:
+    tree = {
+        "output_dir": str(folder),
+        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+        "train": {"max_steps": 10, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+        "validation": {"interval": 4},
+        "checkpoint": {"interval": 3},
+    }
+    config = resolve_length(resolve_config(build_config(tree)), 100)
+    engine = FakeEngine(steps_per_run)
+    state = TrainState()
+    with MetricsWriter(folder, tensorboard=False) as metrics:
+        run = Run(
+            config=config,
+            engine=engine,
+            batches=batches(),
+            validation=lambda: [np.zeros((1, 3), np.int32)],
+            checkpoints=CheckpointWriter(folder / "checkpoints"),
+            metrics=metrics,
+            peak_flops=1e9,
+        )
+        summary = train(run, state)
+    assert (state.step, state.consumed_samples, state.sample_hash, state.skipped_steps) == (10, 20, "hash 10", 1)
+    assert summary["step"] == 10 and summary["validation_loss"] == 2.0
+    return engine
+
+
+@pytest.mark.parametrize(("steps_per_run", "asked"), [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])])
+def test_several_steps_at_once_never_cross_a_boundary(tmp_path: Path, steps_per_run: int, asked: list[int]) -> None:
+    assert run_loop(tmp_path, steps_per_run).asked == asked
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 10]
+    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["03", "06", "09", "10"]
+
+
+def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
+    run_loop(tmp_path, 1)
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert row["samples_per_second"] == pytest.approx(2 / row["step_time"])
+    assert row["tokens_per_second"] == pytest.approx(8 / row["step_time"])
+    # one block of width 8, 50 tokens, positions not counted: 50 x 8 + 12 x 64 + 13 x 8 + 16 parameters, and attention 12 L h T
+    assert row["mfu"] == pytest.approx((6 * (400 + 768 + 104 + 16) + 12 * 8 * 4) * row["tokens_per_second"] / 1e9)
+
+
+def test_floats_read_back_exactly(tmp_path: Path) -> None:
+    run_loop(tmp_path, 1)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert losses == [1.0 / step for step in range(1, 11)]
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0.1 + 0.2
+
+
+def test_taking_up_a_run_drops_rows_that_will_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8)) + '{"step": 8, "lo')
+    with MetricsWriter(tmp_path, step=5, tensorboard=False) as metrics:
+        metrics.write({"step": 6, "loss": 2.0})
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0)]
+
+
+def test_gpt2_flops_per_token_are_the_published_figure() -> None:
+    """0.855 GFLOP a token for 124M at 1024 (6 (N - positions) + 12 L h T)."""
+    from common.config.load import load_config
+
+    root = Path(__file__).resolve().parents[3]
+    model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2.yaml")).model
+    assert flops_per_token(model) == pytest.approx(0.855e9, rel=1e-3)
+
+
+def test_perplexity() -> None:
+    assert perplexity(math.log(42.0)) == pytest.approx(42.0)
+    assert perplexity(1e6) == math.inf
