@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -10,6 +11,7 @@ from typing import IO, Any
 from common.config.schema import ModelConfig
 from common.errors import StorageError
 from common.files import atomic_write
+from common.training.tensorboard import EventFile
 from common.weights.names import count_parameters
 
 METRICS_FILE = "metrics.jsonl"
@@ -33,11 +35,7 @@ class MetricsWriter:
             with atomic_write(path, "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
         self._file: IO[str] = path.open("a", encoding="utf-8")  # closed by close
-        self._board: Any = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
 
     def write(self, row: dict[str, Any]) -> None:
         """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
@@ -45,11 +43,11 @@ class MetricsWriter:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         except OSError as error:
-            raise StorageError(f"{self._file.name}: could not be written: {error.strerror}") from error
+            with suppress(OSError):  # it holds what could not be written, and would fail again
+                self._file.close()
+            raise StorageError(f"{self._file.name}: could not be written: {error.strerror}; checkpoints are whole") from error
         if self._board is not None:
-            for name, value in row.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, row["step"])
+            self._board.write(row["step"], {name: value for name, value in row.items() if isinstance(value, float)})
 
     def close(self) -> None:
         self._file.close()
