@@ -77,7 +77,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _world_size() -> int:
     """Processes of this run, as launchers announce them."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("RANK_SIZE") or 1)
+    from common.errors import ConfigError
+
+    for name in ("WORLD_SIZE", "RANK_SIZE"):
+        value = os.environ.get(name)
+        if value:
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"environment: {name}={value}: expected the number of processes")
+            return int(value)
+    return 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Files hold float32 and the true vocabulary: the rows that pad the embedding are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.config.schema import ModelConfig
 from common.errors import CheckpointError
-from common.training.checkpoint import Snapshot, read_manifest
+from common.training.checkpoint import MANIFEST, Snapshot, read_manifest
 from common.training.state import TrainState
 from common.weights.files import check_tensors, open_safetensors, shapes_of
 from common.weights.names import EMBEDDING, parameter_shapes
-from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import STATE_NAMES
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
                 moments[f"{name}.{part}"] = _to_numpy(values[part], name, rows)
     manifest = {
         "state": state.to_dict(),
-        "engine": {"optimizer_steps": optimizer_steps, "loss_scale": engine.loss_scale.state(), "rng": engine.device.rng_state()},
+        "engine": {
+            "optimizer_steps": optimizer_steps,
+            "loss_scale": engine.loss_scale.state(),
+            "rng": {"torch": engine.device.rng_state()},
+        },
         **engine.record,
         "config": engine.config.model_dump(),
         "versions": {"backend": "torch", "torch": torch.__version__, "numpy": np.__version__},
@@ -49,42 +54,38 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
     return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest)
 
 
-def load_weights(model: GPT2, checkpoint: Path) -> None:
-    """Fill the model from ``checkpoint``. Raises CheckpointError unless every tensor is there with the model's shape."""
+def load_weights(tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path) -> None:
+    """Fill parameters by name from ``checkpoint``. Raises CheckpointError unless every tensor is there with the model's shape."""
     path = checkpoint / MODEL_FILE
-    parameters = dict(model.named_parameters())
     with open_safetensors(path) as reader, torch.no_grad():
-        check_tensors(path, shapes_of(reader), parameter_shapes(model.config))
-        for name, parameter in parameters.items():
-            _fill(parameter, reader.get_tensor(name))
+        check_tensors(path, shapes_of(reader), parameter_shapes(model))
+        for name, tensor in tensors.items():
+            _fill(tensor, reader.get_tensor(name))
 
 
 def restore(engine: Engine, checkpoint: Path) -> TrainState:
     """Put the engine where the checkpoint was taken and return where that is."""
     manifest = read_manifest(checkpoint)
-    load_weights(engine.model, checkpoint)
-    engine.master.read_model()
-    saved, wanted = manifest["config"]["optimizer"]["name"], engine.config.optimizer.name
+    try:
+        saved, saved_engine = manifest["config"]["optimizer"]["name"], manifest["engine"]
+        steps, scale, rng = saved_engine["optimizer_steps"], saved_engine["loss_scale"], saved_engine["rng"]
+        state = TrainState.from_dict(manifest["state"])
+        engine.loss_scale.load(scale)
+        if "torch" in rng:  # a run that comes from the other framework begins new dropout masks
+            engine.device.set_rng_state(rng["torch"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
+    wanted = engine.config.optimizer.name
     if saved != wanted:
         raise CheckpointError(
             f"{checkpoint}: holds the state of optimizer.name={saved}, the config says {wanted};"
             " go on with the former, or start anew from these weights with checkpoint.init_from"
         )
-    _restore_optimizer(engine, checkpoint / OPTIMIZER_FILE, manifest["engine"]["optimizer_steps"])
-    _restore_masters(engine, checkpoint)
-    engine.loss_scale.load(manifest["engine"]["loss_scale"])
-    engine.device.set_rng_state(manifest["engine"]["rng"])
-    state = TrainState.from_dict(manifest["state"])
+    load_weights(engine.master.tensors, engine.config.model, checkpoint)
+    engine.master.write_back()
+    _restore_optimizer(engine, checkpoint / OPTIMIZER_FILE, steps)
     engine.step = state.step
     return state
-
-
-def _restore_masters(engine: Engine, checkpoint: Path) -> None:
-    """Float32 copies hold more than the model's rounded weights do: read them from the file, not from the model."""
-    with open_safetensors(checkpoint / MODEL_FILE) as reader, torch.no_grad():
-        for name, tensor in engine.master.tensors.items():
-            if tensor is not engine.master.model[name]:
-                _fill(tensor, reader.get_tensor(name))
 
 
 def _restore_optimizer(engine: Engine, path: Path, steps: int) -> None:
@@ -92,7 +93,7 @@ def _restore_optimizer(engine: Engine, path: Path, steps: int) -> None:
     parts = STATE_NAMES[engine.config.optimizer.name]
     with open_safetensors(path) as reader:
         found = shapes_of(reader)
-        if found:  # empty before the first step, and for sgd without momentum
+        if found or steps:  # empty before the first step, and for sgd, which counts none, without momentum
             check_tensors(path, found, {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
         for name, tensor in engine.master.tensors.items():
             state: dict[str, Any] = {}

@@ -53,6 +53,8 @@ class TorchDevice:
     def supports(self, float_name: str) -> bool:
         if float_name != "bfloat16" or self.kind == "cpu":
             return True
+        if self.kind == "cuda":  # emulation, which is slow, counts as support unless told otherwise
+            return bool(self.module.is_bf16_supported(including_emulation=False))
         return bool(self.module.is_bf16_supported())
 
     def peak_flops(self, float_name: str) -> float:
@@ -119,6 +121,8 @@ def check_support(config: RunConfig, device: TorchDevice) -> None:
     parallel = config.parallel
     if (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage > 1:
         raise ConfigError("this version of torch_gpt2 trains on one device; start one process")
+    if parallel.sequence_parallel:
+        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
     if parallel.zero_stage:
         raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} needs several devices; set 0")
     for part, float_name in config.precision.model_dump().items():

@@ -66,7 +66,7 @@ class Engine:
         gradients = self.master.take_gradients()
         norm = global_norm(gradients).item() / scale
         rate = learning_rate(self.config.optimizer, self.step)
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             scale_gradients(gradients, _clip_factor(norm, self.config.optimizer.clip_grad) / scale)
             for group in self.optimizer.param_groups:

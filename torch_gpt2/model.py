@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class Attention(nn.Module):
         if self.softmax_dtype == torch.float32:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
         # a softmax below float32 has no fused kernel: write it out
-        scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype) / math.sqrt(self.head_size)  # (B, nh, T, T)
+        q = q / math.sqrt(self.head_size)  # before the product, which float16 could not hold
+        scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype)  # (B, nh, T, T)
         if causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, float("-inf"))
@@ -174,10 +175,10 @@ def build_model(config: RunConfig, device: TorchDevice) -> GPT2:
 
 
 @torch.no_grad()
-def initialise(model: GPT2, seed: int) -> None:
-    """Fill in the initial weights of ``common.weights.initial``."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(torch.from_numpy(initial_rows(model.config, seed, name, tuple(parameter.shape))))
+def initialise(tensors: Mapping[str, Tensor], config: RunConfig) -> None:
+    """Fill parameters by name with the initial weights of ``common.weights.initial``."""
+    for name, tensor in tensors.items():
+        tensor.copy_(torch.from_numpy(initial_rows(config.model, config.seed, name, tuple(tensor.shape))))
 
 
 def set_recompute(model: GPT2, mode: str) -> None:

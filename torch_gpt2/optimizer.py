@@ -16,6 +16,7 @@ STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_
 
 class MasterWeights:
     """The float32 tensors that the optimizer updates: the parameters themselves, or copies of those held in fewer bits.
+    Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do.
 
     With copies, gradients are summed in float32 as each micro batch's backward pass delivers them, unless
     ``reduction`` is the parameters' own type.
@@ -45,13 +46,6 @@ class MasterWeights:
             for name, tensor in self.tensors.items():
                 if tensor is not self.model[name]:
                     self.model[name].copy_(tensor)
-
-    def read_model(self) -> None:
-        """Copy the model's weights out again, after they were loaded."""
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                if tensor is not self.model[name]:
-                    tensor.copy_(self.model[name])
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         self._take_gradient(name)

@@ -10,6 +10,7 @@ import torch
 from common.config.schema import PredictConfig, RunConfig
 from common.generation.sampling import choose_token
 from common.training import setup
+from common.training.data import describe_tokenizer, open_tokenizer
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, check_support, select_device
 from torch_gpt2.model import GPT2, build_model
@@ -18,11 +19,11 @@ from torch_gpt2.model import GPT2, build_model
 def predict(config: RunConfig) -> None:
     device = select_device(config.device, threads=config.runtime.threads)
     check_support(config, device)
-    tokenizer, config = setup.open_tokenizer(config)
+    tokenizer, config = open_tokenizer(config)
     prompts = setup.encode_prompts(config, tokenizer)
-    checkpoint = setup.weights_to_use(config, tokenizer)
+    checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
-    load_weights(model, checkpoint)
+    load_weights(dict(model.named_parameters()), config.model, checkpoint)
     for index, prompt in enumerate(prompts):
         generator = np.random.default_rng((config.seed, index))
         new = list(generate(model, prompt, config.predict, tokenizer.eod_id, device, generator))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.config.load import save_config
 from common.config.schema import RunConfig
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
@@ -28,18 +27,20 @@ def train(config: RunConfig) -> None:
         model = build_model(config, device)
         engine = Engine(model, config, device, tokenizer=data.tokenizer_record, data=data.fingerprint)
         device.seed(config.seed)
+        state = TrainState(sample_hash=data.fingerprint)
         if start.resume is not None:
             state = restore(engine, start.resume)
+        elif start.weights is not None:
+            load_weights(engine.master.tensors, config.model, start.weights)
         else:
-            state = TrainState(sample_hash=data.fingerprint)
-            if start.weights is not None:
-                load_weights(model, start.weights)
-            else:
-                initialise(model, config.seed)
-            engine.master.read_model()
+            initialise(engine.master.tensors, config)
+        engine.master.write_back()
         setup.announce(config, data, device.name, start, state)
-        save_config(config, folder / "config.yaml")
+        setup.begin(config, start)
         with (
+            CheckpointWriter(
+                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+            ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
             data.training_batches(state) as batches,
         ):
@@ -48,11 +49,10 @@ def train(config: RunConfig) -> None:
                 engine=engine,
                 batches=batches,
                 validation=data.validation,
-                checkpoints=CheckpointWriter(
-                    folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
-                ),
+                checkpoints=checkpoints,
                 metrics=metrics,
                 peak_flops=device.peak_flops(config.precision.compute),
+                taken_up=start.in_folder(folder),
             )
             summary = train_loop(run, state)
         setup.finish(config, state, summary, peak_memory=device.peak_memory())

@@ -6,14 +6,14 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from common.config.schema import RunConfig
+from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write
 
@@ -38,6 +38,16 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader would not read as text."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+# Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
+_SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {("precision",): expand_precision, ("data", "tokenizer"): expand_tokenizer}
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` and the files of its ``base:`` list (the main file wins), then apply overrides.
 
@@ -60,7 +70,7 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
 
 def dump_config(config: RunConfig) -> str:
     """YAML text that load_config reads back to an equal config."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def save_config(config: RunConfig, path: Path) -> None:
@@ -83,8 +93,8 @@ def parse_scalar(text: str, where: str) -> Any:
         return text
     try:
         return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: {text!r} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
 # ---- files ----
@@ -117,9 +127,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Sources]:
         raise ConfigError(f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    loader = _Loader(text)
     sources: Sources = {}
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}, sources
@@ -131,10 +142,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Sources]:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _record_sources(node: yaml.Node, prefix: Path_, path: Path, sources: Sources) -> None:
@@ -153,13 +165,25 @@ def _record_sources(node: yaml.Node, prefix: Path_, path: Path, sources: Sources
         _record_sources(value, here, path, sources)
 
 
-def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
+def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -> None:
     for key, value in other.items():
-        old = target.get(str(key))
+        here = (*path, str(key))
+        old = _expanded(here, target.get(str(key)))
         if isinstance(old, dict) and isinstance(value, dict):
-            _merge(old, value)
+            target[str(key)] = old
+            _merge(old, value, here)
         else:
             target[str(key)] = value
+
+
+def _expanded(path: Path_, value: Any) -> Any:
+    """A copy of the mapping that a shorthand stands for; any other value as it is."""
+    if isinstance(value, str) and path in _SHORTHANDS:
+        try:
+            return dict(_SHORTHANDS[path](value))
+        except ValueError as error:
+            raise ConfigError(f"{'.'.join(map(str, path))}: {error}") from None
+    return value
 
 
 # ---- the command line ----
@@ -172,9 +196,9 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     path = tuple(dotted.split("."))
     value = text if _takes_text(path, text) else parse_scalar(text, f"command line: {dotted}")
     at = tree
-    for key in path[:-1]:
-        if not isinstance(at.get(key), dict):
-            at[key] = {}
+    for depth, key in enumerate(path[:-1], 1):
+        below = _expanded(path[:depth], at.get(key))
+        at[key] = below if isinstance(below, dict) else {}
         at = at[key]
     at[path[-1]] = value
     sources[path] = "command line"
@@ -184,6 +208,7 @@ def _takes_text(path: Path_, text: str) -> bool:
     """True for fields of text (or one text of a list), so that a prompt of ``42`` or ``Once: upon`` arrives as it was typed."""
     annotation = _annotation(path)
     options = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
+    options = {typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options}
     if text in ("null", "~") or not options <= {str, list[str], type(None)}:
         return False
     return list[str] not in options or not text.lstrip().startswith("[")
@@ -208,6 +233,8 @@ def _explain(fault: Any, sources: Sources) -> str:
     dotted = ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
     prefix = f"{where}: {dotted}" if where else dotted
+    if path and path[-1] == "<<":
+        return f"{prefix}: YAML merge keys are not supported; list the other file under base:"
     if fault["type"] == "extra_forbidden":
         near = _nearest_key(path)
         return f"{prefix}: unknown key" + (f"; did you mean {near}?" if near else "")
@@ -226,7 +253,6 @@ _ELSEWHERE = {
     "epochs": "train.max_epochs",
     "train_iters": "train.max_steps",
     "batch_size": "train.micro_batch_size",
-    "local_batch_size": "train.micro_batch_size",
     "accumulate_steps": "train.accumulation_steps",
     "gradient_accumulation": "train.accumulation_steps",
     "max_grad_norm": "optimizer.clip_grad",

@@ -17,6 +17,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     _check_model(config)
     _check_optimizer(config)
     _check_length(config)
+    _check_precision(config)
     if config.train.compile and config.backend == "mindspore":
         raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
     model, parallel = config.model, config.parallel
@@ -34,7 +35,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     )
     scale_mode = config.loss_scale.mode
     if scale_mode == "auto":
-        scale_mode = "dynamic" if config.precision.compute == "float16" else "none"
+        scale_mode = "dynamic" if "float16" in (config.precision.compute, config.precision.parameters) else "none"
     return _with(
         config,
         model={
@@ -91,7 +92,7 @@ def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: s
             f"{tokenizer_name} has {tokenizer_size} tokens but model.vocab_size={model.vocab_size};"
             f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of {model.vocab_multiple} by itself)"
         )
-    if tokenizer_size < model.vocab_size and model.vocab_size % 128 == 0:
+    if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
         return _with(config, model={"vocab_size": tokenizer_size})
     return config
 
@@ -133,6 +134,15 @@ def _check_optimizer(config: RunConfig) -> None:
         raise ConfigError(
             f"optimizer.momentum={optimizer.momentum} means nothing to optimizer.name={optimizer.name};"
             " use optimizer.beta1, or optimizer.name=sgd"
+        )
+
+
+def _check_precision(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.parameters != "float32" and precision.reduction not in ("float32", precision.parameters):
+        raise ConfigError(
+            f"precision.reduction={precision.reduction} is neither float32 nor precision.parameters={precision.parameters};"
+            " choose one of these"
         )
 
 

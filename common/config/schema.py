@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 Float = Literal["float32", "bfloat16", "float16"]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(gt=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 _FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -24,7 +26,7 @@ PRECISION_PRESETS: dict[str, dict[str, str]] = {
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _float_name(value: Any) -> Any:
@@ -51,19 +53,19 @@ class PrecisionConfig(Section):
 
 
 class ModelConfig(Section):
-    num_layers: PositiveInt
+    num_layers: Count
     """Transformer blocks."""
-    hidden_size: PositiveInt
+    hidden_size: Count
     """Width of the residual stream."""
-    num_heads: PositiveInt
+    num_heads: Count
     """Attention heads; divides hidden_size."""
-    seq_length: PositiveInt
+    seq_length: Count
     """Tokens in a training window."""
-    vocab_size: PositiveInt
+    vocab_size: Count
     """True number of token ids. A size that is already padded to a multiple of 128 is understood when the tokenizer is smaller."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Count | None = None
     """Inner width of the MLP; 4 x hidden_size when left out."""
-    max_positions: PositiveInt | None = None
+    max_positions: Count | None = None
     """Rows of the position table; seq_length when left out."""
     dropout: Fraction = 0.0
     """Dropout of the embedding, attention weights and residual branches, unless the next three say otherwise."""
@@ -77,22 +79,22 @@ class ModelConfig(Section):
     """Added to the variance inside layer norms."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x num_layers)."""
-    vocab_multiple: PositiveInt = 128
+    vocab_multiple: Count = 128
     """The embedding table is padded to a multiple of this times parallel.model_parallel; padded logits are masked."""
 
 
 class TrainConfig(Section):
-    max_steps: PositiveInt | None = None
+    max_steps: Count | None = None
     """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
     max_epochs: PositiveFloat | None = None
     """Length of the run in passes over the training samples."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     """Length of the run in training tokens."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Count | None = None
     """Samples that one device takes through the model at once."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Count | None = None
     """Samples of one optimizer step over all devices = micro x data parallel x accumulation."""
-    accumulation_steps: PositiveInt | None = None
+    accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
@@ -100,7 +102,7 @@ class TrainConfig(Section):
     """Compile the model (torch.compile); the first step then takes about a minute."""
     deterministic: bool = False
     """Refuse operators whose result changes from run to run."""
-    max_skipped_steps: PositiveInt = 50
+    max_skipped_steps: Count = 50
     """Stop after this many steps in a row without a finite gradient."""
 
 
@@ -111,9 +113,9 @@ class LossScaleConfig(Section):
     """First scale of dynamic mode, the only one of static mode."""
     factor: Annotated[float, Field(gt=1.0)] = 2.0
     """What the scale is multiplied or divided by."""
-    window: PositiveInt = 1000
+    window: Count = 1000
     """Finite steps in a row before the scale grows."""
-    hysteresis: PositiveInt = 1
+    hysteresis: Count = 1
     """Overflows before the scale shrinks."""
     minimum: PositiveFloat = 1.0
     """The scale never shrinks below this."""
@@ -134,7 +136,7 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up from 0; 0 when left out."""
     warmup_fraction: Fraction | None = None
     """Warm-up as a fraction of decay_steps, instead of warmup_steps."""
-    decay_steps: PositiveInt | None = None
+    decay_steps: Count | None = None
     """Step at which the schedule reaches its end; the last step of the run when left out."""
     beta1: Fraction = 0.9
     """Decay of the first moment of adam and adamw."""
@@ -153,11 +155,11 @@ class OptimizerConfig(Section):
 class TokenizerConfig(Section):
     type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
     """Kind of tokenizer."""
-    folder: str | None = None
+    folder: Text | None = None
     """Folder with vocab.json and merges.txt (or encoder.json and vocab.bpe), instead of the two files."""
-    vocab_file: str | None = None
+    vocab_file: Text | None = None
     """vocab.json or encoder.json."""
-    merge_file: str | None = None
+    merge_file: Text | None = None
     """merges.txt or vocab.bpe."""
     backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = "auto"
     """Library that does the work; all give the same ids."""
@@ -173,25 +175,26 @@ def _split_text(value: Any) -> Any:
     return value.strip("[] ") if isinstance(value, str) else value
 
 
-def _tokenizer(value: Any) -> Any:
+def expand_tokenizer(value: Any) -> Any:
+    """The folder of a tokenizer becomes its mapping."""
     return {"folder": value} if isinstance(value, str) else value
 
 
-DataPrefixes = Annotated[list[str | float], BeforeValidator(_as_list, json_schema_input_type=str | list[str | float])]
+DataPrefixes = Annotated[list[Text | float], BeforeValidator(_as_list, json_schema_input_type=str | list[str | float])]
 
 
 class DataConfig(Section):
     train: DataPrefixes | None = None
     """Prefix of a .bin/.idx pair, or a blend: [weight, prefix, weight, prefix, ...]."""
     validation: DataPrefixes | None = None
-    """Prefix (or blend) used whole for validation, instead of the second part of the split."""
+    """Prefix (or blend) used whole for validation; data.train is then used whole for training, and the split for nothing."""
     split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
     """Weights of the training, validation and test parts of the documents."""
-    tokenizer: Annotated[TokenizerConfig, BeforeValidator(_tokenizer, json_schema_input_type=str | TokenizerConfig)] | None = None
+    tokenizer: Annotated[TokenizerConfig, BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig)] | None = None
     """The tokenizer, or the folder of its files. Training can do without; text in or out needs it."""
     shuffle: bool = True
     """Shuffle documents and windows anew in every epoch."""
-    index_cache: str | None = None
+    index_cache: Text | None = None
     """Folder of cached sample indices; beside the data when left out."""
     prefetch: NonNegativeInt = 2
     """Batches read ahead by a thread; 0 reads when asked."""
@@ -202,18 +205,18 @@ class ValidationConfig(Section):
     """Steps between validations; 0 validates at the end only."""
     max_samples: NonNegativeInt = 0
     """Windows per validation, always the first ones; 0 is all."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Count | None = None
     """Windows at once; train.micro_batch_size when left out."""
 
 
 class ParallelConfig(Section):
-    data_parallel: PositiveInt | None = None
+    data_parallel: Count | None = None
     """Ranks that see different samples, ZeRO's included; derived from the number of processes when left out."""
-    model_parallel: PositiveInt = 1
+    model_parallel: Count = 1
     """Ranks that split every layer (tensor parallel)."""
-    pipeline_stage: PositiveInt = 1
+    pipeline_stage: Count = 1
     """Ranks that split the stack of layers (pipeline parallel)."""
-    micro_batch_num: PositiveInt | None = None
+    micro_batch_num: Count | None = None
     """Another name for train.accumulation_steps."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
@@ -230,11 +233,13 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: NonNegativeInt = 3
     """Newest checkpoints that stay on disk; 0 keeps all."""
-    resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None)] = "auto"
+    resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)] = "auto"
     """auto continues the run in output_dir if there is one; latest insists that there is; never insists that there is
     none; anything else is the folder of a checkpoint or of a run."""
-    init_from: str | None = None
-    """Weights to start from (finetune), to evaluate or to generate with: the folder of a checkpoint or of a run."""
+    init_from: Text | None = None
+    """Weights to start from (finetune): the folder of a checkpoint or of a run."""
+    load: Text | None = None
+    """Weights to evaluate or generate with; the newest of output_dir when left out, else init_from."""
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
 
@@ -244,7 +249,7 @@ class PredictConfig(Section):
     """One prompt or a list of them."""
     strategy: Literal["greedy", "sampling"] = "greedy"
     """greedy takes the most probable token; sampling draws one."""
-    max_new_tokens: PositiveInt | None = None
+    max_new_tokens: Count | None = None
     """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
@@ -259,7 +264,7 @@ class PredictConfig(Section):
 
 
 class LoggingConfig(Section):
-    interval: PositiveInt = 1
+    interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
     tensorboard: bool = True
     """Write TensorBoard events."""
@@ -268,7 +273,7 @@ class LoggingConfig(Section):
 
 
 class RuntimeConfig(Section):
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """CPU threads of the framework; its own choice when left out."""
 
 
@@ -279,9 +284,9 @@ class RunConfig(Section):
     """Framework that trains."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the Ascend."""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of initial weights, data order, dropout and sampling."""
-    output_dir: str
+    output_dir: Text
     """The run folder."""
     precision: Annotated[
         PrecisionConfig, BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig)

@@ -18,16 +18,19 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from common.errors import CheckpointError, StorageError
+from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, fsync_folder
-from common.weights.files import Tensors, write_safetensors
+from common.training.log import LOG
+from common.weights.files import Tensors, file_checksum, write_safetensors
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
+_REPLACED = ".replaced.tmp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,19 @@ class CheckpointWriter:
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        for leftover in self.folder.glob(".step_*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _clean_up(self.folder)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait for what is being written, whatever happened; a failure here must not hide the one that ends the run."""
+        try:
+            self.wait()
+        except GPT2Error as error:
+            if value is None:
+                raise
+            LOG.error(str(error))
 
     def save(self, snapshot: Snapshot) -> Path:
         """Begin to write ``step_<step>``; waits for the save before. Raises StorageError, also on behalf of the save before."""
@@ -87,38 +101,62 @@ class CheckpointWriter:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+            files = {}
             for name, tensors in snapshot.files.items():
-                write_safetensors(temporary / name, tensors)
-            sizes = {name: (temporary / name).stat().st_size for name in snapshot.files}
+                checksum = write_safetensors(temporary / name, tensors)
+                files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
             with atomic_write(temporary / MANIFEST, "w") as file:
-                json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": sizes}, file, indent=1)
+                json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
             fsync_folder(temporary)
             self._put_in_place(temporary, target)
-            with atomic_write(self.folder / LATEST, "w") as file:
-                file.write(target.name + "\n")
+            point_latest(target)
+            self._prune(target)
         except (OSError, StorageError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
-        self._prune()
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
-        old = target.with_name(f".{target.name}.old.tmp")
+        old = target.with_name(f".{target.name}{_REPLACED}")
         if target.exists():  # a run that was taken up again before this step
             os.replace(target, old)
-        os.replace(temporary, target)
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            if old.exists():
+                os.replace(old, target)
+            raise
         fsync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _prune(self) -> None:
+    def _prune(self, written: Path) -> None:
+        """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
         if not self._keep:
             return
-        whole = sorted(whole_checkpoints(self.folder), key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
-        for old in whole[: -self._keep]:
+        others = [path for path in whole_checkpoints(self.folder) if path != written]
+        before = [path for path in others if path.name < written.name]
+        after = [path for path in others if path.name > written.name]
+        for doomed in [*after, *before][: max(0, len(others) + 1 - self._keep)]:
             # rename first, so that a folder half deleted never looks whole
-            doomed = old.with_name(f".{old.name}.old.tmp")
-            os.replace(old, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            renamed = doomed.with_name(f".{doomed.name}.doomed.tmp")
+            os.replace(doomed, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
+
+
+def _clean_up(folder: Path) -> None:
+    """Finish what a killed writer left: a checkpoint whose replacement never came is put back, the rest goes."""
+    for replaced in folder.glob(f".step_*{_REPLACED}"):
+        target = folder / replaced.name[1:].removesuffix(_REPLACED)
+        if not target.exists():
+            os.replace(replaced, target)
+    for leftover in folder.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Make ``latest`` name this checkpoint."""
+    with atomic_write(checkpoint.parent / LATEST, "w") as file:
+        file.write(checkpoint.name + "\n")
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -135,13 +173,12 @@ def find_checkpoint(where: Path) -> Path | None:
     if (where / MANIFEST).is_file():
         return where
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    latest = folder / LATEST
-    if latest.is_file():
-        named = folder / latest.read_text(encoding="utf-8").strip()
-        if (named / MANIFEST).is_file():
-            return named
     whole = whole_checkpoints(folder)
-    return whole[-1] if whole else None
+    try:
+        named = (folder / LATEST).read_bytes().decode(errors="replace").strip()
+    except OSError:
+        named = ""
+    return next((path for path in whole if path.name == named), whole[-1] if whole else None)
 
 
 def require_checkpoint(where: Path, why: str) -> Path:
@@ -155,22 +192,29 @@ def require_checkpoint(where: Path, why: str) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there with their full size. Raises CheckpointError."""
+    """The manifest of a checkpoint whose files are all there and unchanged. Raises CheckpointError."""
     path = checkpoint / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version, sizes = manifest["format_version"], manifest["files"]
+        version = manifest["format_version"]
+        if version == FORMAT_VERSION and not all(isinstance(manifest[part], dict) for part in ("state", "engine", "config", "files")):
+            raise ValueError("state, engine, config or files is no mapping")
+        files = (
+            {name: (record["bytes"], record["crc32"]) for name, record in manifest["files"].items()} if version == FORMAT_VERSION else {}
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; {checkpoint} is no checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: broken manifest ({error}); use another checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: broken manifest ({error!r}); use another checkpoint") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}")
-    for name, size in sizes.items():
+    for name, (size, checksum) in files.items():
         file = checkpoint / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             raise CheckpointError(
                 f"{file}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; use another checkpoint"
             )
+        if file_checksum(file) != checksum:
+            raise CheckpointError(f"{file}: its bytes have changed since it was written (CRC-32); use another checkpoint")
     return manifest

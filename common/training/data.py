@@ -28,6 +28,8 @@ from common.dataset.indexed import strip_extension, with_extension
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.sampler import check_tokens
 from common.errors import ConfigError, DataError
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.training.log import LOG
 from common.training.loop import Tokens
 from common.training.state import TrainState
 
@@ -73,6 +75,8 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
     record = _tokenizer_record(config)
     if record is not None:
         config = resolve_vocabulary(config, record["vocab_size"], "the tokenizer of the data")
+    elif config.data.tokenizer is not None:
+        record, config = _record_of_files(config)
     sampler = None
     if training:
         require_length(config)
@@ -100,10 +104,8 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
 
 
 def _validation(config: RunConfig) -> Callable[[], Iterator[Tokens]]:
-    if config.data.validation is not None:
-        samples = _open(config.model_copy(update={"data": config.data.model_copy(update={"split": "1"})}), config.data.validation, "train")
-    else:
-        samples = _open(config, config.data.train, "valid")
+    whole = config.data.validation is not None
+    samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
     assert batch_size is not None
@@ -124,7 +126,7 @@ def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *,
     return open_samples(
         [str(entry) for entry in entries],
         split=split,
-        split_weights=parse_split(config.data.split),
+        split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,
         seed=config.seed,
         shuffle=shuffle,
@@ -146,3 +148,28 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     for sha256, (_, metadata) in records.items():
         return {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
     return None
+
+
+def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
+    """The tokenizer of data.tokenizer, and the config with its vocabulary settled."""
+    wish = config.data.tokenizer
+    source = wish.vocab_file or wish.folder if wish is not None else None
+    if wish is None or source is None:
+        raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
+    tokenizer = load_tokenizer(wish.type, source, wish.merge_file, wish.backend)
+    return tokenizer, resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+
+
+def _record_of_files(config: RunConfig) -> tuple[dict[str, Any] | None, RunConfig]:
+    """For data without a .meta.json: what data.tokenizer says. Its files may be absent where one only trains."""
+    wish = config.data.tokenizer
+    source = Path(wish.vocab_file or wish.folder or "") if wish is not None else Path()
+    if not source.exists():
+        LOG.warning(f"data.tokenizer: {source} is not there, and the data do not say their vocabulary: it cannot be checked")
+        return None, config
+    tokenizer, config = open_tokenizer(config)
+    return describe_tokenizer(tokenizer), config

@@ -6,6 +6,7 @@ DeepSpeed and MindSpore's data sink fit the same loop.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -74,6 +75,8 @@ class Run:
     metrics: MetricsWriter
     peak_flops: float
     """Of all devices together; 0 when unknown."""
+    taken_up: bool = False
+    """True when the run goes on from a checkpoint of its own folder, which need not be saved again."""
 
 
 def train(run: Run, state: TrainState) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     last_step = config.train.max_steps
     assert last_step is not None
     summary: dict[str, Any] = {}
-    saved_step = state.step if state.step else None
+    saved_step = state.step if run.taken_up else None
     speeds: list[float] = []
     start = time.perf_counter()
     with StopSignal() as stop, progress_bar(total=last_step, initial=state.step) as bar:
@@ -101,12 +104,12 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 if row["step"] % config.logging.interval == 0 or row["step"] == last_step or row["skipped"]:
                     LOG.info(step_line(row, last_step))
             _check_divergence(config, state)
-            if run.validation is not None and (_due(config.validation.interval, state.step) or state.step == last_step):
-                summary |= validate(run, state.step)
+            run.checkpoints.raise_failure()
             if stop.number is None and _due(config.checkpoint.interval, state.step) and state.step < last_step:
                 run.checkpoints.save(run.engine.snapshot(state))
                 saved_step = state.step
-            run.checkpoints.raise_failure()
+            if stop.number is None and (_due(config.validation.interval, state.step) or state.step == last_step):
+                summary |= validate(run, state.step, stop)
             if stop.number is not None:
                 break
         if saved_step != state.step:
@@ -114,16 +117,23 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
         run.checkpoints.wait()
         if stop.number is not None and state.step < last_step:
             where = f"stopped by signal {stop.number} after step {state.step}; saved in {run.checkpoints.folder}"
-            raise StopRequested(stop.number, f"{where}; the same command goes on")
+            raise StopRequested(stop.number, f"{where}; checkpoint.resume=auto goes on")
+    if not math.isfinite(summary.get("loss", 0.0)):
+        raise DivergedError(
+            f"step {state.step}: the loss is {summary['loss']}; lower optimizer.learning_rate, and go on from an earlier checkpoint"
+        )
     if speeds:
         summary |= {"seconds": time.perf_counter() - start, "median_tokens_per_second": statistics.median(speeds)}
     return summary
 
 
-def validate(run: Run, step: int) -> dict[str, Any]:
-    """One pass over the validation windows; writes and returns its row."""
-    assert run.validation is not None
-    total, tokens = run.engine.evaluate(run.validation())
+def validate(run: Run, step: int, stop: StopSignal) -> dict[str, Any]:
+    """One pass over the validation windows, if there are any; writes and returns its row, unless a stop is asked for meanwhile."""
+    if run.validation is None:
+        return {}
+    total, tokens = run.engine.evaluate(itertools.takewhile(lambda _: stop.number is None, run.validation()))
+    if stop.number is not None:
+        return {}
     loss = total / tokens
     row: dict[str, Any] = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss), "validation_tokens": tokens}
     run.metrics.write(row)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from common.config.schema import LossScaleConfig
 
@@ -36,12 +37,13 @@ class LossScale:
             self.value = max(self.value / self.config.factor, self.config.minimum)
             self.overflows = 0
 
-    def state(self) -> dict[str, float | int]:
-        state = asdict(self)
-        del state["config"]
-        return state
+    def state(self) -> dict[str, Any]:
+        return {"mode": self.config.mode, "value": self.value, "finite_steps": self.finite_steps, "overflows": self.overflows}
 
-    def load(self, state: dict[str, float | int]) -> None:
-        self.value = float(state["value"])
-        self.finite_steps = int(state["finite_steps"])
-        self.overflows = int(state["overflows"])
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. Only a scale that moved by itself is taken over: a config that changed its mode, or a
+        static scale, has its own."""
+        if state["mode"] == self.config.mode == "dynamic":
+            self.value = float(state["value"])
+            self.finite_steps = int(state["finite_steps"])
+            self.overflows = int(state["overflows"])

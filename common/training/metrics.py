@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,22 +26,24 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly."""
+    """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly; NaN and infinity are null."""
 
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
         """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped."""
         path = folder / METRICS_FILE
         if path.is_file():
-            kept = [row for row in read_metrics(path) if row["step"] <= step]
-            with atomic_write(path, "w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in kept)
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if (row := _parse(line)) is not None and row["step"] <= step]
+            if kept != lines:
+                with atomic_write(path, "w") as file:
+                    file.writelines(line + "\n" for line in kept)
         self._file: IO[str] = path.open("a", encoding="utf-8")  # closed by close
         self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
 
     def write(self, row: dict[str, Any]) -> None:
         """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # it holds what could not be written, and would fail again
@@ -62,11 +65,19 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line cut short by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """The rows of a metrics file. Lines that are none, such as one cut short by a crash, are left out."""
+    rows = map(_parse, path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [row for row in rows if row is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,8 +15,8 @@ def plot_loss(folder: Path) -> Path:
     from matplotlib import pyplot
 
     rows = read_metrics(folder / METRICS_FILE)
-    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    valid = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    valid = [(row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
         steps, losses = zip(*train, strict=True)

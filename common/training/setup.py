@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config.load import flatten
-from common.config.resolve import padded_vocabulary, resolve_vocabulary
+from common.config.load import flatten, save_config
+from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
-from common.errors import CheckpointError, ConfigError, StorageError
+from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.tokenizer import Tokenizer, load_tokenizer
-from common.training.checkpoint import find_checkpoint, read_manifest, require_checkpoint
+from common.tokenizer import Tokenizer
+from common.training.checkpoint import find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
 from common.training.log import LOG
 from common.training.loop import perplexity
@@ -33,20 +33,26 @@ class Start:
     resume: Path | None = None
     weights: Path | None = None
 
+    def in_folder(self, folder: Path) -> bool:
+        """True when a checkpoint of this very run is resumed."""
+        return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
+
 
 @contextmanager
 def owned_folder(folder: Path) -> Iterator[None]:
     """Make the run folder and hold it against a second run. The hold ends with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115, PTH123  (held until the end)
+        lock = (folder / ".lock").open("w")
     except OSError as error:
-        raise StorageError(f"output_dir={folder}: cannot be used: {error.strerror}") from None
+        raise ConfigError(f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be written") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(f"output_dir={folder}: another run is writing here; wait for it or choose another folder") from None
+        except OSError as error:
+            LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
         yield
 
 
@@ -66,39 +72,40 @@ def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     else:
         resume = require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
     if resume is not None:
-        _compare_with_checkpoint(config, data, resume)
+        manifest = read_manifest(resume)
+        _check_tokenizer(manifest, data.tokenizer_record, resume)
+        _check_model(manifest, config, resume)
+        _tell_changes(manifest, config, data)
         return Start(resume=resume)
     if config.checkpoint.init_from is not None:
         weights = require_checkpoint(Path(config.checkpoint.init_from), "checkpoint.init_from")
-        _check_tokenizer(read_manifest(weights), data.tokenizer_record, weights)
+        manifest = read_manifest(weights)
+        _check_tokenizer(manifest, data.tokenizer_record, weights)
+        _check_model(manifest, config, weights)
         return Start(weights=weights)
     return Start()
 
 
-def weights_to_use(config: RunConfig, tokenizer: Tokenizer | None = None) -> Path:
-    """The checkpoint to evaluate or generate with: checkpoint.init_from, else the newest of the run folder."""
-    where, why = config.checkpoint.init_from or config.output_dir, "checkpoint.init_from, or the run in output_dir"
-    checkpoint = require_checkpoint(Path(where), why)
+def begin(config: RunConfig, start: Start) -> None:
+    """The last thing before the first step: the resolved config is written, and ``latest`` names where the run stands."""
+    folder = Path(config.output_dir)
+    if start.resume is not None and start.in_folder(folder):
+        point_latest(start.resume)  # a run sent back to an older checkpoint must not return to the newer one when it is killed
+    save_config(config, folder / "config.yaml")
+
+
+def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
+    """The checkpoint to evaluate or generate with: checkpoint.load, else the newest of the run folder, else checkpoint.init_from."""
+    settings = config.checkpoint
+    if settings.load is not None:
+        checkpoint = require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+    else:
+        found = find_checkpoint(Path(config.output_dir))
+        checkpoint = found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
     manifest = read_manifest(checkpoint)
-    if tokenizer is not None:
-        _check_tokenizer(manifest, describe_tokenizer(tokenizer), checkpoint)
+    _check_tokenizer(manifest, tokenizer, checkpoint)
+    _check_model(manifest, config, checkpoint)
     return checkpoint
-
-
-def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
-    """The tokenizer of data.tokenizer, and the config with its vocabulary settled."""
-    wish = config.data.tokenizer
-    if wish is None:
-        raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
-    source = wish.vocab_file or wish.folder
-    if source is None:
-        raise ConfigError("data.tokenizer: give folder, or vocab_file and merge_file")
-    tokenizer = load_tokenizer(wish.type, source, wish.merge_file, wish.backend)
-    return tokenizer, resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
-
-
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +172,10 @@ def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, pea
     """The summary lines, and the plot."""
     folder = Path(config.output_dir)
     if config.logging.plot:
-        plot_loss(folder)
+        try:
+            plot_loss(folder)
+        except OSError as error:
+            LOG.warning(f"no plot: {error}")
     parts = [f"finished: step {state.step}, {state.consumed_samples:,} samples"]
     if "loss" in summary:
         parts.append(f"loss {summary['loss']:.4f}")
@@ -205,16 +215,23 @@ def print_continuation(prompt: str, continuation: str) -> None:
     sys.stdout.flush()
 
 
-def _compare_with_checkpoint(config: RunConfig, data: TrainingData, checkpoint: Path) -> None:
-    """Refuse another tokenizer; say aloud what else has changed since the checkpoint."""
-    manifest = read_manifest(checkpoint)
-    _check_tokenizer(manifest, data.tokenizer_record, checkpoint)
-    if manifest["data"] != data.fingerprint:
+def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingData) -> None:
+    """Say aloud what has changed since the checkpoint."""
+    if manifest.get("data") != data.fingerprint:
         LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     for key, value in now.items():
         if key.partition(".")[0] not in ("predict", "logging", "checkpoint") and before.get(key) != value:
             LOG.info(f"changed since the checkpoint: {key} {before.get(key)} -> {value}")
+
+
+def _check_model(manifest: dict[str, Any], config: RunConfig, checkpoint: Path) -> None:
+    """Refuse settings that fit every tensor and yet make another function of them."""
+    trained = manifest["config"].get("model", {})
+    for key in ("num_heads", "layer_norm_epsilon"):
+        now = getattr(config.model, key)
+        if trained.get(key) != now:
+            raise CheckpointError(f"{checkpoint}: trained with model.{key}={trained.get(key)}, the config says {now}; give the former")
 
 
 def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:

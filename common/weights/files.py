@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,11 @@ Tensors = Mapping[str, NDArray[Any]]
 _DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 
 
-def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Write and fsync ``path``. Peak memory is one tensor's copy at most. OSError is left to the caller, who owns the folder."""
+def write_safetensors(path: Path, tensors: Tensors) -> int:
+    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy at most.
+
+    OSError is left to the caller, who owns the folder.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, array in tensors.items():
@@ -31,13 +35,27 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    checksum = 0
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        for head in (len(text).to_bytes(8, "little"), text):
+            file.write(head)
+            checksum = zlib.crc32(head, checksum)
         for array in tensors.values():
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            file.write(data)
+            checksum = zlib.crc32(data, checksum)
         file.flush()
         os.fsync(file.fileno())
+    return checksum
+
+
+def file_checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 @contextmanager

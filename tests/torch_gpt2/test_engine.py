@@ -37,12 +37,11 @@ def make_config(**changes: Any) -> RunConfig:
     return resolve_length(resolve_config(build_config(tree)), 100)
 
 
-def make_engine(config: RunConfig, seed: int = 3) -> Engine:
+def make_engine(config: RunConfig) -> Engine:
     device = select_device("cpu")
-    model = build_model(config, device)
-    initialise(model, seed)
-    engine = Engine(model, config, device)
-    engine.master.read_model()
+    engine = Engine(build_model(config, device), config, device)
+    initialise(engine.master.tensors, config)
+    engine.master.write_back()
     return engine
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
-    return Snapshot(files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest={"state": {"step": step}})
+    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
+    return Snapshot(files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest=manifest)
 
 
 def assert_loads(folder: Path) -> int:
@@ -110,7 +112,7 @@ step = int(sys.argv[2])
 while True:
     step += 1
     tensors = {"w": np.full(300_000, step, np.float32)}
-    writer.save(Snapshot(files={"model.safetensors": tensors}, manifest={"state": {"step": step}}))
+    writer.save(Snapshot(files={"model.safetensors": tensors}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
     print(step, flush=True)
 """
 
@@ -137,6 +139,53 @@ def test_kill_nine_while_saving(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_kill_nine_while_saving_200_times(tmp_path: Path) -> None:
     kill_while_saving(tmp_path, kills=200)
+
+
+@pytest.mark.parametrize("moment", ["before the new one is in place", "after"])
+def test_killed_while_replacing_a_checkpoint(tmp_path: Path, moment: str) -> None:
+    """A step saved again moves the old folder away first: whatever the moment, one of the two is there afterwards."""
+    CheckpointWriter(tmp_path, asynchronous=False).save(snapshot(5))
+    kept = tmp_path / ".step_00000005.replaced.tmp"
+    if moment == "after":
+        shutil.copytree(tmp_path / "step_00000005", kept)
+    else:
+        (tmp_path / "step_00000005").rename(kept)
+    CheckpointWriter(tmp_path)
+    assert assert_loads(tmp_path) == 5
+    assert not kept.exists()
+
+
+def test_a_failed_replacement_puts_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CheckpointWriter(tmp_path, asynchronous=False)
+    writer.save(snapshot(5))
+    rename = os.replace
+
+    def fail_the_second(source: Path, target: Path) -> None:
+        if Path(source).name == ".step_00000005.tmp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "replace", fail_the_second)
+    with pytest.raises(StorageError, match="Input/output error"):
+        writer.save(snapshot(5))
+    assert assert_loads(tmp_path) == 5
+
+
+def test_a_failing_run_waits_for_its_last_save(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the run"), CheckpointWriter(tmp_path) as writer:
+        writer.save(snapshot(5, size=2_000_000))
+        raise RuntimeError("the run")
+    assert assert_loads(tmp_path) == 5
+
+
+def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
+    CheckpointWriter(tmp_path, asynchronous=False).save(snapshot(5))
+    weights = tmp_path / "step_00000005" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match="bytes have changed since it was written"):
+        read_manifest(tmp_path / "step_00000005")
 
 
 def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
