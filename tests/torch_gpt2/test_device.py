@@ -13,9 +13,8 @@ def test_cpu() -> None:
     assert device.supports("bfloat16") and device.supports("float16")
     assert device.name
     device.synchronize()
-    before = device.peak_memory()
     block = torch.ones(30_000_000)
-    assert device.peak_memory() - before > 0.9 * block.nbytes
+    assert device.peak_memory() > block.nbytes
     # between a slow core without vector units and a large socket
     assert 1e9 < device.peak_flops("float32") < 1e14
 

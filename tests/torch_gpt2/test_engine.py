@@ -178,6 +178,16 @@ def test_low_precision_weights_move_by_less_than_their_rounding() -> None:
     assert torch.equal(engine.master.tensors[name].bfloat16(), engine.model.get_parameter(name))
 
 
+@pytest.mark.parametrize(("reduction", "kept"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_gradients_of_low_precision_weights_are_summed_in_the_reduction_type(reduction: str, kept: torch.dtype) -> None:
+    kinds = {"parameters": "bfloat16", "compute": "bfloat16", "reduction": reduction}
+    engine = make_engine(make_config(precision=kinds, train__micro_batch_size=2))
+    engine._accumulate_gradients(token_batches(engine.config)[0], 1.0)
+    name = "h.0.mlp.c_fc.weight"
+    holder = engine.master.tensors[name] if reduction == "float32" else engine.model.get_parameter(name)
+    assert holder.grad is not None and holder.grad.dtype == kept
+
+
 def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     config = make_config(precision="fp16", loss_scale={"mode": "dynamic", "initial": 2.0**40})
     engine = make_engine(config)
@@ -193,7 +203,9 @@ def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
 def test_compiled_steps_equal_eager_ones() -> None:
     config = make_config()
     expected = run(make_engine(config), token_batches(config)[:3])
+    torch._dynamo.utils.counters.clear()
     compiled = run(make_engine(make_config(train__compile=True)), token_batches(config)[:3])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     np.testing.assert_allclose(compiled[0], expected[0], rtol=1e-5)
     np.testing.assert_allclose(compiled[1], expected[1], rtol=1e-4)
 

@@ -247,6 +247,85 @@ def test_a_checkpoint_of_another_shape(start: Any) -> None:
         start("run", steps=3, optimizer={"name": "sgd", "learning_rate": 0.1})
 
 
+def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> None:
+    start("run", steps=2, precision="bf16")
+    assert steps_of(start("run", steps=4, precision="fp16"))[2]["loss_scale"] == 65536.0
+    assert steps_of(start("run", steps=6, precision="bf16"))[4]["loss_scale"] == 1.0
+    scaled = {"mode": "static", "initial": 128.0}
+    assert steps_of(start("run", steps=8, loss_scale=scaled))[6]["loss_scale"] == 128.0
+    assert steps_of(start("run", steps=10, loss_scale=scaled | {"initial": 1024.0}))[8]["loss_scale"] == 1024.0
+
+
+@pytest.mark.parametrize("change", [{"model__num_heads": 4}, {"model__layer_norm_epsilon": 0.5}])
+def test_what_changes_the_function_but_no_shape_is_refused(start: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = start("run", steps=2)
+    for words in ({"name": "run"}, {"name": "other", "checkpoint__init_from": str(folder)}):
+        with pytest.raises(CheckpointError, match="trained with model"):
+            start(steps=3, **words, **change)
+
+
+def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
+    base = start("base", steps=2)
+    tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
+    config = load_config(tuned / "config.yaml")
+    evaluate(config)
+    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(tuned / "checkpoints" / "step_00000003")
+    evaluate(config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}))
+    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(base / "checkpoints" / "step_00000002")
+
+
+def test_a_finished_run_of_another_folder_is_saved_here(start: Any) -> None:
+    base = start("base", steps=3)
+    copy = start("copy", steps=3, checkpoint__resume=str(base))
+    assert tensors_of(copy) == tensors_of(base)
+
+
+def test_weights_that_become_infinite_are_no_success(start: Any) -> None:
+    with pytest.raises(DivergedError, match=r"the loss is nan|no finite gradient"):
+        start("run", steps=6, optimizer={"name": "sgd", "learning_rate": 1e38, "schedule": "constant", "clip_grad": 0.0})
+
+
+def test_going_back_and_being_killed_goes_on_from_there(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = start("run", steps=8, checkpoint__interval=4, checkpoint__keep=0)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_gpt2.train.train_loop", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start("run", steps=10, checkpoint__resume=str(folder / "checkpoints" / "step_00000004"))
+    monkeypatch.undo()
+    start("run", steps=10)
+    assert [row["step"] for row in steps_of(folder)] == list(range(1, 11))
+
+
+def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
+    """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator itself."""
+    from common.weights.initial import initial_rows
+
+    kinds = {"parameters": "bfloat16", "compute": "bfloat16"}
+    folder = start("run", steps=1, precision=kinds, optimizer={"learning_rate": 1e-30})
+    model = load_config(folder / "config.yaml").model
+    saved = load_file(folder / "checkpoints" / "step_00000001" / "model.safetensors")["h.0.mlp.c_fc.weight"]
+    assert saved.tobytes() == initial_rows(model, 1234, "h.0.mlp.c_fc.weight", saved.shape).tobytes()
+
+
+def test_deterministic_mode_is_switched_on(start: Any) -> None:
+    try:
+        start("run", steps=1, train={"max_steps": 1, "micro_batch_size": 2, "deterministic": True})
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_validation_data_of_its_own_leave_the_training_data_whole(start: Any, corpus_prefix: Path) -> None:
+    with_split = start("split", steps=1)
+    whole = start("whole", steps=1, data={"train": str(corpus_prefix), "validation": str(corpus_prefix)})
+    assert steps_of(with_split)[0]["sample_hash"] != steps_of(whole)[0]["sample_hash"]
+    rows = [row for row in read_metrics(whole / "metrics.jsonl") if "validation_loss" in row]
+    assert rows[0]["validation_tokens"] == 8 * 16
+
+
 def test_never_resume_protects_a_run(start: Any) -> None:
     start("run", steps=2)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume=never"):

@@ -136,6 +136,57 @@ def test_resume_words(config_file: Path, text: str, kept: str) -> None:
     assert load_config(config_file, [f"checkpoint.resume={text}"]).checkpoint.resume == kept
 
 
+@pytest.mark.parametrize("text", ["08", "1e5", ".5e3", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"])
+def test_text_survives_being_dumped(config_file: Path, text: str) -> None:
+    config = load_config(config_file)
+    config = config.model_copy(update={"output_dir": text, "predict": config.predict.model_copy(update={"prompt": [text]})})
+    config_file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(config_file) == config
+
+
+def test_one_key_of_a_shorthand_refines_it(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "precision: bf16\ndata: {tokenizer: vocab}\n")
+    config = load_config(config_file, ["precision.softmax=bfloat16", "data.tokenizer.backend=tiktoken"])
+    assert (config.precision.compute, config.precision.softmax, config.precision.layer_norm) == ("bfloat16", "bfloat16", "float32")
+    assert config.data.tokenizer is not None
+    assert (config.data.tokenizer.folder, config.data.tokenizer.backend) == ("vocab", "tiktoken")
+    main = config_file.with_name("main.yaml")
+    main.write_text("base: run.yaml\nprecision: {layer_norm: bfloat16}\n")
+    assert load_config(main).precision.compute == "bfloat16"
+
+
+BROKEN = [
+    "seed: \x00",
+    "predict: &a {prompt: *a}",
+    "x: " + "[" * 3000,
+    "seed: !!int abc",
+    "seed: !!float [a]",
+    "seed: " + "9" * 5000,
+    "model: 3",
+    "data: {train: {a: 1}}",
+    "data: {train: ''}",
+    "base: 5",
+    "data: &x {shuffle: true}\npredict: {<<: *x}",
+    "? [a, b]\n: c",
+    "optimizer: {learning_rate: .inf}",
+    "output_dir: ''",
+    f"seed: {2**64}",
+    "é: 1",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_broken_files_are_one_error(config_file: Path, text: str) -> None:
+    key = text.partition(":")[0]
+    kept = [line for line in MINIMAL.splitlines() if not line.startswith(f"{key}:")]
+    config_file.write_text("\n".join([*kept, text]) + "\n", encoding="utf-8")
+    assert len(error_of(config_file).splitlines()) == 1
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    assert "cannot be read" in error_of(tmp_path)
+
+
 def test_split_as_list_or_text(config_file: Path) -> None:
     assert load_config(config_file, ["data.split=[98,1,1]"]).data.split == "98,1,1"
     assert load_config(config_file, ["data.split=98,1,1"]).data.split == "98,1,1"
