@@ -2,7 +2,7 @@ PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
 .PHONY: check test campaign golden
 
-check:  ## lint, types, shell
+check:  ## lint, format, types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

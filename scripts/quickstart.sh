@@ -44,11 +44,11 @@ echo "== 4/4 generation"
 cat <<END
 
 Done. The run is in $RUN:
-  config.yaml  metrics.jsonl  loss.png  checkpoints/  tensorboard/   (tensorboard --logdir $RUN/tensorboard)
+  config.yaml  metrics.jsonl  loss.png  checkpoints/  tensorboard/   (pip install tensorboard; tensorboard --logdir $RUN)
 
 Next:
   another prompt   $PYTHON run_gpt2.py --config $CONFIG --run_mode predict output_dir=$RUN "predict.prompt=To be"
-  train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600
+  train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600 optimizer.decay_steps=600
   your own text    $PYTHON tools/preprocess_data.py --input FILE.txt --output-prefix data/own --vocab-file $DATA/vocab.json --merge-file $DATA/merges.txt
                    $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document
   GPT-2 124M       configs/gpt2/run_gpt2.yaml
