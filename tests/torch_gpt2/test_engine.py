@@ -13,6 +13,7 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.schedule import learning_rate
 from common.weights.names import decays
+from tests.changes import changed
 from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
@@ -28,13 +29,7 @@ def make_config(**changes: Any) -> RunConfig:
         "train": {"max_steps": STEPS, "micro_batch_size": 2, "global_batch_size": 6},
         "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0},
     }
-    for dotted, value in changes.items():
-        section, _, key = dotted.partition("__")
-        if key:
-            tree.setdefault(section, {})[key] = value
-        else:
-            tree[section] = value
-    return resolve_length(resolve_config(build_config(tree)), 100)
+    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
 
 
 def make_engine(config: RunConfig) -> Engine:

@@ -18,6 +18,7 @@ from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
 from common.training.checkpoint import find_checkpoint, read_manifest
 from common.training.metrics import read_metrics
+from tests.changes import changed
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.train import train
 
@@ -37,13 +38,7 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
             "validation": {"max_samples": 8},
             "logging": {"tensorboard": False, "plot": False},
         }
-        for dotted, value in changes.items():
-            section, _, key = dotted.partition("__")
-            if key:
-                tree.setdefault(section, {})[key] = value
-            else:
-                tree[section] = value
-        train(resolve_config(build_config(tree)))
+        train(resolve_config(build_config(changed(tree, changes))))
         return tmp_path / name
 
     return run

@@ -8,6 +8,7 @@ from common.config.load import build_config
 from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_vocabulary
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from tests.changes import changed
 
 
 def config(**changes: Any) -> RunConfig:
@@ -17,13 +18,7 @@ def config(**changes: Any) -> RunConfig:
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
     }
-    for dotted, value in changes.items():
-        section, _, key = dotted.partition("__")
-        if key:
-            tree.setdefault(section, {})[key] = value
-        else:
-            tree[section] = value
-    return build_config(tree)
+    return build_config(changed(tree, changes))
 
 
 def test_derived_values_are_filled_in() -> None:

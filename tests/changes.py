@@ -1,0 +1,14 @@
+"""Variations of a configuration, written section__key=value."""
+
+from typing import Any
+
+
+def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with ``changes`` put in: ``train__max_steps=3`` sets one key, ``train={...}`` replaces the section."""
+    for dotted, value in changes.items():
+        section, _, key = dotted.partition("__")
+        if key:
+            tree.setdefault(section, {})[key] = value
+        else:
+            tree[section] = value
+    return tree
