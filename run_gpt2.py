@@ -8,6 +8,7 @@ Exit code 0: success; 2: bad input or configuration; 1: failure at run time; 128
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -60,19 +61,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     config = resolve_config(config, world_size=_world_size())
-    if config.backend != "torch":
-        raise ConfigError(f"backend={config.backend}: this version trains on torch; set backend=torch")
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
+    package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
     try:
-        import torch  # noqa: F401
+        importlib.import_module(config.backend)
     except ImportError as error:
-        raise ConfigError(f"backend=torch: PyTorch cannot be imported ({error}); pip install '.[torch]'") from None
-    from torch_gpt2.evaluate import evaluate
-    from torch_gpt2.predict import predict
-    from torch_gpt2.train import train
-
+        raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
     if arguments.run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    {"train": train, "finetune": train, "eval": evaluate, "predict": predict}[arguments.run_mode](config)
+    name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict"}[arguments.run_mode]
+    getattr(importlib.import_module(f"{package}.{name}"), name)(config)
 
 
 def _world_size() -> int:

@@ -3,5 +3,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-use_environment torch,fast,dev
+use_environment torch,fast,mindspore,dev
 "$PYTHON" -m pytest "$@"

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from common.config.schema import OptimizerConfig
 from common.weights.names import decays
 
-STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
 
 class MasterWeights:
     """The float32 tensors that the optimizer updates: the parameters themselves, or copies of those held in fewer bits.

@@ -1,0 +1,116 @@
+"""What an engine puts into a checkpoint and takes out of it, the same for both backends, so that either opens the other's.
+
+Files hold float32 and the true vocabulary; rows that pad the embedding are cut off before and put back as zeros after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.schema import ModelConfig, RunConfig
+from common.errors import CheckpointError
+from common.training.checkpoint import MANIFEST, Snapshot, read_manifest
+from common.training.loss_scale import LossScale
+from common.training.state import TrainState
+from common.weights.files import Tensors, check_tensors, open_safetensors, shapes_of
+from common.weights.names import EMBEDDING, parameter_shapes
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """An engine's state apart from its tensors."""
+
+    optimizer_steps: int
+    """Updates made: Adam's bias correction counts them, skipped steps not."""
+    loss_scale: dict[str, Any]
+    rng: dict[str, Any]
+    """Generator states by backend; a run that comes from the other framework begins new dropout masks."""
+
+
+def make_snapshot(
+    config: RunConfig,
+    state: TrainState,
+    *,
+    weights: Tensors,
+    moments: Tensors,
+    engine: EngineState,
+    versions: dict[str, str],
+    record: dict[str, Any],
+) -> Snapshot:
+    """Weights by name; moments by NAME.exp_avg and so on; both already copied to the host and cut to the true vocabulary."""
+    manifest = {
+        "state": state.to_dict(),
+        "engine": {"optimizer_steps": engine.optimizer_steps, "loss_scale": engine.loss_scale, "rng": engine.rng},
+        **record,
+        "config": config.model_dump(),
+        "versions": {**versions, "numpy": np.__version__},
+    }
+    return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest)
+
+
+def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
+    """The run's and the engine's state; ``loss_scale`` takes over its part. Raises CheckpointError for another optimizer."""
+    manifest = read_manifest(checkpoint)
+    try:
+        saved = manifest["config"]["optimizer"]["name"]
+        state, engine = TrainState.from_dict(manifest["state"]), EngineState(**manifest["engine"])
+        loss_scale.load(engine.loss_scale)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
+    if saved != config.optimizer.name:
+        raise CheckpointError(
+            f"{checkpoint}: holds the state of optimizer.name={saved}, the config says {config.optimizer.name};"
+            " go on with the former, or start anew from these weights with checkpoint.init_from"
+        )
+    return state, engine
+
+
+def read_weights(checkpoint: Path, model: ModelConfig) -> Iterator[tuple[str, Array]]:
+    """Names and values of all weights, one at a time. Raises CheckpointError unless every tensor is there with the model's shape."""
+    path = checkpoint / MODEL_FILE
+    shapes = parameter_shapes(model)
+    with open_safetensors(path) as reader:
+        check_tensors(path, shapes_of(reader), shapes)
+        for name in shapes:
+            yield name, reader.get_tensor(name)
+
+
+def read_moments(checkpoint: Path, config: RunConfig, optimizer_steps: int) -> Iterator[tuple[str, str, Array]]:
+    """Parameter names, parts of the optimizer's state and values; nothing before the first step and for sgd without momentum."""
+    path = checkpoint / OPTIMIZER_FILE
+    shapes = parameter_shapes(config.model)
+    parts = STATE_NAMES[config.optimizer.name]
+    with open_safetensors(path) as reader:
+        found = shapes_of(reader)
+        if not found and not optimizer_steps:
+            return
+        check_tensors(path, found, {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
+        for name in shapes:
+            for part in parts:
+                yield name, part, reader.get_tensor(f"{name}.{part}")
+
+
+def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
+    """Without the rows that pad the vocabulary."""
+    return values[: model.vocab_size] if name == EMBEDDING else values
+
+
+def padded_rows(values: Array, rows: int) -> Array:
+    """``values`` with rows of zeros added up to ``rows``."""
+    if len(values) == rows:
+        return values
+    padded = np.zeros((rows, *values.shape[1:]), values.dtype)
+    padded[: len(values)] = values
+    return padded

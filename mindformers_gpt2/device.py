@@ -1,0 +1,140 @@
+"""The device of a run, and MindSpore's context."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from common.config.schema import RunConfig
+from common.device import find_accelerator
+from common.errors import ConfigError, DeviceError
+
+DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
+
+_TARGETS = {"cpu": "CPU", "cuda": "GPU", "npu": "Ascend"}
+_COMMUNICATION = {"cpu": "mccl", "cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MindSporeDevice:
+    """See ``common.device.Device``."""
+
+    kind: str
+    index: int
+    name: str
+
+    @property
+    def communication_backend(self) -> str:
+        return _COMMUNICATION[self.kind]
+
+    def supports(self, float_name: str) -> bool:
+        """MindSpore has no bfloat16 matrix product on a CPU."""
+        return float_name != "bfloat16" or self.kind == "npu"
+
+    def peak_flops(self, float_name: str) -> float:
+        if self.kind == "cpu":
+            return _measure_flops()
+        accelerator = find_accelerator(self.name)
+        if accelerator is None:
+            return 0.0
+        return accelerator.single_flops if float_name == "float32" else accelerator.half_flops
+
+    def synchronize(self) -> None:
+        ms.runtime.synchronize()
+
+    def peak_memory(self) -> int:
+        if self.kind != "cpu":
+            return int(ms.runtime.max_memory_allocated())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def seed(self, seed: int) -> None:
+        ms.set_seed(seed % 2**32)
+
+    def rng_state(self) -> dict[str, Any]:
+        """Nothing draws random numbers while dropout is refused."""
+        return {}
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> MindSporeDevice:
+    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees it.
+
+    Raises DeviceError when it is not there, saying why as far as MindSpore tells.
+    """
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        raise ConfigError(f"backend=mindspore: MindSpore {ms.__version__} fails with numpy {np.__version__}; pip install numpy==1.26.4")
+    if kind == "auto":
+        kind = "npu" if _available("npu") else "cpu"
+    if not _available(kind):
+        raise DeviceError(
+            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use device=cpu, or its Ascend build"
+        )
+    ms.set_device(_TARGETS[kind], index)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    if threads is not None:
+        ms.runtime.dispatch_threads_num(threads)
+    name = _processor_name() if kind == "cpu" else str(ms.hal.get_device_name(index))
+    return MindSporeDevice(kind=kind, index=index, name=name)
+
+
+def check_support(config: RunConfig, device: MindSporeDevice) -> None:
+    """Refuse what one MindSpore device cannot do in this version. Raises ConfigError or DeviceError."""
+    parallel, model, precision = config.parallel, config.model, config.precision
+    if (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage > 1:
+        raise ConfigError("this version of mindformers_gpt2 trains on one device; start one process")
+    if parallel.sequence_parallel:
+        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
+    if parallel.zero_stage:
+        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} needs several devices; set 0")
+    if model.embedding_dropout or model.attention_dropout or model.hidden_dropout:
+        raise ConfigError("backend=mindspore: dropout is not there yet; set model.dropout=0, or use backend=torch")
+    if config.train.recompute != "none":
+        raise ConfigError(f"backend=mindspore: train.recompute={config.train.recompute} is not there yet; set none, or use backend=torch")
+    if precision.parameters != "float32":
+        raise ConfigError(
+            f"backend=mindspore: precision.parameters={precision.parameters} is not there yet; set float32, or use backend=torch"
+        )
+    for part, float_name in precision.model_dump().items():
+        if not device.supports(float_name):
+            raise DeviceError(
+                f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use float32, or float16 with dynamic loss scale"
+            )
+    if config.train.deterministic:
+        ms.set_deterministic(True)
+
+
+def _available(kind: str) -> bool:
+    try:
+        return bool(ms.hal.is_available(_TARGETS[kind])) if kind != "cpu" else True
+    except (ValueError, RuntimeError, TypeError):
+        return False
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _measure_flops(size: int = 512, seconds: float = 0.1) -> float:
+    """FLOP/s of the best of repeated float32 matrix products in numpy, within about ``seconds``."""
+    a = np.ones((size, size), np.float32)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end or best == 0.0:
+        start = time.perf_counter()
+        np.dot(a, a)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,57 @@
+"""Train or finetune on one device, from a resolved config to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.config.schema import RunConfig
+from common.training import setup
+from common.training.checkpoint import CheckpointWriter
+from common.training.data import open_data
+from common.training.loop import Run, train as train_loop
+from common.training.metrics import MetricsWriter
+from common.training.state import TrainState
+from mindformers_gpt2.checkpoint import load_weights, restore
+from mindformers_gpt2.device import check_support, select_device
+from mindformers_gpt2.engine import Engine
+from mindformers_gpt2.model import build_model, initialise
+
+
+def train(config: RunConfig) -> None:
+    device = select_device(config.device, threads=config.runtime.threads)
+    check_support(config, device)
+    data, config = open_data(config)
+    folder = Path(config.output_dir)
+    with setup.owned_folder(folder):
+        start = setup.where_to_start(config, data)
+        model = build_model(config, device)
+        engine = Engine(model, config, device, tokenizer=data.tokenizer_record, data=data.fingerprint)
+        device.seed(config.seed)
+        state = TrainState(sample_hash=data.fingerprint)
+        if start.resume is not None:
+            state = restore(engine, start.resume)
+        elif start.weights is not None:
+            load_weights(engine.tensors, config.model, start.weights)
+        else:
+            initialise(engine.tensors, config)
+        setup.announce(config, data, device.name, start, state)
+        setup.begin(config, start)
+        with (
+            CheckpointWriter(
+                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+            ) as checkpoints,
+            MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
+            data.training_batches(state) as batches,
+        ):
+            run = Run(
+                config=config,
+                engine=engine,
+                batches=batches,
+                validation=data.validation,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                peak_flops=device.peak_flops(config.precision.compute),
+                taken_up=start.in_folder(folder),
+            )
+            summary = train_loop(run, state)
+        setup.finish(config, state, summary, peak_memory=device.peak_memory())

@@ -1,0 +1,47 @@
+"""The two backends read as one: the same files, public names and parameters, but for the differences listed with their reasons."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DIFFERENCES = {
+    "device.py": {
+        "TorchDevice": "the device record, under the framework's name",
+        "MindSporeDevice": "the device record, under the framework's name",
+    },
+    "loss.py": {"ROWS_AT_ONCE": "MindSpore's graph has no chunked loss yet"},
+    "model.py": {
+        "Embedding": "torch's own serves; MindSpore's names its table otherwise",
+        "KeyValueCache": "MindSpore's graph takes and returns caches of a fixed shape",
+        "set_recompute": "recomputation is refused on MindSpore yet",
+    },
+    "optimizer.py": {
+        "MasterWeights": "parameters below float32 are refused on MindSpore yet",
+        "Optimizer": "MindSpore has none with bias correction on a CPU",
+        "add_gradients": "torch sums gradients itself",
+        "scale_gradients": "MindSpore's update multiplies by the factor itself",
+    },
+}
+
+
+def public_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_same_files() -> None:
+    assert {path.name for path in (ROOT / "torch_gpt2").glob("*.py")} == {path.name for path in (ROOT / "mindformers_gpt2").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "torch_gpt2").glob("*.py")))
+def test_same_public_names(name: str) -> None:
+    different = public_names(ROOT / "torch_gpt2" / name) ^ public_names(ROOT / "mindformers_gpt2" / name)
+    assert different == set(DIFFERENCES.get(name, {}))
