@@ -76,7 +76,9 @@ class Attention(nn.Cell):
         self.softmax = ops.Softmax(-1)
         self.mix = ops.BatchMatMul()
 
-    def construct(self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None) -> tuple:
+    def construct(
+        self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None
+    ) -> tuple[Tensor, ...]:
         """hidden_positions: (T, K) bool, true where a query must not see a key. With a cache, keys and values (B, nh, K, hs) hold
         the past, and ``at`` (1, 1, K, 1) bool says where this one token goes. Returns the output and the keys and values in use."""
         batch, length, size = x.shape
@@ -113,7 +115,9 @@ class Block(nn.Cell):
         self.ln_2 = LayerNorm(*norm)
         self.mlp = MLP(config)
 
-    def construct(self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None) -> tuple:
+    def construct(
+        self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None
+    ) -> tuple[Tensor, ...]:
         y, k, v = self.attn(self.ln_1(x), hidden_positions, keys, values, at)
         x = x + y
         return x + self.mlp(self.ln_2(x)), k, v
@@ -142,7 +146,7 @@ class GPT2(nn.Cell):
             x, _, _ = block(x, later)
         return self.ln_f(x)
 
-    def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple:
+    def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """One more token: (B, 1) int32 at ``position`` (1,) int32, with caches (L, B, nh, K, hs).
 
         Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one graph serves every length.

@@ -89,10 +89,10 @@ def global_norm(*gradients: Tensor) -> Tensor:
 
 
 @ms.jit
-def add_gradients(*both: Tensor) -> tuple:
+def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
     """(n sums, n gradients) -> n sums."""
     count = len(both) // 2
-    summed = ()
+    summed: tuple[Tensor, ...] = ()
     for index in range(count):
         summed = (*summed, both[index] + both[count + index])
     return summed

@@ -138,6 +138,23 @@ def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, 
         assert [row[key] for row in found] == [row[key] for row in expected]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_two_hundred_steps_are_equal(tmp_path: Path, corpus_prefix: Path, optimizer: str) -> None:
+    """AdamW with schedule, accumulation and a clip that acts on some steps; SGD without a clip: losses 1e-4, gradient norms 1e-3."""
+    changes = {
+        "adamw": {"optimizer": {"learning_rate": 0.003, "warmup_steps": 20, "weight_decay": 0.1, "clip_grad": 1.5}},
+        "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "warmup_steps": 20, "clip_grad": 0.0}},
+    }[optimizer]
+    for backend, train in (("mindspore", mindformers_gpt2.train.train), ("torch", torch_gpt2.train.train)):
+        train(make_config(tmp_path / backend, corpus_prefix, train__max_steps=200, **changes))
+    found, expected = rows_of(tmp_path / "mindspore"), rows_of(tmp_path / "torch")
+    norms = [row["grad_norm"] for row in expected]
+    assert len(found) == 200 and (optimizer == "sgd" or min(norms) < 1.5 < max(norms))
+    np.testing.assert_allclose([row["loss"] for row in found], [row["loss"] for row in expected], rtol=1e-4)
+    np.testing.assert_allclose([row["grad_norm"] for row in found], norms, rtol=1e-3)
+    assert [row["sample_hash"] for row in found] == [row["sample_hash"] for row in expected]
+
+
 def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
     train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}
 
