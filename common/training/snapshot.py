@@ -88,13 +88,19 @@ def read_weights(checkpoint: Path, model: ModelConfig) -> Iterator[tuple[str, Ar
 
 
 def read_moments(checkpoint: Path, config: RunConfig, optimizer_steps: int) -> Iterator[tuple[str, str, Array]]:
-    """Parameter names, parts of the optimizer's state and values; nothing before the first step and for sgd without momentum."""
+    """Parameter names, parts of the optimizer's state and values; nothing before the first step and for sgd without momentum.
+
+    sgd may also begin or end to use momentum: an empty file is then no fault, and a full one is left unread.
+    """
     path = checkpoint / OPTIMIZER_FILE
     shapes = parameter_shapes(config.model)
     parts = STATE_NAMES[config.optimizer.name]
+    is_sgd = config.optimizer.name == "sgd"
+    if is_sgd and not config.optimizer.momentum:
+        return
     with open_safetensors(path) as reader:
         found = shapes_of(reader)
-        if not found and not optimizer_steps:
+        if not found and (is_sgd or not optimizer_steps):
             return
         check_tensors(path, found, {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
         for name in shapes:

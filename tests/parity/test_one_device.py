@@ -155,6 +155,15 @@ def test_two_hundred_steps_are_equal(tmp_path: Path, corpus_prefix: Path, optimi
     assert [row["sample_hash"] for row in found] == [row["sample_hash"] for row in expected]
 
 
+@pytest.mark.parametrize("backend", ["mindspore", "torch"])
+def test_sgd_resumes_with_and_without_momentum(tmp_path: Path, corpus_prefix: Path, backend: str) -> None:
+    train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}[backend]
+    for steps, momentum in ((2, 0.0), (4, 0.0), (6, 0.9), (8, 0.9), (10, 0.0)):
+        train(make_config(tmp_path / "run", corpus_prefix, train__max_steps=steps, optimizer=SGD | {"momentum": momentum}))
+    train(make_config(tmp_path / "whole", corpus_prefix, train__max_steps=4, optimizer=SGD | {"momentum": 0.0}))
+    assert [row["loss"] for row in rows_of(tmp_path / "run")][:4] == [row["loss"] for row in rows_of(tmp_path / "whole")]
+
+
 def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
     train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}
 
