@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import resource
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 TERA = 1e12
@@ -103,3 +107,18 @@ class Device(Protocol):
     def seed(self, seed: int) -> None: ...
     def rng_state(self) -> dict[str, Any]: ...
     def set_rng_state(self, state: dict[str, Any]) -> None: ...
+
+
+def processor_name() -> str:
+    """What the operating system calls the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 
 from common.config.schema import RunConfig
-from common.device import find_accelerator
+from common.device import find_accelerator, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -53,8 +49,7 @@ class MindSporeDevice:
     def peak_memory(self) -> int:
         if self.kind != "cpu":
             return int(ms.runtime.max_memory_allocated())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_resident_bytes()
 
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
@@ -84,7 +79,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
     ms.set_context(mode=ms.GRAPH_MODE)
     if threads is not None:
         ms.runtime.dispatch_threads_num(threads)
-    name = _processor_name() if kind == "cpu" else str(ms.hal.get_device_name(index))
+    name = processor_name() if kind == "cpu" else str(ms.hal.get_device_name(index))
     return MindSporeDevice(kind=kind, index=index, name=name)
 
 
@@ -119,14 +114,6 @@ def _available(kind: str) -> bool:
         return bool(ms.hal.is_available(_TARGETS[kind])) if kind != "cpu" else True
     except (ValueError, RuntimeError, TypeError):
         return False
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _measure_flops(size: int = 512, seconds: float = 0.1) -> float:

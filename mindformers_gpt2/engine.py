@@ -15,7 +15,7 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale
+from common.training.loss_scale import LossScale, clip_factor
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from mindformers_gpt2.checkpoint import take_snapshot
@@ -70,7 +70,7 @@ class Engine:
         rate = learning_rate(self.config.optimizer, self.step)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            self.optimizer.step(gradients, rate, _clip_factor(norm, self.config.optimizer.clip_grad) / scale)
+            self.optimizer.step(gradients, rate, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
         self.loss_scale.update(finite)
         return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not finite)
 
@@ -87,8 +87,3 @@ class Engine:
             total += float(loss.asnumpy()) / predicted
         assert summed is not None
         return total, summed
-
-
-def _clip_factor(norm: float, limit: float) -> float:
-    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

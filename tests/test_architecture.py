@@ -71,11 +71,3 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "section.key=value" in done.stdout
-
-
-def test_no_file_names_a_package_registry_or_a_workplace() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in tracked:
-        if name.endswith((".py", ".md", ".yaml", ".sh", ".toml")) and name != "tests/test_architecture.py":
-            text = (ROOT / name).read_text(encoding="utf-8")
-            assert "/work/" not in text and "pypi.org" not in text, name

@@ -7,20 +7,16 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import platform
-import resource
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from common.config.schema import RunConfig
-from common.device import find_accelerator
+from common.device import find_accelerator, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,7 +98,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> T
         kind = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     if kind == "cpu":
         _keep_freed_memory()
-        return TorchDevice(kind="cpu", index=0, name=_processor_name(), module=_CPU)
+        return TorchDevice(kind="cpu", index=0, name=processor_name(), module=_CPU)
     if kind == "npu":
         _import_npu()
     elif not torch.cuda.is_available():
@@ -152,14 +148,6 @@ def _import_npu() -> None:
         raise DeviceError("device=npu: torch_npu is installed but sees no NPU; check npu-smi info")
 
 
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def _keep_freed_memory() -> None:
     """Tell glibc to reuse big blocks instead of returning them: each step would fault its activations in anew.
 
@@ -175,12 +163,7 @@ def _keep_freed_memory() -> None:
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-_CPU = SimpleNamespace(synchronize=lambda: None, max_memory_allocated=_peak_resident_bytes)
+_CPU = SimpleNamespace(synchronize=lambda: None, max_memory_allocated=peak_resident_bytes)
 
 
 def _measure_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.1) -> float:

@@ -14,7 +14,7 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale
+from common.training.loss_scale import LossScale, clip_factor
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import take_snapshot
@@ -68,7 +68,7 @@ class Engine:
         rate = learning_rate(self.config.optimizer, self.step)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            scale_gradients(gradients, _clip_factor(norm, self.config.optimizer.clip_grad) / scale)
+            scale_gradients(gradients, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -88,8 +88,3 @@ class Engine:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total.item()
-
-
-def _clip_factor(norm: float, limit: float) -> float:
-    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

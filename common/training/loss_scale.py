@@ -1,4 +1,5 @@
-"""Loss scale for float16: a number that grows while gradients stay finite and shrinks when they overflow."""
+"""What gradients are scaled by: the loss scale for float16, which grows while they stay finite and shrinks when they overflow, and
+the clip of their norm."""
 
 from __future__ import annotations
 
@@ -47,3 +48,8 @@ class LossScale:
             self.value = float(state["value"])
             self.finite_steps = int(state["finite_steps"])
             self.overflows = int(state["overflows"])
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
