@@ -112,16 +112,17 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 summary |= validate(run, state.step, stop)
             if stop.number is not None:
                 break
+        if stop.number is None and not math.isfinite(summary.get("loss", 0.0)):
+            raise DivergedError(
+                f"step {state.step}: the loss is {summary['loss']}, so this step is not saved; lower optimizer.learning_rate,"
+                " and go on from an earlier checkpoint"
+            )
         if saved_step != state.step:
             run.checkpoints.save(run.engine.snapshot(state))
         run.checkpoints.wait()
         if stop.number is not None and state.step < last_step:
             where = f"stopped by signal {stop.number} after step {state.step}; saved in {run.checkpoints.folder}"
             raise StopRequested(stop.number, f"{where}; checkpoint.resume=auto goes on")
-    if not math.isfinite(summary.get("loss", 0.0)):
-        raise DivergedError(
-            f"step {state.step}: the loss is {summary['loss']}; lower optimizer.learning_rate, and go on from an earlier checkpoint"
-        )
     if speeds:
         summary |= {"seconds": time.perf_counter() - start, "median_tokens_per_second": statistics.median(speeds)}
     return summary
