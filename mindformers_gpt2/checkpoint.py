@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from common.config.schema import ModelConfig
+from common.errors import StorageError
 from common.training.checkpoint import Snapshot
 from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_rows
 from common.training.state import TrainState
@@ -21,24 +27,57 @@ if TYPE_CHECKING:
 def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
     """Copy weights, optimizer state, generators and counters to the host."""
     model = engine.config.model
-    weights = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.tensors.items()}
+    weights: dict[str, Any] = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.master.tensors.items()}
+    steps = int(engine.optimizer.steps.asnumpy())
     moments = {
         f"{name}.{part}": true_rows(name, _to_numpy(tensor), model)
         for part, tensors in engine.optimizer.state.items()
         for name, tensor in tensors.items()
-        if engine.optimizer.steps
+        if steps
     }
-    return make_snapshot(
+    snapshot = make_snapshot(
         engine.config,
         state,
         weights=weights,
         moments=moments,
         engine=EngineState(
-            optimizer_steps=engine.optimizer.steps, loss_scale=engine.loss_scale.state(), rng={"mindspore": engine.device.rng_state()}
+            optimizer_steps=steps, loss_scale=engine.loss_scale.read().state(), rng={"mindspore": engine.device.rng_state()}
         ),
         versions={"backend": "mindspore", "mindspore": ms.__version__},
         record=engine.record,
     )
+    prefix = engine.config.checkpoint.ckpt_prefix
+    if prefix is None:
+        return snapshot
+    epoch, step = _epoch_and_step(engine, state)
+    tensors = weights | moments | {"epoch_num": np.int32(epoch), "step_num": np.int32(state.step)}
+    return replace(snapshot, beside=partial(write_ckpt, tensors, f"{prefix}_rank_0", f"{epoch}_{step}", engine.config.checkpoint.keep))
+
+
+def write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, folder: Path) -> None:
+    """Write ``folder/rank_0/NAME-EPOCH_STEP.ckpt``, whole or not at all, and keep the newest ``keep`` of this name (0: all)."""
+    rank_folder = folder / "rank_0"
+    rank_folder.mkdir(parents=True, exist_ok=True)
+    target = rank_folder / f"{name}-{number}.ckpt"
+    temporary = rank_folder / f".{target.name}.tmp.ckpt"
+    try:
+        ms.save_checkpoint([{"name": key, "data": Tensor(value)} for key, value in tensors.items()], str(temporary))
+        os.replace(temporary, target)
+    except RuntimeError as error:  # what MindSpore raises, on a full disk too
+        raise StorageError(f"{target}: cannot be written: {str(error).splitlines()[0]}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    written = sorted(rank_folder.glob(f"{glob.escape(name)}-*_*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    for old in written[:-keep] if keep else []:
+        old.unlink()
+
+
+def _epoch_and_step(engine: Engine, state: TrainState) -> tuple[int, int]:
+    """Epoch and step in it, both from 1, as MindSpore counts them."""
+    batch = engine.config.train.global_batch_size
+    assert batch is not None
+    steps = max(1, int(engine.record.get("samples_per_epoch", 0)) // batch)
+    return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 
 
 def load_weights(tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path) -> None:
@@ -49,19 +88,23 @@ def load_weights(tensors: Mapping[str, Parameter], model: ModelConfig, checkpoin
 
 def restore(engine: Engine, checkpoint: Path) -> TrainState:
     """Put the engine where the checkpoint was taken and return where that is."""
-    state, saved = read_states(checkpoint, engine.config, engine.loss_scale)
-    load_weights(engine.tensors, engine.config.model, checkpoint)
-    engine.optimizer.steps = saved.optimizer_steps
+    loss_scale = engine.loss_scale.read()
+    state, saved = read_states(checkpoint, engine.config, loss_scale)
+    engine.loss_scale.write(loss_scale)
+    load_weights(engine.master.tensors, engine.config.model, checkpoint)
+    engine.master.write_back()
+    steps = saved.optimizer_steps
     for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps):
         _fill(engine.optimizer.state[part][name], values)
-        engine.optimizer.steps = max(saved.optimizer_steps, 1)  # torch's sgd counts none, and has a momentum all the same
+        steps = max(saved.optimizer_steps, 1)  # torch's sgd counts none, and has a momentum all the same
+    ops.assign(engine.optimizer.steps, Tensor(steps, ms.int32))
     engine.step = state.step
     return state
 
 
 def _fill(tensor: Parameter, values: Any) -> None:
     # set_data between compiled steps gives a silently wrong trajectory; assign does not
-    ops.assign(tensor, Tensor(padded_rows(values, tensor.shape[0])))
+    ops.assign(tensor, ops.cast(Tensor(padded_rows(values, tensor.shape[0])), tensor.dtype))
 
 
 def _to_numpy(tensor: Parameter) -> Any:

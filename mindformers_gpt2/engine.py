@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale, clip_factor
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from mindformers_gpt2.checkpoint import take_snapshot
 from mindformers_gpt2.data import inputs_and_targets
-from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import GPT2
-from mindformers_gpt2.optimizer import add_gradients, build_optimizer, global_norm
+from mindformers_gpt2.device import DTYPES, MindSporeDevice
+from mindformers_gpt2.model import GPT2, dropout_keys
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer
 
 
 class Engine:
-    """Implements ``common.training.loop.Engine`` for one device. The config must be resolved."""
+    """Implements ``common.training.loop.Engine`` for one device. The config must be resolved.
 
-    steps_per_run = 1
+    A step is two graphs, gradients of a micro batch and update, which wait for nothing on the host: ``run`` starts all its steps
+    before it reads the first result.
+    """
 
-    def __init__(self, model: GPT2, config: RunConfig, device: MindSporeDevice, **record: Any) -> None:
+    def __init__(self, model: GPT2, config: RunConfig, device: MindSporeDevice, record: Mapping[str, Any] | None = None) -> None:
         """``record``: plain data kept in every checkpoint's manifest."""
         self.model = model
         self.config = config
         self.device = device
-        self.record = record
+        self.record = dict(record or {})
         self.step = 0
-        self.loss_scale = LossScale(config.loss_scale)
-        self.tensors = {parameter.name: parameter for parameter in model.get_parameters()}
-        self.optimizer = build_optimizer(self.tensors, config.optimizer)
-        self._loss_sum = ms.jit(model.loss_sum)
-
-        def scaled_loss(ids: Tensor, targets: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-            loss = model.loss_sum(ids, targets)
-            return loss * factor, loss
-
-        self._gradients = ms.jit(ms.value_and_grad(scaled_loss, None, list(self.tensors.values()), has_aux=True))
+        self.steps_per_run = config.train.sink_size
+        self.loss_scale = DeviceLossScale(config.loss_scale)
+        self.master = MasterWeights({parameter.name: parameter for parameter in model.get_parameters()})
+        self.optimizer = build_optimizer(self.master, config.optimizer, self.loss_scale)
+        self._drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
+        self._loss_sum = device.compile(model.loss_sum)
+        self._gradients = device.compile(_Gradients(self.model, config, self.loss_scale))
+        self._add = device.compile(add_gradients)
+        self._update = device.compile(self.optimizer)
 
     def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
-        return [self._train_step(next(batches).tokens) for _ in range(steps)]
+        queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
+        return [step.read() for step in queued]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         total, tokens = 0.0, 0
@@ -62,28 +63,71 @@ class Engine:
     def snapshot(self, state: TrainState) -> Snapshot:
         return take_snapshot(self, state)
 
-    def _train_step(self, tokens: NDArray[np.int32]) -> StepResult:
+    def _train_step(self, tokens: NDArray[np.int32]) -> _QueuedStep:
         self.step += 1
-        scale = self.loss_scale.value
-        loss, gradients = self._accumulate_gradients(tokens, scale)
-        norm = float(global_norm(*gradients).asnumpy()) / scale
         rate = learning_rate(self.config.optimizer, self.step)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
-            self.optimizer.step(gradients, rate, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
-        self.loss_scale.update(finite)
-        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not finite)
+        loss, *gradients = self._accumulate_gradients(tokens)
+        norm, finite, scale = self._update(Tensor(rate, ms.float32), loss, *gradients)
+        return _QueuedStep(loss=loss, norm=norm, finite=finite, scale=scale, rate=rate)
 
-    def _accumulate_gradients(self, tokens: NDArray[np.int32], scale: float) -> tuple[float, tuple[Tensor, ...]]:
-        """Mean loss of the batch, and its gradients times ``scale``."""
+    def _accumulate_gradients(self, tokens: NDArray[np.int32]) -> tuple[Tensor, ...]:
+        """Mean loss of the batch, and its gradients times the loss scale."""
         micro = self.config.train.micro_batch_size
         assert micro is not None
-        predicted = tokens.shape[0] * (tokens.shape[1] - 1)
-        factor = Tensor(np.float32(scale / predicted))
-        total, summed = 0.0, None
-        for start in range(0, tokens.shape[0], micro):
-            (_, loss), gradients = self._gradients(*inputs_and_targets(tokens[start : start + micro]), factor)
-            summed = gradients if summed is None else add_gradients(*summed, *gradients)
-            total += float(loss.asnumpy()) / predicted
+        summed: tuple[Tensor, ...] | None = None
+        for number, start in enumerate(range(0, tokens.shape[0], micro)):
+            keys = (Tensor(dropout_keys(self.config, self.step, number)),) if self._drops else ()
+            found = self._gradients(*inputs_and_targets(tokens[start : start + micro]), *keys)
+            summed = found if summed is None else self._add(*summed, *found)
         assert summed is not None
-        return total, summed
+        return summed
+
+
+class _Gradients(nn.Cell):
+    """(ids, targets, dropout keys) of a micro batch -> its part of the mean loss, and of the gradients times the loss scale."""
+
+    def __init__(self, model: GPT2, config: RunConfig, loss_scale: DeviceLossScale) -> None:
+        super().__init__(auto_prefix=False)
+        assert config.train.global_batch_size is not None
+        self.predicted = config.train.global_batch_size * config.model.seq_length
+        self.model = model
+        self.scale = loss_scale.value
+        self.sum_dtype = DTYPES[config.precision.reduction]
+        self.casts = config.precision.parameters not in ("float32", config.precision.reduction)
+        self.parameters = ms.ParameterTuple(tuple(model.get_parameters()))
+        self.value_and_grad = ms.value_and_grad(self.scaled_loss, None, self.parameters, has_aux=True)
+
+    def construct(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
+        (_, loss), gradients = self.value_and_grad(ids, targets, keys)
+        if self.casts:  # the type in which gradients of weights below float32 are summed
+            gradients = ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients)
+        return (loss / self.predicted, *gradients)
+
+    def scaled_loss(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, Tensor]:
+        loss = self.model.loss_sum(ids, targets, keys)
+        return loss * (self.scale / self.predicted), loss
+
+
+def _cast(dtype: ms.Type, gradient: Tensor) -> Tensor:
+    return ops.cast(gradient, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QueuedStep:
+    """A step under way on the device."""
+
+    loss: Tensor
+    norm: Tensor
+    finite: Tensor
+    scale: Tensor
+    rate: float
+
+    def read(self) -> StepResult:
+        """Wait for the step."""
+        return StepResult(
+            loss=float(self.loss.asnumpy()),
+            grad_norm=float(self.norm.asnumpy()),
+            learning_rate=self.rate,
+            loss_scale=float(self.scale.asnumpy()),
+            skipped=not bool(self.finite.asnumpy()),
+        )

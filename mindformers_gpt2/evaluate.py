@@ -6,14 +6,13 @@ from common.config.schema import RunConfig
 from common.training import setup
 from common.training.data import open_data
 from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import check_support, select_device
+from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import build_model
 
 
 def evaluate(config: RunConfig) -> None:
-    device = select_device(config.device, threads=config.runtime.threads)
-    check_support(config, device)
+    device = open_device(config)
     data, config = open_data(config, training=False)
     checkpoint = setup.weights_to_use(config, data.tokenizer_record)
     model = build_model(config, device)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.auto_generate import DropoutExt
+from numpy.typing import NDArray
 
 from common.config.resolve import padded_vocabulary
-from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from common.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
 from common.weights.initial import initial_rows
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.loss import cross_entropy_sum
@@ -61,23 +64,79 @@ class Embedding(nn.Cell):
         return self.gather(self.weight, ids, 0)
 
 
+class Dropout(nn.Cell):
+    """Zeroes a share ``rate`` of its input and divides the rest by 1 - rate.
+
+    Which, follows from the key and the place alone: a step that is resumed or recomputed draws the same, and no state is kept.
+    ``native``: whether the device has a kernel for that; else the places are hashed (multiply, xor, shift, as murmur's finalizer).
+    """
+
+    def __init__(self, rate: float, native: bool) -> None:
+        super().__init__()
+        self.rate = rate
+        self.native = DropoutExt() if native else None
+        self.shifts = Tensor(2**15, ms.uint32), Tensor(2**12, ms.uint32)
+        self.factors = Tensor(0x2C1B3C6D, ms.uint32), Tensor(0x297A2D39, ms.uint32)
+        self.dropped = Tensor(min(int(rate * 2**32), 2**32 - 1), ms.uint32)
+
+    def construct(self, x: Tensor, key: Tensor) -> Tensor:
+        """key: two uint32, from ``dropout_keys``; None drops nothing."""
+        if key is None or self.rate == 0.0:
+            return x
+        if self.native is not None:
+            return self.native(x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64))[0]
+        bits = ops.cast(ops.arange(x.size, dtype=ms.int32), ms.uint32) * key[1] + key[0]
+        for shift, factor in zip(self.shifts, self.factors):  # noqa: B905  (a graph knows no strict)
+            bits = ops.bitwise_xor(bits, bits // shift) * factor
+        kept = ops.cast(bits >= self.dropped, x.dtype) * (1.0 / (1.0 - self.rate))
+        return x * kept.reshape(x.shape)
+
+
+def dropout_keys(config: RunConfig, step: int, micro_batch: int) -> NDArray[np.uint32]:
+    """A key for each place that drops, (1 + 3 num_layers, 2): the embedding, then attention, its output and the MLP's of each block."""
+    places = 1 + 3 * config.model.num_layers
+    keys: NDArray[Any] = np.random.SeedSequence((config.seed, step, micro_batch)).generate_state(2 * places).reshape(places, 2)
+    keys[:, 1] |= 1  # an odd factor maps places one to one
+    return keys.astype(np.uint32)
+
+
+class CoreAttention(nn.Cell):
+    """Softmax of the scaled products of queries and keys, applied to the values."""
+
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig, native_dropout: bool) -> None:
+        super().__init__()
+        self.scale = 1.0 / math.sqrt(config.hidden_size // config.num_heads)
+        self.softmax_dtype = DTYPES[precision.softmax]
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.softmax = ops.Softmax(-1)
+        self.dropout = Dropout(config.attention_dropout or 0.0, native_dropout)
+        self.mix = ops.BatchMatMul()
+
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, hidden_positions: Tensor, key: Tensor) -> Tensor:
+        scores = ops.cast(self.scores(q * self.scale, k), self.softmax_dtype)  # scaled before, for float16's sake
+        scores = ops.masked_fill(scores, hidden_positions, Tensor(float("-inf"), self.softmax_dtype))
+        return self.mix(self.dropout(ops.cast(self.softmax(scores), v.dtype), key), v)  # (B, nh, T, hs)
+
+
 class Attention(nn.Cell):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig, native_dropout: bool) -> None:
         super().__init__()
         self.heads = config.num_heads
         self.head_size = config.hidden_size // config.num_heads
-        self.scale = 1.0 / math.sqrt(self.head_size)
-        self.softmax_dtype = DTYPES[precision.softmax]
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
         self.k_proj = Linear(config.hidden_size, config.hidden_size)
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.c_proj = Linear(config.hidden_size, config.hidden_size)
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.softmax = ops.Softmax(-1)
-        self.mix = ops.BatchMatMul()
+        self.core = CoreAttention(config, precision, native_dropout)
 
     def construct(
-        self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None
+        self,
+        x: Tensor,
+        hidden_positions: Tensor,
+        key: Tensor = None,
+        keys: Tensor = None,
+        values: Tensor = None,
+        at: Tensor = None,
     ) -> tuple[Tensor, ...]:
         """hidden_positions: (T, K) bool, true where a query must not see a key. With a cache, keys and values (B, nh, K, hs) hold
         the past, and ``at`` (1, 1, K, 1) bool says where this one token goes. Returns the output and the keys and values in use."""
@@ -85,65 +144,89 @@ class Attention(nn.Cell):
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if keys is not None:
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
-        scores = ops.cast(self.scores(q * self.scale, k), self.softmax_dtype)
-        scores = ops.masked_fill(scores, hidden_positions, Tensor(float("-inf"), self.softmax_dtype))
-        y = self.mix(ops.cast(self.softmax(scores), v.dtype), v)  # (B, nh, T, hs)
+        y = self.core(q, k, v, hidden_positions, key)
         return self.c_proj(y.transpose((0, 2, 1, 3)).reshape((batch, length, size))), k, v
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape((x.shape[0], x.shape[1], self.heads, self.head_size)).transpose((0, 2, 1, 3))
 
 
+class GELU(nn.Cell):
+    """gelu in the tanh form; written out as x sigmoid(2 u), which is the same, where the device's own kernel is slow."""
+
+    def __init__(self, native: bool) -> None:
+        super().__init__()
+        self.native = ops.GeLU() if native else None
+        self.sigmoid = ops.Sigmoid()
+
+    def construct(self, x: Tensor) -> Tensor:
+        if self.native is not None:
+            return self.native(x)
+        return x * self.sigmoid(x * (_GELU * 0.044715 * (x * x) + _GELU))
+
+
+_GELU = 2.0 * math.sqrt(2.0 / math.pi)
+
+
 class MLP(nn.Cell):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, native_gelu: bool) -> None:
         super().__init__()
         assert config.ffn_hidden_size is not None
         self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
         self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
-        self.gelu = ops.GeLU()  # the tanh form
+        self.gelu = GELU(native_gelu)
 
     def construct(self, x: Tensor) -> Tensor:
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class Block(nn.Cell):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig, *, native: bool) -> None:
         super().__init__()
         norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.ln_1 = LayerNorm(*norm)
-        self.attn = Attention(config, precision)
+        self.attn = Attention(config, precision, native)
         self.ln_2 = LayerNorm(*norm)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, native)
+        self.dropout = Dropout(config.hidden_dropout or 0.0, native)
 
     def construct(
-        self, x: Tensor, hidden_positions: Tensor, keys: Tensor = None, values: Tensor = None, at: Tensor = None
+        self,
+        x: Tensor,
+        hidden_positions: Tensor,
+        key: Tensor = None,
+        keys: Tensor = None,
+        values: Tensor = None,
+        at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        y, k, v = self.attn(self.ln_1(x), hidden_positions, keys, values, at)
-        x = x + y
-        return x + self.mlp(self.ln_2(x)), k, v
+        """key: (3, 2), of this block's three dropouts."""
+        y, k, v = self.attn(self.ln_1(x), hidden_positions, _row(key, 0), keys, values, at)
+        x = x + self.dropout(y, _row(key, 1))
+        return x + self.dropout(self.mlp(self.ln_2(x)), _row(key, 2)), k, v
 
 
 class GPT2(nn.Cell):
-    """``vocab_rows`` is the padded vocabulary: the rows of the embedding table."""
+    """``vocab_rows`` is the padded vocabulary: the rows of the embedding table. ``native``: see ``MindSporeDevice.native_kernels``."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, vocab_rows: int) -> None:
+    def __init__(self, config: ModelConfig, precision: PrecisionConfig, vocab_rows: int, *, native: bool) -> None:
         super().__init__()
         assert config.max_positions is not None
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
         self.wte = Embedding(vocab_rows, config.hidden_size)
         self.wpe = Embedding(config.max_positions, config.hidden_size)
-        self.h = nn.CellList([Block(config, precision) for _ in range(config.num_layers)])
+        self.dropout = Dropout(config.embedding_dropout or 0.0, native)
+        self.h = nn.CellList([Block(config, precision, native=native) for _ in range(config.num_layers)])
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
 
-    def construct(self, ids: Tensor) -> Tensor:
-        """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32."""
+    def construct(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+        """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32. keys: ``dropout_keys``; without, no dropout."""
         length = ids.shape[1]
         positions = ops.arange(length, dtype=ms.int32)
-        x = ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype)
+        x = self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
         later = positions.reshape((1, -1)) > positions.reshape((-1, 1))
-        for block in self.h:
-            x, _, _ = block(x, later)
+        for index, block in enumerate(self.h):
+            x, _, _ = block(x, later, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
         return self.ln_f(x)
 
     def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -157,14 +240,14 @@ class GPT2(nn.Cell):
         x = ops.cast(self.wte(token) + self.wpe(position), self.compute_dtype)
         new_keys, new_values = [], []
         for index, block in enumerate(self.h):
-            x, k, v = block(x, later, keys[index], values[index], at)
+            x, k, v = block(x, later, None, keys[index], values[index], at)
             new_keys.append(k)
             new_values.append(v)
         return self.logits(self.ln_f(x)[:, -1]), ops.stack(new_keys), ops.stack(new_values)
 
-    def loss_sum(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
-        hidden = self.construct(ids).reshape((-1, self.config.hidden_size))
+        hidden = self.construct(ids, keys).reshape((-1, self.config.hidden_size))
         return cross_entropy_sum(hidden, self.wte.weight, targets.reshape((-1,)), self.config.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -181,10 +264,31 @@ class GPT2(nn.Cell):
 
 def build_model(config: RunConfig, device: MindSporeDevice) -> GPT2:
     """The model, with weights not yet filled in. The config must be resolved."""
-    return GPT2(config.model, config.precision, padded_vocabulary(config))
+    model = GPT2(config.model, config.precision, padded_vocabulary(config), native=device.native_kernels)
+    for parameter in model.get_parameters():
+        parameter.set_dtype(DTYPES[config.precision.parameters])
+    set_recompute(model, config.train)
+    return model
 
 
 def initialise(tensors: Mapping[str, Parameter], config: RunConfig) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``."""
     for name, tensor in tensors.items():
         ops.assign(tensor, Tensor(initial_rows(config.model, config.seed, name, tuple(tensor.shape))))
+
+
+def set_recompute(model: GPT2, train: TrainConfig) -> None:
+    """Recompute whole blocks in the backward pass (full), or attention and the MLP's inner part (selective), or nothing (none)."""
+    for block in model.h:
+        if train.recompute == "full":
+            block.recompute(
+                mp_comm_recompute=train.mp_comm_recompute,
+                parallel_optimizer_comm_recompute=train.parallel_optimizer_comm_recompute,
+            )
+        elif train.recompute == "selective":
+            block.attn.core.recompute()
+            block.mlp.gelu.recompute()
+
+
+def _row(keys: Tensor | None, index: int) -> Tensor | None:
+    return None if keys is None else keys[index]

@@ -1,98 +1,180 @@
-"""Optimizers over named parameters, equal to torch's: decay and no-decay parameters, bias correction; gradients and their norm.
+"""Optimizers over named parameters, equal to torch's; float32 copies of low-precision weights; gradients, their norm, the loss scale.
 
-MindSpore's own do not serve: nn.AdamWeightDecay has no bias correction, and mint.optim.AdamW has no CPU kernel.
+MindSpore's own optimizers do not serve: nn.AdamWeightDecay has no bias correction, and mint.optim.AdamW has no CPU kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from common.config.schema import OptimizerConfig
+from common.config.schema import LossScaleConfig, OptimizerConfig
+from common.training.loss_scale import LossScale
 from common.training.snapshot import STATE_NAMES
 from common.weights.names import decays
 
 
-class Optimizer(nn.Cell):
-    """One update of all parameters as one graph. ``state[part][name]`` holds the moments; ``steps`` counts the updates."""
+class MasterWeights:
+    """The float32 tensors that the optimizer updates: the parameters themselves, or copies of those held in fewer bits.
+    Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do."""
 
-    def __init__(self, tensors: Mapping[str, Parameter], config: OptimizerConfig) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self.model = dict(parameters)
+        self.tensors = {
+            name: parameter if parameter.dtype == ms.float32 else _zeros_like(parameter, f"{name}.master")
+            for name, parameter in parameters.items()
+        }
+
+    def write_back(self) -> None:
+        """Round the float32 tensors into the model."""
+        for name, tensor in self.tensors.items():
+            if tensor is not self.model[name]:
+                ops.assign(self.model[name], ops.cast(tensor, self.model[name].dtype))
+
+
+class DeviceLossScale(nn.Cell):
+    """``common.training.loss_scale.LossScale`` on the device, where the graph moves it without asking the host."""
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        super().__init__(auto_prefix=False)
+        self.config = config
+        self.value = _number("loss_scale.value", np.float32(0))
+        self.finite_steps = _number("loss_scale.finite_steps", np.int32(0))
+        self.overflows = _number("loss_scale.overflows", np.int32(0))
+        self.write(LossScale(config))
+
+    def construct(self, finite: Tensor) -> None:
+        """Grow or shrink after a step whose gradients were finite, or not."""
+        if self.config.mode != "dynamic":
+            return
+        if finite:
+            steps = self.finite_steps + 1
+            grow = steps == self.config.window
+            ops.assign(self.value, ops.select(grow, self.value * self.config.factor, self.value * 1.0))
+            ops.assign(self.overflows, ops.select(grow, ops.zeros_like(steps), self.overflows + 0))
+            ops.assign(self.finite_steps, ops.select(grow, ops.zeros_like(steps), steps))
+        else:
+            overflows = self.overflows + 1
+            shrink = overflows >= self.config.hysteresis
+            smaller = ops.maximum(self.value / self.config.factor, Tensor(self.config.minimum, ms.float32))
+            ops.assign(self.value, ops.select(shrink, smaller, self.value * 1.0))
+            ops.assign(self.overflows, ops.select(shrink, ops.zeros_like(overflows), overflows))
+            ops.assign(self.finite_steps, ops.zeros_like(overflows))
+
+    def read(self) -> LossScale:
+        state = LossScale(self.config)
+        state.value = float(self.value.asnumpy())
+        state.finite_steps = int(self.finite_steps.asnumpy())
+        state.overflows = int(self.overflows.asnumpy())
+        return state
+
+    def write(self, state: LossScale) -> None:
+        ops.assign(self.value, Tensor(state.value, ms.float32))
+        ops.assign(self.finite_steps, Tensor(state.finite_steps, ms.int32))
+        ops.assign(self.overflows, Tensor(state.overflows, ms.int32))
+
+
+class Optimizer(nn.Cell):
+    """One step of all parameters as one graph: norm, clip, update or skip, loss scale; the host is not asked.
+
+    ``state[part][name]`` holds the moments; ``steps`` counts the updates, skipped ones not.
+    """
+
+    def __init__(self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
-        self.steps = 0
-        self.names = tuple(tensors)
+        self.loss_scale = loss_scale
+        self.scales = loss_scale.config.mode in ("dynamic", "static")
+        tensors = master.tensors
+        self.steps = _number("optimizer.steps", np.int32(0))
         self.parameters = ms.ParameterTuple(tuple(tensors.values()))
-        self.decay = tuple(config.weight_decay if decays(name) else 0.0 for name in tensors)
+        self.rounded = ms.ParameterTuple(tuple(master.model.values()))
+        self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
+        self.decays = tuple(config.weight_decay > 0.0 and decays(name) for name in tensors)
         parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
-        self.state = {part: _zeros(tensors, part) for part in parts}
+        self.state = {part: {name: _zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
         self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
-        self.assign = ops.Assign()
+        self.cast, self.multiply = ops.Cast(), ops.Mul()
+        self.adam = ops.Adam()
+        self.momentum = ops.ApplyMomentum()
+        self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
-    def step(self, gradients: Sequence[Tensor], learning_rate: float, factor: float) -> None:
-        """Update with ``gradients`` times ``factor``, which undoes the loss scale and clips."""
-        self.steps += 1
+    def construct(self, rate: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Update with the gradients of the loss times the loss scale, unless one of them or the loss is not finite.
+
+        Returns their norm with the scale taken out, whether they were finite, and the scale they came with.
+        The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
+        """
+        scale = self.loss_scale.value * 1.0
+        norm = global_norm(*gradients) / scale
+        finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss))
+        if finite:
+            factor = 1.0 / scale
+            if self.settings.clip_grad:
+                # what common.training.loss_scale.clip_factor says
+                factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
+            self._update(rate, factor, gradients)
+        self.loss_scale(finite)
+        return norm, finite, scale
+
+    def _update(self, rate: Tensor, factor: Tensor, gradients: tuple[Tensor, ...]) -> None:
         config = self.settings
-        first = 1.0 - config.beta1**self.steps
-        second = 1.0 - config.beta2**self.steps
-        numbers = np.array([learning_rate, factor, learning_rate / first, 1.0 / np.sqrt(second), float(self.steps == 1)], np.float32)
-        self(*(Tensor(number) for number in numbers), *gradients)
-
-    def construct(self, rate: Tensor, factor: Tensor, step_size: Tensor, root: Tensor, is_first: Tensor, *gradients: Tensor) -> Tensor:
-        # The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
+        steps = ops.cast(self.steps + 1, ms.float32)
+        ops.assign(self.steps, self.steps + 1)
+        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first steps
+        first = -ops.expm1(steps * math.log(max(config.beta1, 1e-300)))
+        root = ops.sqrt(-ops.expm1(steps * math.log(max(config.beta2, 1e-300))))
+        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the uncorrected root.
+        step_size, epsilon, decayed = rate * root / first, config.epsilon * root, rate * config.weight_decay
         for index, gradient in enumerate(gradients):
             parameter = self.parameters[index]
-            gradient = gradient * factor
-            if self.settings.name == "adamw":
-                self.assign(parameter, parameter * (1.0 - rate * self.decay[index]))
+            gradient = self.cast(gradient, ms.float32)
+            if self.scales or self.settings.clip_grad:
+                gradient = self.multiply(gradient, factor)
+            if self.decays[index] and config.name == "adamw":
+                self.descend(parameter, decayed, parameter)
+            elif self.decays[index]:
+                gradient = gradient + config.weight_decay * parameter
+            if config.name != "sgd":
+                moments = self.first[index], self.second[index]
+                self.adam(parameter, *moments, 0.0, 0.0, step_size, config.beta1, config.beta2, epsilon, gradient)
+            elif config.momentum:
+                self.momentum(parameter, self.first[index], rate, gradient, config.momentum)
             else:
-                gradient = gradient + self.decay[index] * parameter
-            if self.settings.name == "sgd":
-                self._momentum(index, parameter, gradient, rate, is_first)
-            else:
-                self._adam(index, parameter, gradient, step_size, root)
-        return rate
-
-    def _adam(self, index: int, parameter: Parameter, gradient: Tensor, step_size: Tensor, root: Tensor) -> None:
-        beta1, beta2 = self.settings.beta1, self.settings.beta2
-        first = self.first[index] + (gradient - self.first[index]) * (1.0 - beta1)
-        second = self.second[index] * beta2 + gradient * gradient * (1.0 - beta2)
-        self.assign(self.first[index], first)
-        self.assign(self.second[index], second)
-        self.assign(parameter, parameter - step_size * first / (ops.sqrt(second) * root + self.settings.epsilon))
-
-    def _momentum(self, index: int, parameter: Parameter, gradient: Tensor, rate: Tensor, is_first: Tensor) -> None:
-        if self.settings.momentum:
-            gradient = self.first[index] * self.settings.momentum * (1.0 - is_first) + gradient
-            self.assign(self.first[index], gradient)
-        self.assign(parameter, parameter - rate * gradient)
+                self.descend(parameter, rate, gradient)
+            if self.has_copy[index]:
+                ops.assign(self.rounded[index], ops.cast(parameter, self.rounded[index].dtype))
 
 
-def build_optimizer(tensors: Mapping[str, Parameter], config: OptimizerConfig) -> Optimizer:
-    return Optimizer(tensors, config)
+def build_optimizer(master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale) -> Optimizer:
+    return Optimizer(master, config, loss_scale)
 
 
-def _zeros(tensors: Mapping[str, Parameter], part: str) -> dict[str, Parameter]:
-    return {name: Parameter(ops.zeros_like(tensor), name=f"{name}.{part}", requires_grad=False) for name, tensor in tensors.items()}
-
-
-@ms.jit
 def global_norm(*gradients: Tensor) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     total = Tensor(0.0, ms.float32)
     for gradient in gradients:
-        total = total + ops.ReduceSum()(ops.square(gradient))
+        # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
+        total = total + ops.ReduceSum()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), -1))
     return ops.sqrt(total)
 
 
-@ms.jit
 def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
     """(n sums, n gradients) -> n sums."""
     count = len(both) // 2
-    summed: tuple[Tensor, ...] = ()
-    for index in range(count):
-        summed = (*summed, both[index] + both[count + index])
+    summed: tuple[Tensor, ...] = ops.HyperMap()(ops.Add(), both[:count], both[count:])
     return summed
+
+
+def _zeros_like(tensor: Parameter, name: str) -> Parameter:
+    return Parameter(ops.zeros(tensor.shape, ms.float32), name=name, requires_grad=False)
+
+
+def _number(name: str, value: Any) -> Parameter:
+    return Parameter(Tensor(value), name=name, requires_grad=False)

@@ -13,13 +13,12 @@ from common.generation.sampling import choose_token
 from common.training import setup
 from common.training.data import describe_tokenizer, open_tokenizer
 from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import MindSporeDevice, check_support, select_device
+from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2, build_model
 
 
 def predict(config: RunConfig) -> None:
-    device = select_device(config.device, threads=config.runtime.threads)
-    check_support(config, device)
+    device = open_device(config)
     tokenizer, config = open_tokenizer(config)
     prompts = setup.encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))

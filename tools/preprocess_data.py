@@ -1,6 +1,7 @@
-"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}.
+"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}, or into MindSpore's MindRecord.
 
     python tools/preprocess_data.py --input corpus.txt --output-prefix data/my --vocab-file vocab.json --merge-file merges.txt
+    ... --format mindrecord --seq-length 1024 [--num-splits N]    PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
@@ -10,19 +11,30 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
+import shutil
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import Format
+from common.dataset.mindrecord import EXTENSION
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested
+
+if TYPE_CHECKING:
+    from mindformers_gpt2.data import WrittenMindRecord
+
+DEFAULT_SEQ_LENGTH = 1024
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,23 +46,63 @@ def main(arguments: list[str] | None = None) -> int:
         options = _options(args)
         limit_tokenizer_threads()
         gc.disable()  # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
-        result = preprocess(options, display)
-        display.close()
+        files = _mindrecord(args, options, display) if args.format == "mindrecord" else _indexed(options, display)
     except GPT2Error as error:
         display.close()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         display.close()
-        print("error: stopped by Ctrl-C; nothing was written", file=sys.stderr)
+        print("error: stopped by Ctrl-C; no output is left in part", file=sys.stderr)
         return 130
-    done = result.progress
-    print(
-        f"wrote {', '.join(f'{prefix}.bin/.idx' for prefix in result.prefixes)}: {done.documents} documents, {done.tokens} tokens, "
-        f"{done.empty} empty documents skipped, {done.seconds:.1f} s ({done.rates()})",
-        file=sys.stderr,
-    )
+    print(f"wrote {files}", file=sys.stderr)
     return 0
+
+
+def _indexed(options: PreprocessOptions, display: _Display) -> str:
+    result = preprocess(options, display)
+    display.close()
+    return f"{', '.join(f'{prefix}.bin/.idx' for prefix in result.prefixes)}: {_counts(result.progress)}"
+
+
+def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _Display) -> str:
+    """By way of pairs in a folder of its own beside the output, which goes again."""
+    write = _mindrecord_writer()
+    seq_length, shards = args.seq_length or DEFAULT_SEQ_LENGTH, args.num_splits or 1
+    prefix = options.output_prefix
+    folder = prefix.with_name(f".{prefix.name}.pairs.{os.getpid()}.tmp")
+    try:
+        result = preprocess(replace(options, output_prefix=folder / prefix.name), display)
+        display.close()
+        for pair in result.prefixes:  # all, before the first is written
+            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
+        texts = []
+        for pair in result.prefixes:
+            target = prefix.with_name(f"{pair.name}{EXTENSION}")
+            written = write(pair, target, seq_length, shards)
+            names = str(target) if shards == 1 else f"{written.files[0]} ... {written.files[-1].name}"
+            texts.append(f"{names}: {written.rows} rows of {seq_length + 1} tokens, {written.left_over} tokens left over at the end")
+        return f"{'; '.join(texts)}; {_counts(result.progress)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mindrecord_writer() -> Callable[[Path, Path, int, int], WrittenMindRecord]:
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
+    try:
+        from mindformers_gpt2.data import write_mindrecord
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mindspore":
+            raise
+        raise ConfigError(
+            "--format mindrecord is written by MindSpore, which is not installed; install it with: pip install '.[mindspore]', "
+            "or leave the option out: both backends train from .bin/.idx pairs too"
+        ) from None
+    return write_mindrecord
+
+
+def _counts(done: Progress) -> str:
+    return f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents skipped, {done.seconds:.1f} s ({done.rates()})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
+    group.add_argument("--format", choices=("indexed", "mindrecord"), default="indexed", help="default: indexed, a .bin/.idx pair")
+    group.add_argument("--seq-length", type=int, metavar="N", help="mindrecord: rows of N + 1 tokens that share one (default: 1024)")
+    group.add_argument("--num-splits", type=int, metavar="N", help="mindrecord: files to spread the rows over (default: 1)")
     group.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="only mmap is written")
     group = parser.add_argument_group("run")
     group.add_argument("--workers", type=int, default=1, help="processes; the output does not depend on it (default: 1)")
@@ -90,6 +145,14 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         )
     if args.keep_newlines and not args.split_sentences:
         raise ConfigError("--keep-newlines only means something with --split-sentences; without it newlines are always kept")
+    if args.format == "mindrecord":
+        if args.split_sentences:
+            raise ConfigError("--split-sentences with --format mindrecord: rows of equal length know no sentences; leave one of them out")
+        for name, value in (("--seq-length", args.seq_length), ("--num-splits", args.num_splits)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: expected 1 or more")
+    elif args.seq_length is not None or args.num_splits is not None:
+        raise ConfigError("--seq-length and --num-splits only mean something with --format mindrecord; a .bin/.idx pair suits every length")
     return PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -140,7 +203,7 @@ class _Display:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopRequested(number, f"stopped by signal {number}; nothing was written")
+    raise StopRequested(number, f"stopped by signal {number}; no output is left in part")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,12 @@ class Engine:
 
     steps_per_run = 1
 
-    def __init__(self, model: GPT2, config: RunConfig, device: TorchDevice, **record: Any) -> None:
+    def __init__(self, model: GPT2, config: RunConfig, device: TorchDevice, record: Mapping[str, Any] | None = None) -> None:
         """``record``: plain data kept in every checkpoint's manifest."""
         self.model = model
         self.config = config
         self.device = device
-        self.record = record
+        self.record = dict(record or {})
         self.step = 0
         self.loss_scale = LossScale(config.loss_scale)
         self.master = MasterWeights(dict(model.named_parameters()), DTYPES[config.precision.reduction])

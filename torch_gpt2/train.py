@@ -12,20 +12,20 @@ from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import load_weights, restore
-from torch_gpt2.device import check_support, select_device
+from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model, initialise
 
 
 def train(config: RunConfig) -> None:
-    device = select_device(config.device, threads=config.runtime.threads)
-    check_support(config, device)
+    device = open_device(config)
     data, config = open_data(config)
     folder = Path(config.output_dir)
     with setup.owned_folder(folder):
         start = setup.where_to_start(config, data)
         model = build_model(config, device)
-        engine = Engine(model, config, device, tokenizer=data.tokenizer_record, data=data.fingerprint)
+        record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
+        engine = Engine(model, config, device, record)
         device.seed(config.seed)
         state = TrainState(sample_hash=data.fingerprint)
         if start.resume is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.config.schema import RunConfig, Section
+from common.config.schema import ContextConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 
@@ -18,8 +18,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     _check_optimizer(config)
     _check_length(config)
     _check_precision(config)
-    if config.train.compile and config.backend == "mindspore":
-        raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
+    _check_backend(config)
     model, parallel = config.model, config.parallel
     data_parallel = plan_data_parallel(
         world_size=world_size,
@@ -53,7 +52,39 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
         parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation},
         validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
         loss_scale={"mode": scale_mode},
+        device=_TARGETS.get(config.context.device_target or "", config.device),
     )
+
+
+_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+
+
+_MINDSPORE_ONLY = (
+    *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
+    *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
+    "checkpoint.ckpt_prefix",
+)
+
+
+def _check_backend(config: RunConfig) -> None:
+    """Refuse what the backend cannot honour whatever the device."""
+    context, train = config.context, config.train
+    target = _TARGETS.get(context.device_target or "", config.device)
+    if config.device not in ("auto", target):
+        raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
+    if config.backend == "mindspore":
+        if train.compile:
+            raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
+        if train.recompute != "none" and context.mode == "pynative":
+            raise ConfigError(f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise")
+        if train.recompute_slice_activation and config.parallel.model_parallel == 1:
+            raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
+        return
+    for dotted in _MINDSPORE_ONLY:
+        section, _, name = dotted.partition(".")
+        given = getattr(config, section)
+        if getattr(given, name) != type(given).model_fields[name].default:
+            raise ConfigError(f"{dotted}={getattr(given, name)} is for backend mindspore; leave it out with backend torch")
 
 
 def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
@@ -176,6 +207,9 @@ def _given(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def _with(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    changed: dict[str, Section] = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+def _with(config: RunConfig, **sections: Any) -> RunConfig:
+    """With new values: a mapping updates a section."""
+    changed = {
+        name: getattr(config, name).model_copy(update=values) if isinstance(values, dict) else values for name, values in sections.items()
+    }
     return config.model_copy(update=changed)

@@ -98,6 +98,14 @@ class TrainConfig(Section):
     """Micro batches per device and optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
+    mp_comm_recompute: bool = True
+    """With recomputation and tensor parallel on MindSpore: repeat the communication too."""
+    parallel_optimizer_comm_recompute: bool = False
+    """With recomputation and split optimizer state on MindSpore: gather the parameters again instead of keeping them."""
+    recompute_slice_activation: bool = False
+    """With recomputation and tensor parallel on MindSpore: split what is kept over the tensor-parallel ranks."""
+    sink_size: Count = 1
+    """Steps that MindSpore starts before it reads the result of the first."""
     compile: bool = False
     """Compile the model (torch.compile); the first step then takes about a minute."""
     deterministic: bool = False
@@ -194,7 +202,7 @@ DataPrefixes = Annotated[
 
 class DataConfig(Section):
     train: DataPrefixes | None = None
-    """Prefix of a .bin/.idx pair, or a blend: [weight, prefix, weight, prefix, ...]."""
+    """Prefix of a .bin/.idx pair, a MindRecord (file, one of its shards, or folder), or a blend: [weight, prefix, weight, prefix, ...]."""
     validation: DataPrefixes | None = None
     """Prefix (or blend) used whole for validation; data.train is then used whole for training, and the split for nothing."""
     split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
@@ -249,6 +257,8 @@ class CheckpointConfig(Section):
     """Weights to start from (finetune): the folder of a checkpoint or of a run."""
     load: Text | None = None
     """Weights to evaluate or generate with; the newest of output_dir when left out, else init_from."""
+    ckpt_prefix: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank}, as MindFormers names them."""
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
 
@@ -281,6 +291,35 @@ class LoggingConfig(Section):
     """Draw loss.png after the run."""
 
 
+def _mode(value: Any) -> Any:
+    return {0: "graph", 1: "pynative"}.get(value, value) if isinstance(value, int) else value
+
+
+class ContextConfig(Section):
+    """How the device is used, in MindFormers' words. On torch, device_target, device_id and max_device_memory alone."""
+
+    mode: Annotated[Literal["graph", "pynative"], BeforeValidator(_mode, json_schema_input_type=Literal["graph", "pynative", 0, 1])] = (
+        "graph"
+    )
+    """graph (0) compiles a step whole; pynative (1) runs operator by operator, for debugging."""
+    device_target: Literal["Ascend", "GPU", "CPU"] | None = None
+    """Another name for device."""
+    device_id: NonNegativeInt = 0
+    """Which of this machine's devices."""
+    max_device_memory: Annotated[str, Field(pattern=r"^\d+(\.\d+)?GB$")] | None = None
+    """Most memory to take of an accelerator, such as 30GB."""
+    max_call_depth: Count = 10000
+    """Deepest nesting of calls in a graph."""
+    save_graphs: bool = False
+    """Write the compiled graphs into save_graphs_path."""
+    save_graphs_path: Text = "./graph"
+    """Folder for save_graphs."""
+    enable_graph_kernel: bool = False
+    """Fuse neighbouring operators into one kernel (Ascend and GPU)."""
+    graph_kernel_flags: Text | None = None
+    """MindSpore's settings of that fusion."""
+
+
 class RuntimeConfig(Section):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """CPU threads of the framework; its own choice when left out."""
@@ -311,6 +350,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     predict: PredictConfig = PredictConfig()
     logging: LoggingConfig = LoggingConfig()
+    context: ContextConfig = ContextConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
 

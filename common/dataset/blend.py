@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from common.dataset.mindrecord import MindRecordSamples, is_mindrecord
 from common.dataset.samples import GPTDataset, Samples
 from common.dataset.split import Split
 from common.errors import DataError
@@ -26,7 +27,7 @@ class Blend:
     Raises DataError for weights that are not positive, or too small for the period.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], period: int = PERIOD) -> None:
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], period: int = PERIOD) -> None:
         if not datasets or len(datasets) != len(weights):
             raise DataError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight for each")
         lengths = sorted({dataset.seq_length for dataset in datasets})
@@ -34,7 +35,7 @@ class Blend:
             raise DataError(f"the data sets of a blend have different seq_length: {lengths}; open all with the same")
         self.datasets = tuple(datasets)
         self.period = period
-        names = [str(dataset.data.prefix) for dataset in datasets]
+        names = [str(dataset.source(0)) for dataset in datasets]
         self._counts = np.array(quantise(weights, period, names), dtype=np.int64)
         self._pattern = interleave(self._counts.tolist())
         self._rank = np.zeros(period, dtype=np.int64)  # how many of the same data set come before, within the period
@@ -169,10 +170,13 @@ def open_samples(
     shuffle: bool = True,
     cache_folder: Path | None = None,
 ) -> Samples:
-    """One data set, or the blend that ``data`` describes (see ``parse_blend``). Raises DataError."""
+    """One data set, or the blend that ``data`` describes (see ``parse_blend``): .bin/.idx pairs and MindRecords. Raises DataError."""
     pairs = parse_blend(data)
-    datasets = [
-        GPTDataset(
+
+    def open_one(prefix: str) -> Samples:
+        if is_mindrecord(prefix):
+            return MindRecordSamples(prefix, split=split, seq_length=seq_length, seed=seed, split_weights=split_weights, shuffle=shuffle)
+        return GPTDataset(
             prefix,
             split=split,
             seq_length=seq_length,
@@ -181,6 +185,6 @@ def open_samples(
             shuffle=shuffle,
             cache_folder=cache_folder,
         )
-        for _, prefix in pairs
-    ]
+
+    datasets = [open_one(prefix) for _, prefix in pairs]
     return datasets[0] if len(datasets) == 1 else Blend(datasets, [weight for weight, _ in pairs])

@@ -45,7 +45,7 @@ class Samples(Protocol):
         """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window (what is read, after the shuffle)."""
 
     def source(self, sample: int) -> Path:
-        """The prefix of the pair that a sample is read from."""
+        """The prefix of the pair, or the MindRecord file, that a sample is read from."""
 
 
 class GPTDataset:

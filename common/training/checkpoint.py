@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,8 @@ class Snapshot:
     """File name -> tensors by name."""
     manifest: Mapping[str, Any]
     """Plain data; must hold ``state``."""
+    beside: Callable[[Path], None] | None = None
+    """Called with the folder of the checkpoints once this one is whole, to write it in another form too."""
 
 
 class CheckpointWriter:
@@ -115,6 +117,8 @@ class CheckpointWriter:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
+        if snapshot.beside is not None:
+            snapshot.beside(self.folder)
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}{_REPLACED}")

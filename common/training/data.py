@@ -24,8 +24,8 @@ from common.dataset import (
     parse_blend,
     parse_split,
 )
-from common.dataset.indexed import strip_extension, with_extension
-from common.dataset.metadata import METADATA_EXTENSION, read_metadata
+from common.dataset.metadata import read_metadata
+from common.dataset.mindrecord import metadata_paths
 from common.dataset.sampler import check_tokens
 from common.errors import ConfigError, DataError
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -139,9 +139,10 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     records: dict[str, tuple[Path, Metadata]] = {}
     for entries in (config.data.train, config.data.validation):
         for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
-            metadata = read_metadata(with_extension(strip_extension(prefix), METADATA_EXTENSION))
-            if metadata is not None:
-                records[metadata.tokenizer_sha256] = (Path(prefix), metadata)
+            for path in metadata_paths(prefix):
+                metadata = read_metadata(path)
+                if metadata is not None:
+                    records[metadata.tokenizer_sha256] = (Path(prefix), metadata)
     if len(records) > 1:
         names = " and ".join(str(prefix) for prefix, _ in records.values())
         raise DataError(f"{names} were made with different tokenizers; preprocess them with one")

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset
+from common.dataset import GPTDataset, IndexedDataset
+from common.dataset.metadata import read_metadata
+from common.dataset.mindrecord import MindRecordSamples
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -152,3 +155,61 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, gpt2_vocab_files) 
     assert "x_text_document.bin: could not be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def needs_mindspore() -> None:
+    pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, gpt2_vocab_files, splits) -> None:
+    needs_mindspore()
+    for n, name in enumerate(("a", "b")):
+        lines = [
+            json.dumps({"text": f"{name} story, number {k}. " * (k % 7), "note": f"note {n} {k} and more words"}) for k in range(1, 60)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    arguments = ["--input", "a.jsonl", "b.jsonl", "--json-keys", "text", "note"]
+    options = ["--format", "mindrecord", "--seq-length", 16, "--num-splits", splits]
+    assert run(gpt2_vocab_files, *arguments, "--output-prefix", "pair/x", cwd=tmp_path).returncode == 0
+    done = run(gpt2_vocab_files, *arguments, *options, "--output-prefix", "out/x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for key in ("text", "note"):
+        settings = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 16, "seed": 1, "shuffle": False}
+        pair = GPTDataset(tmp_path / "pair" / f"x_{key}_document", **settings)
+        rows, target = pair.samples_per_epoch, tmp_path / "out" / f"x_{key}_document.mindrecord"
+        assert (MindRecordSamples(target, **settings).read(np.arange(rows)) == pair.read(np.arange(rows))).all()
+        assert f"{rows} rows of 17 tokens, {pair.token_count - 16 * rows - 1} tokens left over" in done.stderr
+        metadata = read_metadata(target.with_name(f"{target.name}.meta.json"))
+        assert metadata is not None and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
+    assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * splits + 1), "no pair and no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "mindrecord", "--split-sentences"], "rows of equal length know no sentences"),
+        (["--format", "mindrecord", "--seq-length", "0"], "--seq-length=0: expected 1 or more"),
+        (["--format", "mindrecord", "--num-splits", "0"], "--num-splits=0: expected 1 or more"),
+        (["--num-splits", "2"], "only mean something with --format mindrecord"),
+        (["--format", "mindrecord", "--seq-length", "9"], "expected at least seq_length + 1 = 10"),
+    ],
+)
+def test_mindrecord_options_that_cannot_be(tmp_path, gpt2_vocab_files, arguments, message) -> None:
+    if arguments[-2:] == ["--seq-length", "9"]:
+        needs_mindspore()
+    (tmp_path / "a.txt").write_text("text")
+    done = run(gpt2_vocab_files, "--input", "a.txt", *arguments, "--output-prefix", "out/x", cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_mindrecord_without_mindspore_says_how_to_install_it(tmp_path, gpt2_vocab_files) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    program = f"import runpy, sys; sys.modules['mindspore'] = None; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    arguments = command(gpt2_vocab_files, "--input", "a.txt", "--output-prefix", "out/x", "--format", "mindrecord")[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 2 and "pip install '.[mindspore]'" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,189 @@
+"""Endless training samples from MindRecord files: each row of ``input_ids`` is one sample of seq_length + 1 tokens.
+
+Rows come in the order of the shards and of their row numbers, as MindDataset(shuffle=False) reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.dataset.epoch_index import ORDER_VERSION, permutation
+from common.dataset.indexed import strip_extension, with_extension
+from common.dataset.metadata import METADATA_EXTENSION
+from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
+from common.dataset.split import SPLITS, Split, check_weights, document_range
+from common.errors import DataError
+
+Ids = npt.NDArray[np.int64]
+EXTENSION = ".mindrecord"
+_NAME = re.compile(rf".+{re.escape(EXTENSION)}\d*")
+_EPOCHS_HELD = 2
+
+
+class MindRecordSamples:
+    """The rows of one split, in another order in each epoch; ``Samples`` over MindRecord as ``GPTDataset`` is over a pair.
+
+    source: a file (with its shards), a folder that is walked, or a list of files, read in that order.
+    split_weights: of train, valid and test, over rows. shuffle=False: file order, every epoch alike.
+    Orders are not cached on disk: ten million rows are shuffled in about a second.
+    Raises DataError when a file is missing or damaged, its rows are not seq_length + 1 long, or the split holds none.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        *,
+        split: Split,
+        seq_length: int,
+        seed: int,
+        split_weights: Sequence[float] = (949, 50, 1),
+        shuffle: bool = True,
+    ) -> None:
+        if split not in SPLITS:
+            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+        if seq_length < 1:
+            raise DataError(f"seq_length={seq_length}: expected 1 or more")
+        paths = find_files(source) if isinstance(source, str | Path) else [Path(path) for path in source]
+        self.files = [MindRecordFile(path) for path in paths]
+        self.split = split
+        self.seq_length = seq_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.split_weights = check_weights(split_weights)
+        for file in self.files:
+            if len(file) and file.width != seq_length + 1:
+                raise DataError(
+                    f"{file.path}: its rows hold {file.width} tokens, expected seq_length + 1 = {seq_length + 1}; "
+                    f"set model.seq_length={file.width - 1}, or write the file again with --seq-length {seq_length}"
+                )
+        self._ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
+        total = int(self._ends[-1]) if self.files else 0
+        self._first, end = document_range(split, self.split_weights, total)
+        self.samples_per_epoch = end - self._first
+        if self.samples_per_epoch < 1:
+            weights = ",".join(f"{weight:g}" for weight in self.split_weights)
+            names = str(self.files[0].path) if self.files else "MindRecord without files"
+            raise DataError(
+                f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows; write more rows, or give this split a "
+                "larger weight"
+            )
+        self._orders: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
+
+    @property
+    def fingerprint(self) -> str:
+        keys = [file.content_key for file in self.files]
+        seed = self.seed if self.shuffle else None
+        parts = (ORDER_VERSION, "mindrecord", keys, self.split, self.split_weights, self.seq_length, seed)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def read(self, ids: Ids) -> npt.NDArray[np.int32]:
+        """(n,) sample numbers >= 0, in any order -> (n, seq_length + 1) int32 tokens."""
+        rows = self._rows(np.asarray(ids, dtype=np.int64))[1] + self._first
+        out = np.empty((len(rows), self.seq_length + 1), dtype=np.int32)
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        for number in np.unique(numbers):
+            mine = numbers == number
+            before = int(self._ends[number - 1]) if number else 0
+            out[mine] = self.files[number].read(rows[mine] - before)
+        return out
+
+    def identities(self, ids: Ids) -> Ids:
+        """(n,) sample numbers -> (n, 2): 0, and epoch * samples_per_epoch + row of the split."""
+        epochs, rows = self._rows(np.asarray(ids, dtype=np.int64))
+        return np.stack([np.zeros_like(rows), epochs * self.samples_per_epoch + rows], axis=1)
+
+    def source(self, sample: int) -> Path:
+        row = int(self._rows(np.array([sample], dtype=np.int64))[1][0]) + self._first
+        return self.files[int(np.searchsorted(self._ends, row, side="right"))].path
+
+    def _rows(self, ids: Ids) -> tuple[Ids, Ids]:
+        """(n,) sample numbers -> (n,) epochs and (n,) rows of the split."""
+        epochs, places = np.divmod(ids, self.samples_per_epoch)
+        if not self.shuffle:
+            return epochs, places
+        rows = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            rows[mine] = self._order(int(epoch))[places[mine]]
+        return epochs, rows
+
+    def _order(self, epoch: int) -> npt.NDArray[Any]:
+        """The last two stay at hand, since a batch may straddle their border."""
+        if epoch not in self._orders:
+            self._orders[epoch] = permutation(self.samples_per_epoch, f"rows/{self.split}/{self.seed}/{epoch}")
+            if len(self._orders) > _EPOCHS_HELD:
+                self._orders.popitem(last=False)
+        self._orders.move_to_end(epoch)
+        return self._orders[epoch]
+
+
+def is_mindrecord(source: str | Path) -> bool:
+    """Whether ``source`` means MindRecord, by its name, by the files in the folder, or by how the file begins; else it means a pair."""
+    path = Path(source)
+    if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
+        return False
+    return _NAME.fullmatch(path.name) is not None or bool(path.is_dir() and _walk(path)) or looks_like_mindrecord(path)
+
+
+def find_files(source: str | Path) -> list[Path]:
+    """The files of a data set in order: all of a folder, or all shards of the set that a file (or its name without number) belongs to.
+
+    Raises DataError when there is none, or one of a set is missing.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = _walk(path)
+        if not files:
+            raise DataError(
+                f"{path}: holds no MindRecord file (*{EXTENSION}, with *{EXTENSION}{INDEX_EXTENSION} beside it); check the path"
+            )
+        for file in files:
+            _shards(file)
+        return files
+    if path.is_file():
+        return _shards(path)
+    shards = sorted(file for file in path.parent.glob("*") if _is_shard_of(path, file.name))
+    if not shards:
+        raise DataError(
+            f"{path}: not found; a MindRecord is that file and {path.name}{INDEX_EXTENSION}, or shards {path.name}0, {path.name}1, ... "
+            f"with a {INDEX_EXTENSION} file each; copy all of them, or write them with tools/preprocess_data.py --format mindrecord"
+        )
+    return _shards(shards[0])
+
+
+def metadata_paths(source: str | Path) -> list[Path]:
+    """Where the .meta.json of a pair or MindRecord would lie; that of shards is named without their number."""
+    if not is_mindrecord(source):
+        return [with_extension(strip_extension(source), METADATA_EXTENSION)]
+    names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(find_files(source))
+    return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
+
+
+def _walk(folder: Path) -> list[Path]:
+    """By name, or by the index beside it: FileWriter takes any name."""
+    named = {path for path in folder.rglob(f"*{EXTENSION}*") if _NAME.fullmatch(path.name) and path.is_file()}
+    indexed = {path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}")}
+    return sorted(named | {path for path in indexed if looks_like_mindrecord(path)})
+
+
+def _shards(path: Path) -> list[Path]:
+    """The set that a file says it belongs to; itself alone when it has been renamed, which its index will tell."""
+    shards = [path.with_name(name) for name in read_header(path).shards]
+    if path not in shards:
+        return [path]
+    missing = next((shard for shard in shards if not shard.is_file()), None)
+    if missing is not None:
+        raise DataError(f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards; copy all of them")
+    return shards
+
+
+def _is_shard_of(path: Path, name: str) -> bool:
+    return name.startswith(path.name) and name[len(path.name) :].isdigit()

@@ -1,0 +1,251 @@
+"""One MindRecord file read by memory map, without MindSpore: NAME holds the rows, NAME.db (sqlite) says where they lie.
+
+    NAME      u64 length | JSON header (header_size, page_size, version, schema, page, shard_addresses) | padding up to header_size
+              | pages of page_size bytes: some hold arrays ("BLOB_DATA"), some numbers and strings ("RAW_DATA", not read here)
+    NAME.db   SHARD_NAME(NAME): the name of its file. INDEXES: ROW_ID, PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END, ...
+    row       u64 length | the arrays of schema.blob_fields; where there are several, each behind a big-endian u64 length
+    integers  big-endian u32 count | 2 bits for each, highest first: log2 of its bytes | signed numbers of 1, 2, 4 or 8 bytes
+
+Little endian where nothing is said. Source: files of MindSpore 2.10, and its minddata/mindrecord (shard_header, shard_column).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import struct
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.dataset.indexed import with_extension
+from common.errors import DataError
+
+COLUMN = "input_ids"
+INDEX_EXTENSION = ".db"
+VERSION = "3.0"
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 128 << 20
+_ENCRYPTED_END = b"ENCRYPT"
+_CHUNK = 1 << 16
+# Tokens decoded in one round: the position arrays then stay in the processor's cache.
+_ROUND = 1 << 16
+_CODES = ((np.arange(256)[:, None] >> np.array([6, 4, 2, 0])) & 3).astype(np.int8)
+# A number of 1, 2 or 4 bytes is cut out of the four bytes that start with it, with its sign.
+_SHIFTS = np.array([24, 16, 0, 0], dtype=np.int32)
+_RENEW = "copy the file again, or write it again"
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages need. shards: of the whole set."""
+
+    header_size: int
+    page_size: int
+    fields: tuple[str, ...]
+    type: str
+    rows: int
+    end: int
+    shards: tuple[str, ...]
+
+
+class MindRecordFile:
+    """Rows of ``input_ids``; memory: 16 bytes a row.
+
+    Raises DataError when the file or its index is missing, is damaged, belongs to another, or holds no such column of integers.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index = with_extension(self.path, INDEX_EXTENSION)
+        for here, other in ((self.path, index), (index, self.path)):
+            if not here.is_file():
+                state = f"although {other.name} is there" if other.is_file() else f"and neither is {other.name}"
+                raise DataError(f"{here}: not found, {state}; a MindRecord is two files that belong together, copy both")
+        self.header = read_header(self.path)
+        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        if len(self._bytes) < self.header.end:
+            raise DataError(f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at {self.header.end}; {_RENEW}")
+        self._begin, self._end = self._read_index(index)
+        self.width = 0
+        """Tokens of a row; 0 when there is no row."""
+        if len(self):
+            self.width = int(self._counts(*self._rows(np.array([0])))[0])
+            self.read(np.array([0, len(self) - 1]))
+        self.content_key = self._content_key()
+
+    def __reduce__(self) -> tuple[type[MindRecordFile], tuple[str]]:
+        return MindRecordFile, (str(self.path),)
+
+    def __len__(self) -> int:
+        return len(self._begin)
+
+    def read(self, rows: Ids) -> npt.NDArray[np.int32]:
+        """(n,) row numbers -> (n, width) tokens. Raises DataError for a row that is damaged or of another width."""
+        out = np.empty((len(rows), self.width), dtype=np.int32)
+        step = max(1, _ROUND // max(1, self.width))
+        for start in range(0, len(rows), step):
+            out[start : start + step] = self._decode(rows[start : start + step])
+        return out
+
+    def _decode(self, rows: Ids) -> npt.NDArray[np.int32]:
+        data, at, size, rows = self._rows(rows)
+        counts = self._counts(data, at, size, rows)
+        self._require(counts == self.width, rows, lambda n: f"has {counts[n]} tokens, the first row {self.width}; all need as many")
+        codes_size = (self.width + 3) // 4
+        at = at + 4
+        fits = size - 4 >= codes_size
+        self._require(fits, rows, lambda n: f"has {size[n]} bytes, too few for {self.width} tokens")
+        codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[:, : self.width]
+        sizes = np.left_shift(1, codes, dtype=np.int64)
+        ends = np.cumsum(sizes, axis=1)
+        fits = ends[:, -1] + codes_size + 4 == size
+        self._require(fits, rows, lambda n: f"has {size[n]} bytes, but its numbers take {ends[n, -1] + codes_size + 4}")
+        self._require((codes < 3).all(axis=1), rows, lambda n: "holds a number beyond 32 bits, expected token ids")
+        # every four bytes of the buffer as a number: the numbers lie at no multiple of four
+        words: npt.NDArray[np.int32] = np.ndarray((len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,))
+        shifts = _SHIFTS[codes]
+        tokens: npt.NDArray[np.int32] = words[(at + codes_size)[:, None] + ends - sizes] << shifts >> shifts
+        return tokens
+
+    def _rows(self, rows: Ids) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
+        """The bytes of the rows, one after the other; (n,) where ``input_ids`` begin in them, how many bytes they have; ``rows``."""
+        begin, end = self._begin[rows], self._end[rows]
+        parts = [self._bytes[first:last] for first, last in zip(begin.tolist(), end.tolist(), strict=True)]
+        data = np.concatenate([*parts, np.zeros(8, dtype=np.uint8)])
+        lengths = end - begin
+        stop = np.cumsum(lengths)
+        at = stop - lengths
+        stored = _numbers(data, at, 8, big=False)
+        self._require(stored == lengths - 8, rows, lambda n: f"is {stored[n]} bytes long, {lengths[n] - 8} by the index")
+        at, size = at + 8, lengths - 8
+        if len(self.header.fields) > 1:
+            for field in self.header.fields:
+                size = _numbers(data, at, 8, big=True)
+                inside = (size >= 0) & (size <= stop - at - 8)
+                self._require(inside, rows, lambda n: "has an array that does not end within it")
+                at = at + 8
+                if field == COLUMN:
+                    break
+                at = np.minimum(at + size, stop - 8)
+        return data, at, size, rows
+
+    def _counts(self, data: npt.NDArray[np.uint8], at: Ids, size: Ids, rows: Ids) -> Ids:
+        self._require(size >= 4, rows, lambda n: f"has {size[n]} bytes of {COLUMN!r}, expected 4 or more")
+        return _numbers(data, at, 4, big=True)
+
+    def _require(self, good: npt.NDArray[np.bool_], rows: Ids, problem: Any) -> None:
+        if not good.all():
+            n = int(np.argmin(good))
+            raise DataError(f"{self.path}: row {int(rows[n])} {problem(n)}; {_RENEW}, with its {INDEX_EXTENSION} file")
+
+    def _read_index(self, path: Path) -> tuple[Ids, Ids]:
+        """(rows,) where each row begins and ends in the file."""
+        query = "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
+        places = np.zeros((self.header.rows, 3), dtype=np.int64)
+        count = 0
+        try:
+            # immutable: no lock files, which a read-only disk would refuse
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+                names = [str(name) for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
+                cursor = connection.execute(query)
+                while chunk := cursor.fetchmany(_CHUNK):
+                    if count + len(chunk) <= len(places):
+                        places[count : count + len(chunk)] = chunk
+                    count += len(chunk)
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
+        if self.path.name not in names:
+            raise DataError(
+                f"{path}: is the index of {names[0] if names else 'no file'}, not of {self.path.name}; put the right one beside it, "
+                "or undo the renaming (MindSpore does not read a renamed MindRecord either)"
+            )
+        if count != len(places):
+            raise DataError(
+                f"{path}: holds {count} rows, {self.path.name} holds {len(places)}; the two do not belong together, copy both again"
+            )
+        start = self.header.header_size + places[:, 0] * self.header.page_size
+        begin, end = start + places[:, 1], start + places[:, 2]
+        wrong = (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
+        if wrong.any():
+            n = int(np.argmax(wrong))
+            raise DataError(
+                f"{path}: row {n} lies at {int(begin[n])} ... {int(end[n])}, outside {self.path.name} with its pages up to "
+                f"{self.header.end}; the two do not belong together, copy both again"
+            )
+        return begin, end
+
+    def _content_key(self) -> str:
+        """16 hex digits, equal for equal data and cheap: where the rows lie, and the two ends of what they hold."""
+        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
+        digest.update(self._begin.data)
+        digest.update(self._end.data)
+        if len(self):
+            first, last = int(self._begin[0]), int(self._end[-1])
+            digest.update(self._bytes[first : first + (1 << 14)].tobytes())
+            digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
+        return digest.hexdigest()
+
+
+def looks_like_mindrecord(path: Path) -> bool:
+    """Whether a file begins like one; for names that do not say so."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(_LENGTH.size + 2)
+    return len(start) == _LENGTH.size + 2 and 0 < _LENGTH.unpack(start[:8])[0] <= _MAX_HEADER and start[8:] == b'{"'
+
+
+def read_header(path: Path) -> Header:
+    """Raises DataError when it is not one of a MindRecord with integer arrays ``input_ids``."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH.size), "little")
+        text = file.read(length) if length <= _MAX_HEADER else b""
+        file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
+        if file.read() == _ENCRYPTED_END:
+            raise DataError(f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without encryption")
+    if not looks_like_mindrecord(path):
+        raise DataError(f"{path}: is not a MindRecord file: it does not begin with a length and a JSON header")
+    if len(text) < length:
+        raise DataError(f"{path}: is cut short: it ends within its header of {length} bytes; {_RENEW}")
+    try:
+        raw = json.loads(text)
+        version, schema = raw["version"], raw["schema"][0]
+        columns, fields = schema["schema"], tuple(schema["blob_fields"])
+        pages = raw["page"] or []
+        header = Header(
+            header_size=int(raw["header_size"]),
+            page_size=int(raw["page_size"]),
+            fields=fields,
+            type=str(columns.get(COLUMN, {}).get("type")),
+            rows=max((int(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
+            end=max((int(raw["header_size"]) + _page_end(page, raw["page_size"]) for page in pages), default=0),
+            shards=tuple(Path(name).name for name in raw["shard_addresses"]),
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise DataError(f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error}); {_RENEW}") from None
+    if version != VERSION:
+        raise DataError(f"{path}: has format version {version}, expected {VERSION}; write it again with a newer MindSpore")
+    if COLUMN not in columns:
+        raise DataError(f"{path}: has no column {COLUMN!r}, only {', '.join(sorted(columns))}; write the token ids under that name")
+    if COLUMN not in fields or header.type not in ("int32", "int64"):
+        shape = "an array" if COLUMN in fields else "a single value"
+        raise DataError(f'{path}: {COLUMN!r} is {shape} of {header.type}; expected {{"type": "int32", "shape": [-1]}}, or int64')
+    return header
+
+
+def _page_end(page: dict[str, Any], page_size: int) -> int:
+    return int(page["page_id"]) * int(page_size) + int(page["page_size"])
+
+
+def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:
+    """(n,) unsigned numbers of ``size`` bytes at the places ``at``; those beyond int64 turn negative."""
+    picked = np.ascontiguousarray(data[at[:, None] + np.arange(size)])
+    return picked.view(f"{'>' if big else '<'}u{size}")[:, 0].astype(np.int64)

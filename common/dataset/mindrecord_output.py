@@ -1,0 +1,85 @@
+"""What MindSpore's FileWriter wrote, made into one set under its final names: shards that know of each other, old files gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.dataset.metadata import METADATA_EXTENSION
+from common.dataset.mindrecord_file import INDEX_EXTENSION
+from common.errors import DataError, StorageError
+from common.files import fsync_folder
+
+
+def shard_names(name: str, shards: int) -> list[str]:
+    """As FileWriter(name, shards) names its files: NAME alone, or NAME0, NAME1, ... with as many digits as the last one needs."""
+    return [name] if shards == 1 else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
+
+
+@contextmanager
+def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A folder beside ``target`` to write the files into; they move to their final names when the body ends without an exception.
+
+    The index files move last: before that, readers say that they are missing. Files of an older set of the same name are removed.
+    Raises StorageError when the disk refuses.
+    """
+    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        metadata = target.name + METADATA_EXTENSION
+        indices = [name + INDEX_EXTENSION for name in names]
+        for name in (*names, *indices):
+            _flush(folder / name, folder.stat().st_mode & 0o666)
+        for old in _older(target):
+            old.unlink()
+        try:
+            for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
+                os.replace(folder / name, target.with_name(name))
+        except BaseException:  # a signal too
+            for name in (*names, metadata, *indices):
+                target.with_name(name).unlink(missing_ok=True)
+            raise
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise StorageError(f"{target}: could not be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_shards(paths: Sequence[Path]) -> None:
+    """Tell files that were written one by one that they are shards of one set: whoever opens one finds the others.
+
+    FileWriter makes sets by itself, but deals the last rows of each call to shards by chance, so that the order would be lost.
+    """
+    for number, path in enumerate(paths):
+        with path.open("r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header |= {"shard_addresses": [other.name for other in paths], "shard_id": number}
+            for page in header["page"]:
+                page["shard_id"] = number
+            text = json.dumps(header, separators=(",", ":")).encode()
+            if len(text) + 8 > header["header_size"]:
+                raise DataError(f"{path}: a set of {len(paths)} shards does not fit its header; write fewer shards")
+            file.seek(0)
+            file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _older(target: Path) -> list[Path]:
+    """The files of an earlier set under this name, with whatever number of shards; indices first."""
+    pattern = re.compile(rf"{re.escape(target.name)}(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})")
+    files = [path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)]
+    return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))
+
+
+def _flush(path: Path, mode: int) -> None:
+    path.chmod(mode)  # FileWriter leaves its files to their owner alone, whatever the umask says
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

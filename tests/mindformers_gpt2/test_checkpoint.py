@@ -1,0 +1,68 @@
+"""`.ckpt` files beside the checkpoints, read back by MindSpore; a disk that cannot take them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+from common.errors import StorageError  # noqa: E402
+from common.training.checkpoint import find_checkpoint, whole_checkpoints  # noqa: E402
+from common.weights.files import open_safetensors  # noqa: E402
+from mindformers_gpt2.train import train  # noqa: E402
+from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
+
+
+def config_of(folder: Path, prefix: Path, **changes: Any) -> Any:
+    return make_config(
+        output_dir=str(folder),
+        data={"train": str(prefix), "split": "90,10,0"},
+        validation__max_samples=2,
+        logging={"tensorboard": False, "plot": False},
+        checkpoint__ckpt_prefix="gpt2",
+        checkpoint__interval=1,
+        checkpoint__keep=2,
+        **changes,
+    )
+
+
+def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
+    """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of the safetensors files."""
+    train(config_of(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4}))
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == ["gpt2_rank_0-1_3.ckpt", "gpt2_rank_0-1_4.ckpt"]
+    assert [path.name for path in whole_checkpoints(folder)] == ["step_00000003", "step_00000004"]
+    found = ms.load_checkpoint(str(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt"))
+    newest = find_checkpoint(folder)
+    assert newest is not None
+    expected = {}
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        with open_safetensors(newest / file) as reader:
+            expected |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    assert set(found) == {*expected, "epoch_num", "step_num"} and int(found["step_num"].asnumpy()) == 4
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].asnumpy(), values, err_msg=name)
+
+
+def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
+    """Steps of an epoch: samples // global batch."""
+    from common.training.data import open_data
+
+    config = config_of(tmp_path, corpus_prefix, train__global_batch_size=700, train__micro_batch_size=350, model__num_layers=1)
+    steps = open_data(config)[0].samples_per_epoch // 700
+    assert 1 <= steps < 4
+    train(config)
+    names = sorted(path.name for path in (tmp_path / "checkpoints" / "rank_0").iterdir())
+    assert names == [f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)]
+
+
+def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefix: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "rank_0").write_text("in the way")
+    with pytest.raises((StorageError, OSError), match="rank_0"):
+        train(config_of(tmp_path, corpus_prefix))
+    assert whole_checkpoints(tmp_path / "checkpoints"), "the checkpoint itself is whole"

@@ -1,0 +1,151 @@
+"""Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without, torch, or the host's rule."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+import torch_gpt2.device  # noqa: E402
+import torch_gpt2.engine  # noqa: E402
+import torch_gpt2.model  # noqa: E402
+from common.config.schema import LossScaleConfig, RunConfig  # noqa: E402
+from common.dataset import Batch  # noqa: E402
+from common.training.loop import StepResult  # noqa: E402
+from common.training.loss_scale import LossScale  # noqa: E402
+from common.training.state import TrainState  # noqa: E402
+from mindformers_gpt2.checkpoint import restore  # noqa: E402
+from mindformers_gpt2.device import open_device  # noqa: E402
+from mindformers_gpt2.engine import Engine  # noqa: E402
+from mindformers_gpt2.model import build_model, initialise  # noqa: E402
+from mindformers_gpt2.optimizer import DeviceLossScale  # noqa: E402
+from tests.mindformers_gpt2.test_model import make_config as base_config  # noqa: E402
+
+HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
+
+
+def make_config(**changes: Any) -> RunConfig:
+    changes = {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8, "weight_decay": 0.1}, **changes}
+    return base_config(train__max_steps=8, **changes)
+
+
+def make_engine(config: RunConfig) -> Engine:
+    device = open_device(config)
+    engine = Engine(build_model(config, device), config, device)
+    initialise(engine.master.tensors, config)
+    engine.master.write_back()
+    return engine
+
+
+def make_torch_engine(config: RunConfig) -> torch_gpt2.engine.Engine:
+    device = torch_gpt2.device.select_device("cpu")
+    engine = torch_gpt2.engine.Engine(torch_gpt2.model.build_model(config, device), config, device)
+    torch_gpt2.model.initialise(engine.master.tensors, config)
+    engine.master.write_back()
+    return engine
+
+
+def batches(count: int) -> list[Batch]:
+    generator = np.random.default_rng(3)
+    return [Batch(tokens=generator.integers(0, 101, (4, 17)).astype(np.int32), consumed_samples=0, sample_hash="") for _ in range(count)]
+
+
+def bits(results: list[StepResult]) -> list[tuple[Any, ...]]:
+    return [(result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__dropout": 0.1, "train__recompute": "selective"},
+        {"precision": HALF_WEIGHTS, "loss_scale": {"initial": 2.0**14, "window": 3}, "model__dropout": 0.1},
+    ],
+    ids=["dropout and recomputation", "float16 weights with a moving loss scale"],
+)
+def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """4 + 4 steps equal 8 bit for bit; also a second run of the same 8, for deterministic mode."""
+    config = make_config(train__deterministic=True, **changes)
+    whole = make_engine(config)
+    expected = bits(whole.run(iter(batches(8)), 8))
+    again = make_engine(config)
+    first = again.run(iter(batches(8)), 4)
+    from common.training.checkpoint import CheckpointWriter
+
+    state = TrainState(step=4, consumed_samples=16)
+    with CheckpointWriter(tmp_path, asynchronous=False) as writer:
+        folder = writer.save(again.snapshot(state))
+    resumed = make_engine(config)
+    assert restore(resumed, folder) == state
+    rest = resumed.run(iter(batches(8)[4:]), 4)
+    assert bits(first) + bits(rest) == expected
+    assert all(np.isfinite(row[0]) for row in expected)
+    if "precision" in changes:
+        assert len({row[2] for row in expected}) > 1, "the scale never moved"
+    for name, tensor in whole.master.tensors.items():
+        np.testing.assert_array_equal(tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name)
+
+
+def test_steps_in_flight_and_pynative_change_nothing() -> None:
+    """sink_size 4 equals 1 bit for bit; operators one by one agree within the rounding of fused sums, 1e-5."""
+    one = bits(make_engine(make_config(model__dropout=0.1)).run(iter(batches(8)), 8))
+    queued = make_engine(make_config(model__dropout=0.1, train__sink_size=4))
+    assert queued.steps_per_run == 4
+    assert bits(queued.run(iter(batches(4)), 4)) == one[:4]
+    try:
+        eager = bits(make_engine(make_config(model__dropout=0.1, context__mode=1)).run(iter(batches(8)), 8))
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
+    np.testing.assert_allclose([row[:2] for row in eager], [row[:2] for row in one], rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
+def test_float16_follows_torch(precision: Any) -> None:
+    """Losses within float16's rounding, and the same steps skipped from a scale that first overflows.
+
+    The scale of 2^40 overflows in both; its halving by 2^8 a step ends in the range where both are finite."""
+    config = make_config(precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2})
+    found = make_engine(config).run(iter(batches(8)), 8)
+    expected = make_torch_engine(config).run(iter(batches(8)), 8)
+    assert [step.skipped for step in found] == [step.skipped for step in expected]
+    assert [step.loss_scale for step in found] == [step.loss_scale for step in expected]
+    assert 0 < sum(step.skipped for step in found) < 8
+    np.testing.assert_allclose([step.loss for step in found], [step.loss for step in expected], rtol=2e-3)
+
+
+def test_float16_weights_keep_float32_copies() -> None:
+    engine = make_engine(make_config(precision=HALF_WEIGHTS))
+    engine.run(iter(batches(2)), 2)
+    for name, parameter in engine.master.model.items():
+        assert parameter.dtype == ms.float16 and engine.master.tensors[name].dtype == ms.float32
+        np.testing.assert_array_equal(parameter.asnumpy(), engine.master.tensors[name].asnumpy().astype(np.float16))
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "none"])
+def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
+    """60 random verdicts, with a window, a hysteresis and a minimum that all act."""
+    config = LossScaleConfig(mode=mode, initial=64.0, factor=4.0, window=3, hysteresis=2, minimum=2.0)
+    open_device(make_config())
+    host, device = LossScale(config), DeviceLossScale(config)
+    moved = ms.jit(device)
+    seen = set()
+    for finite in np.random.default_rng(5).random(60) < 0.6:
+        host.update(bool(finite))
+        moved(ms.Tensor(bool(finite)))
+        assert device.read() == host
+        seen.add(host.value)
+    assert (len(seen) > 3 and min(seen) == 2.0) if mode == "dynamic" else seen == {64.0 if mode == "static" else 1.0}
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    engine = make_engine(make_config())
+    engine.run(iter(batches(1)), 1)
+    before = {name: tensor.asnumpy().copy() for name, tensor in engine.master.tensors.items()}
+    ms.ops.assign(engine.loss_scale.value, ms.Tensor(float("inf"), ms.float32))
+    [result] = engine.run(iter(batches(1)), 1)
+    assert result.skipped and int(engine.optimizer.steps.asnumpy()) == 1
+    for name, tensor in engine.master.tensors.items():
+        np.testing.assert_array_equal(tensor.asnumpy(), before[name])

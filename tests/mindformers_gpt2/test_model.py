@@ -1,0 +1,137 @@
+"""Dropout against the same arithmetic in numpy and against its statistics; recomputation against none."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+from common.config.load import build_config  # noqa: E402
+from common.config.resolve import resolve_config, resolve_length  # noqa: E402
+from common.config.schema import RunConfig  # noqa: E402
+from mindformers_gpt2.device import open_device  # noqa: E402
+from mindformers_gpt2.model import GELU, Dropout, build_model, dropout_keys, initialise  # noqa: E402
+from tests.changes import changed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "backend": "mindspore",
+        "device": "cpu",
+        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101},
+        "train": {"max_steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {"name": "sgd", "learning_rate": 0.3, "schedule": "constant", "clip_grad": 0.0},
+    }
+    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+
+
+def keep_by_numpy(count: int, key: np.ndarray, rate: float) -> np.ndarray:
+    """What the docstring of Dropout says, in numpy's wrapping arithmetic."""
+    bits = np.arange(count, dtype=np.uint32) * key[1] + key[0]
+    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
+    bits = (bits ^ (bits >> np.uint32(12))) * np.uint32(0x297A2D39)
+    return bits >= np.uint32(rate * 2**32)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_follows_from_key_and_place(rate: float) -> None:
+    open_device(make_config())
+    dropout = ms.jit(Dropout(rate, native=False))
+    x = np.random.default_rng(0).standard_normal((3, 8, 64)).astype(np.float32)
+    keys = dropout_keys(make_config(), 7, 1)
+    found = dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy()
+    np.testing.assert_allclose(found, x * keep_by_numpy(x.size, keys[2], rate).reshape(x.shape) / (1 - rate), rtol=1e-6)
+    assert np.array_equal(found, dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy())
+    np.testing.assert_array_equal(dropout(ms.Tensor(x), None).asnumpy(), x)
+
+
+def test_dropout_masks_look_independent() -> None:
+    """Share, neighbours, far places, other steps, micro batches and layers: correlations of 2^18 bits stay within five deviations."""
+    rate, count = 0.1, 2**18
+    keys = {(step, micro): dropout_keys(make_config(), step, micro) for step in (1, 2, 3) for micro in (0, 1)}
+    masks = {(*where, place): keep_by_numpy(count, key[place], rate) for where, key in keys.items() for place in range(4)}
+    limit = 5 / np.sqrt(count)
+    for kept in masks.values():
+        assert abs(kept.mean() - (1 - rate)) < limit * np.sqrt(rate * (1 - rate))
+        for distance in (1, 2, 16, 64, 1024, 4096):
+            assert abs(np.corrcoef(kept[distance:], kept[:-distance])[0, 1]) < limit * 1.1
+    several = list(masks.values())
+    for index, one in enumerate(several):
+        for other in several[:index]:
+            assert abs(np.corrcoef(one, other)[0, 1]) < limit
+    assert len({key.tobytes() for key in keys.values()}) == len(keys)
+
+
+def test_dropout_reaches_every_place_and_evaluation_none() -> None:
+    """A model that drops at one place only differs from one that drops nothing, for each of the three rates."""
+    ids = ms.Tensor(np.random.default_rng(0).integers(0, 101, (2, 16)).astype(np.int32))
+    outputs = {}
+    for name in (None, "embedding_dropout", "attention_dropout", "hidden_dropout"):
+        config = make_config(**({f"model__{name}": 0.3} if name else {}))
+        model = build_model(config, open_device(config))
+        initialise({parameter.name: parameter for parameter in model.get_parameters()}, config)
+        keys = ms.Tensor(dropout_keys(config, 1, 0))
+        outputs[name] = model(ids, keys).asnumpy()
+        np.testing.assert_array_equal(model(ids).asnumpy(), outputs.setdefault("none", model(ids).asnumpy()))
+    np.testing.assert_array_equal(outputs[None], outputs["none"])
+    for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
+        assert np.abs(outputs[name] - outputs["none"]).max() > 0.01
+
+
+def test_gelu_written_out_is_the_kernel() -> None:
+    x = ms.Tensor(np.linspace(-12, 12, 4001, dtype=np.float32))
+    np.testing.assert_allclose(GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_no_gradient(mode: str) -> None:
+    """With dropout: the recomputed mask must be the same mask."""
+    tokens = np.random.default_rng(0).integers(0, 101, (2, 17)).astype(np.int32)
+    found = {}
+    for recompute in ("none", mode):
+        config = make_config(train__recompute=recompute, model__dropout=0.1)
+        model = build_model(config, open_device(config))
+        tensors = {parameter.name: parameter for parameter in model.get_parameters()}
+        initialise(tensors, config)
+        function = ms.jit(ms.value_and_grad(model.loss_sum, None, list(tensors.values())))
+        loss, gradients = function(ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:]), ms.Tensor(dropout_keys(config, 1, 0)))
+        found[recompute] = [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
+    for one, other in zip(found["none"], found[mode], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+COUNT = """
+import sys
+import numpy as np, mindspore as ms
+from tests.mindformers_gpt2.test_model import make_config
+from mindformers_gpt2.device import open_device
+from mindformers_gpt2.model import build_model
+config = make_config(train__recompute=sys.argv[1], context__save_graphs=True, context__save_graphs_path=sys.argv[2])
+model = build_model(config, open_device(config))
+tokens = ms.Tensor(np.zeros((2, 16), np.int32))
+ms.jit(ms.value_and_grad(model.loss_sum, None, list(model.get_parameters())))(tokens, tokens)
+"""
+
+
+def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -> None:
+    """In MindSpore's own dump of the graph it runs: softmax and gelu twice, with full also five of a block's six matrix products."""
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        folder = tmp_path / mode
+        command = [sys.executable, "-c", COUNT, mode, str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        graph = next(path for path in folder.rglob("*.ir") if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)).read_text()
+        counts[mode] = {name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")}
+    assert counts["none"]["Softmax"] == counts["none"]["Sigmoid"] == 2
+    assert counts["selective"] == counts["none"] | {"Softmax": 4, "Sigmoid": 4}
+    assert counts["full"] == {"Softmax": 4, "Sigmoid": 4, "MatMul": counts["none"]["MatMul"] + 2 * 5}
