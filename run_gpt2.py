@@ -15,13 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-RUN_MODES = ("train", "finetune", "eval", "predict")
+RUN_MODES = ("train", "finetune", "eval", "predict", "export")
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run_gpt2.py",
-        description="Train, evaluate and generate with GPT-2 from one YAML.",
+        description="Train, evaluate, generate with and export GPT-2 from one YAML.",
         epilog="Any key of the configuration can follow as section.key=value, for example train.max_steps=100."
         " All keys: configs/schema.json, or any run folder's config.yaml.",
         allow_abbrev=False,
@@ -63,13 +63,15 @@ def run(arguments: argparse.Namespace) -> None:
     config = resolve_config(config, world_size=_world_size())
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
+    if arguments.run_mode == "export" and config.backend != "mindspore":
+        raise ConfigError("--run_mode export is for backend mindspore in this version (it writes MindIR); add backend=mindspore")
     try:
         importlib.import_module(config.backend)
     except ImportError as error:
         raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
     if arguments.run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict"}[arguments.run_mode]
+    name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[arguments.run_mode]
     getattr(importlib.import_module(f"{package}.{name}"), name)(config)
 
 

@@ -51,10 +51,10 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
         return snapshot
     epoch, step = _epoch_and_step(engine, state)
     tensors = weights | moments | {"epoch_num": np.int32(epoch), "step_num": np.int32(state.step)}
-    return replace(snapshot, beside=partial(write_ckpt, tensors, f"{prefix}_rank_0", f"{epoch}_{step}", engine.config.checkpoint.keep))
+    return replace(snapshot, beside=partial(_write_ckpt, tensors, f"{prefix}_rank_0", f"{epoch}_{step}", engine.config.checkpoint.keep))
 
 
-def write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, folder: Path) -> None:
+def _write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, folder: Path) -> None:
     """Write ``folder/rank_0/NAME-EPOCH_STEP.ckpt``, whole or not at all, and keep the newest ``keep`` of this name (0: all)."""
     rank_folder = folder / "rank_0"
     rank_folder.mkdir(parents=True, exist_ok=True)

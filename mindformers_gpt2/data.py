@@ -1,21 +1,26 @@
-"""Token batches from numpy to MindSpore, and token files as MindRecord."""
+"""Token batches through MindSpore's data pipeline to its tensors, and token files as MindRecord."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, dataset
 from mindspore.mindrecord import FileWriter
 from numpy.typing import NDArray
 
-from common.dataset import GPTDataset
+from common.dataset import Batch, GPTDataset
 from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, write_metadata
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
 from common.dataset.mindrecord_output import join_shards, publication, shard_names
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
+from common.training.data import TrainingData
+from common.training.state import TrainState
 
 _SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}
 # Tokens in one call, 4 MB at most: FileWriter looks for 10 MB of free disk before each, and crashes when a call runs out of it.
@@ -36,6 +41,42 @@ class WrittenMindRecord:
 def inputs_and_targets(tokens: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
     """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int32."""
     return Tensor(np.ascontiguousarray(tokens[:, :-1])), Tensor(np.ascontiguousarray(tokens[:, 1:]))
+
+
+@contextmanager
+def training_batches(data: TrainingData, state: TrainState) -> Iterator[Iterator[Batch]]:
+    """Batches from where ``state`` stands, read ahead by a GeneratorDataset that ends with the context; the sampler's order."""
+    if not data.prefetch:
+        yield data.batches(state)
+        return
+    failures: list[Exception] = []
+
+    def rows() -> Iterator[tuple[Any, ...]]:
+        try:
+            for batch in data.batches(state):
+                yield batch.tokens, np.int64(batch.consumed_samples), np.array(batch.sample_hash)
+        except Exception as error:  # MindSpore would bury it in a report of its own
+            failures.append(error)
+            raise
+
+    columns = ["tokens", "consumed_samples", "sample_hash"]
+    dataset.config.set_prefetch_size(data.prefetch)
+    pipeline = dataset.GeneratorDataset(rows, columns, shuffle=False, num_parallel_workers=1, python_multiprocessing=False)
+    source = pipeline.create_tuple_iterator(num_epochs=1, output_numpy=True)
+
+    def batches() -> Iterator[Batch]:
+        try:
+            for tokens, consumed, sample_hash in source:
+                yield Batch(tokens=tokens, consumed_samples=int(consumed), sample_hash=str(sample_hash))
+        except RuntimeError:
+            if failures:
+                raise failures[0] from None
+            raise
+
+    try:
+        yield batches()
+    finally:
+        source.release()
 
 
 def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:

@@ -34,8 +34,9 @@ class MindSporeDevice:
         return _COMMUNICATION[self.kind]
 
     def supports(self, float_name: str) -> bool:
-        """MindSpore has no bfloat16 matrix product on a CPU."""
-        return float_name != "bfloat16" or self.kind == "npu"
+        """MindSpore has no bfloat16 matrix product on a CPU, and the first Ascend 910 has none."""
+        accelerator = find_accelerator(self.name)
+        return float_name != "bfloat16" or (self.kind == "npu" and (accelerator is None or accelerator.name != "Ascend 910A"))
 
     @property
     def native_kernels(self) -> bool:
@@ -96,7 +97,8 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
         kind = "npu" if _available("npu") else "cpu"
     if not _available(kind):
         raise DeviceError(
-            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use device=cpu, or its Ascend build"
+            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use device=cpu,"
+            f" or check that this is MindSpore's {_TARGETS[kind]} build, its driver is loaded and the device is seen"
         )
     if kind == "cpu":
         keep_freed_memory()

@@ -241,9 +241,10 @@ class GPT2(nn.Cell):
         new_keys, new_values = [], []
         for index, block in enumerate(self.h):
             x, k, v = block(x, later, None, keys[index], values[index], at)
-            new_keys.append(k)
-            new_values.append(v)
-        return self.logits(self.ln_f(x)[:, -1]), ops.stack(new_keys), ops.stack(new_values)
+            new_keys.append(ops.expand_dims(k, 0))
+            new_values.append(ops.expand_dims(v, 0))
+        # Of a dynamic batch, ops.stack in an exported graph returns the shape of its first call ever after (MindSpore 2.10).
+        return self.logits(self.ln_f(x)[:, -1]), ops.concat(new_keys), ops.concat(new_values)
 
     def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""

@@ -12,6 +12,7 @@ from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.state import TrainState
 from mindformers_gpt2.checkpoint import load_weights, restore
+from mindformers_gpt2.data import training_batches
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import build_model, initialise
@@ -42,7 +43,7 @@ def train(config: RunConfig) -> None:
                 folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
-            data.training_batches(state) as batches,
+            training_batches(data, state) as batches,
         ):
             run = Run(
                 config=config,

@@ -63,6 +63,7 @@ _MINDSPORE_ONLY = (
     *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
     *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
     "checkpoint.ckpt_prefix",
+    "export.batch_size",
 )
 
 

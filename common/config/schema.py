@@ -7,6 +7,7 @@ A config is data: frozen, strict, with unknown keys refused. Values that follow 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
@@ -282,6 +283,13 @@ class PredictConfig(Section):
     """End a sequence at the end-of-text token."""
 
 
+class ExportConfig(Section):
+    """--run_mode export, on MindSpore alone in this version."""
+
+    batch_size: Count | None = None
+    """Sequences at once that the exported files take; any number when left out."""
+
+
 class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
@@ -295,6 +303,12 @@ def _mode(value: Any) -> Any:
     return {0: "graph", 1: "pynative"}.get(value, value) if isinstance(value, int) else value
 
 
+def _memory(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(r"\d+(\.\d+)?GB", value) or float(value[:-2]) == 0:
+        raise ValueError(f"expected a size such as 30GB, found {value!r}")
+    return value
+
+
 class ContextConfig(Section):
     """How the device is used, in MindFormers' words. On torch, device_target, device_id and max_device_memory alone."""
 
@@ -306,7 +320,7 @@ class ContextConfig(Section):
     """Another name for device."""
     device_id: NonNegativeInt = 0
     """Which of this machine's devices."""
-    max_device_memory: Annotated[str, Field(pattern=r"^\d+(\.\d+)?GB$")] | None = None
+    max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
     """Most memory to take of an accelerator, such as 30GB."""
     max_call_depth: Count = 10000
     """Deepest nesting of calls in a graph."""
@@ -349,6 +363,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     predict: PredictConfig = PredictConfig()
+    export: ExportConfig = ExportConfig()
     logging: LoggingConfig = LoggingConfig()
     context: ContextConfig = ContextConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -55,11 +55,14 @@ class TrainingData:
     def samples_per_epoch(self) -> int:
         return self.sampler.samples.samples_per_epoch if self.sampler else 0
 
-    def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
-        """Batches from where ``state`` stands, read ahead by a thread that ends with the context."""
+    def batches(self, state: TrainState) -> Iterator[Batch]:
+        """Batches from where ``state`` stands, read when asked."""
         assert self.sampler is not None
-        batches = self.sampler.batches(state.consumed_samples, state.sample_hash or None)
-        return Prefetch(batches, self.prefetch) if self.prefetch else nullcontext(batches)
+        return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
+
+    def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
+        """The same, read ahead by a thread that ends with the context."""
+        return Prefetch(self.batches(state), self.prefetch) if self.prefetch else nullcontext(self.batches(state))
 
     def require_validation(self) -> Iterator[Tokens]:
         if self.validation is None:

@@ -30,7 +30,7 @@ HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
 
 def make_config(**changes: Any) -> RunConfig:
     changes = {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8, "weight_decay": 0.1}, **changes}
-    return base_config(train__max_steps=8, **changes)
+    return base_config(train__max_steps=8, model__num_layers=1, **changes)
 
 
 def make_engine(config: RunConfig) -> Engine:

@@ -77,15 +77,14 @@ def test_dropout_reaches_every_place_and_evaluation_none() -> None:
     ids = ms.Tensor(np.random.default_rng(0).integers(0, 101, (2, 16)).astype(np.int32))
     outputs = {}
     for name in (None, "embedding_dropout", "attention_dropout", "hidden_dropout"):
-        config = make_config(**({f"model__{name}": 0.3} if name else {}))
+        config = make_config(model__num_layers=1, **({f"model__{name}": 0.3} if name else {}))
         model = build_model(config, open_device(config))
         initialise({parameter.name: parameter for parameter in model.get_parameters()}, config)
         keys = ms.Tensor(dropout_keys(config, 1, 0))
         outputs[name] = model(ids, keys).asnumpy()
-        np.testing.assert_array_equal(model(ids).asnumpy(), outputs.setdefault("none", model(ids).asnumpy()))
-    np.testing.assert_array_equal(outputs[None], outputs["none"])
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
-        assert np.abs(outputs[name] - outputs["none"]).max() > 0.01
+        assert np.abs(outputs[name] - outputs[None]).max() > 0.01
+    np.testing.assert_array_equal(model(ids).asnumpy(), outputs[None])  # no keys, no dropout
 
 
 def test_gelu_written_out_is_the_kernel() -> None:
@@ -99,7 +98,7 @@ def test_recomputation_changes_no_gradient(mode: str) -> None:
     tokens = np.random.default_rng(0).integers(0, 101, (2, 17)).astype(np.int32)
     found = {}
     for recompute in ("none", mode):
-        config = make_config(train__recompute=recompute, model__dropout=0.1)
+        config = make_config(train__recompute=recompute, model__dropout=0.1, model__num_layers=1)
         model = build_model(config, open_device(config))
         tensors = {parameter.name: parameter for parameter in model.get_parameters()}
         initialise(tensors, config)

@@ -1,5 +1,6 @@
 """torch and MindSpore on the same weights and batches, and transformers beside them."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ def make_config(folder: Path, prefix: Path, **changes: Any) -> RunConfig:
         "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24, "vocab_size": VOCABULARY},
         "train": {"max_steps": 20, "micro_batch_size": 2, "global_batch_size": 4},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 20, "weight_decay": 0.1, "clip_grad": 2.3},
-        "data": {"train": str(prefix), "split": "90,10,0"},
-        "validation": {"max_samples": 4},
+        "data": {"train": str(prefix), "split": "100,0,0"},
         "logging": {"tensorboard": False, "plot": False},
     }
     return resolve_config(build_config(changed(tree, changes)))
@@ -114,8 +114,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 SGD = {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0}
 OPTIMIZERS = {
-    "adamw, clip on some steps": {},
-    "sgd, no clip": {"optimizer": SGD},
     "sgd, clip on some steps": {"optimizer": SGD | {"clip_grad": 2.0, "weight_decay": 0.01}},
     "adam": {"optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1, "schedule": "linear"}},
 }
@@ -158,34 +156,37 @@ def test_two_hundred_steps_are_equal(tmp_path: Path, corpus_prefix: Path, optimi
 @pytest.mark.parametrize("backend", ["mindspore", "torch"])
 def test_sgd_resumes_with_and_without_momentum(tmp_path: Path, corpus_prefix: Path, backend: str) -> None:
     train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}[backend]
-    for steps, momentum in ((2, 0.0), (4, 0.0), (6, 0.9), (8, 0.9), (10, 0.0)):
-        train(make_config(tmp_path / "run", corpus_prefix, train__max_steps=steps, optimizer=SGD | {"momentum": momentum}))
-    train(make_config(tmp_path / "whole", corpus_prefix, train__max_steps=4, optimizer=SGD | {"momentum": 0.0}))
+    small = {"model__num_layers": 1}
+    for steps, momentum in ((2, 0.0), (4, 0.0), (6, 0.9), (8, 0.0)):
+        changes = small | {"optimizer": SGD | {"momentum": momentum}}
+        train(make_config(tmp_path / "run", corpus_prefix, train__max_steps=steps, **changes))
+    train(make_config(tmp_path / "whole", corpus_prefix, train__max_steps=4, **small, optimizer=SGD | {"momentum": 0.0}))
     assert [row["loss"] for row in rows_of(tmp_path / "run")][:4] == [row["loss"] for row in rows_of(tmp_path / "whole")]
 
 
 def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
+    """10 + 10 equal 20 bit for bit on MindSpore; 10 on torch, 10 on MindSpore and 10 on torch equal 30 in one within 1e-4."""
     train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}
 
     def go(folder: str, backend: str, steps: int) -> None:
-        train[backend](make_config(tmp_path / folder, corpus_prefix, train__max_steps=steps, backend=backend))
+        train[backend](make_config(tmp_path / folder, corpus_prefix, train__max_steps=steps, optimizer__decay_steps=30, backend=backend))
 
-    go("whole", "mindspore", 20)
+    go("whole", "mindspore", 30)
     go("halves", "mindspore", 10)
     go("halves", "mindspore", 20)
     keys = ("loss", "grad_norm", "learning_rate", "sample_hash")
     assert [[row[key] for key in keys] for row in rows_of(tmp_path / "halves")] == [
-        [row[key] for key in keys] for row in rows_of(tmp_path / "whole")
+        [row[key] for key in keys] for row in rows_of(tmp_path / "whole")[:20]
     ]
-    for step, backend in ((6, "torch"), (12, "mindspore"), (20, "torch")):
+    for step, backend in ((10, "torch"), (20, "mindspore"), (30, "torch")):
         go("mixed", backend, step)
     mixed, whole = rows_of(tmp_path / "mixed"), rows_of(tmp_path / "whole")
     np.testing.assert_allclose([row["loss"] for row in mixed], [row["loss"] for row in whole], rtol=1e-4)
     assert mixed[-1]["sample_hash"] == whole[-1]["sample_hash"]
-    losses = []
+    results = []
     for module in (torch_gpt2.evaluate, mindformers_gpt2.evaluate):
-        module.evaluate(load_config(tmp_path / "mixed" / "config.yaml"))
-        import json
-
-        losses.append(json.loads((tmp_path / "mixed" / "evaluation.json").read_text())["validation_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        overrides = ["data.split=90,10,0", "validation.max_samples=5"]  # batches of 2, 2 and 1
+        module.evaluate(load_config(tmp_path / "mixed" / "config.yaml", overrides))
+        results.append(json.loads((tmp_path / "mixed" / "evaluation.json").read_text()))
+    for key in ("validation_loss", "validation_perplexity"):
+        assert results[0][key] == pytest.approx(results[1][key], rel=1e-5)

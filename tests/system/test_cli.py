@@ -78,7 +78,7 @@ def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
     [
         ("train", ["train.max_step=3"], "command line: train.max_step: unknown key; did you mean train.max_steps?"),
         ("train", ["model.vocab_size=50000", "data.train={small}"], "has 50257 tokens but model.vocab_size=50000"),
-        ("train", ["backend=mindspore", "train.recompute=full"], "backend=mindspore"),
+        ("train", ["backend=mindspore", "train.compile=true"], "train.compile=true is for backend torch"),
         ("finetune", [], "give checkpoint.init_from"),
         ("eval", [], "no whole checkpoint here"),
         ("predict", ["predict.prompt=Hello"], "no whole checkpoint here"),

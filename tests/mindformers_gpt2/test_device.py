@@ -1,0 +1,109 @@
+"""What MindSpore or this machine cannot do is one message, before any graph is compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+from common.config.schema import ContextConfig  # noqa: E402
+from common.config.vendor import mindspore_context  # noqa: E402
+from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
+from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device  # noqa: E402
+from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"device": "npu"}, DeviceError, "device=npu.*no Ascend device"),
+        ({"device": "cuda"}, DeviceError, "device=cuda.*no GPU device"),
+        ({"device": "auto", "context__device_target": "Ascend"}, DeviceError, "device=npu"),
+        ({"context__device_target": "GPU"}, ConfigError, "device=cpu and context.device_target=GPU"),
+        ({"precision": "bf16"}, DeviceError, "precision.compute=bfloat16"),
+        ({"context__max_device_memory": "30GB"}, ConfigError, "for accelerators"),
+        ({"context__max_device_memory": "30"}, ConfigError, "such as 30GB"),
+        ({"context__enable_graph_kernel": True}, ConfigError, "for accelerators"),
+        ({"context__mode": "pynative", "train__recompute": "full"}, ConfigError, "needs context.mode=graph"),
+        ({"train__recompute_slice_activation": True}, ConfigError, "model_parallel above 1"),
+        ({"train__compile": True}, ConfigError, "for backend torch"),
+        ({"parallel__zero_stage": 1}, ConfigError, "zero_stage=1"),
+    ],
+)
+def test_refused_with_the_reason(changes: dict[str, Any], error: type[GPT2Error], message: str) -> None:
+    with pytest.raises(error, match=message):
+        open_device(make_config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__sink_size": 2},
+        {"train__mp_comm_recompute": False},
+        {"checkpoint__ckpt_prefix": "gpt2"},
+        {"context__mode": 1},
+        {"context__save_graphs": True},
+    ],
+)
+def test_mindspores_own_settings_are_refused_on_torch(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is for backend mindspore"):
+        make_config(backend="torch", **changes)
+
+
+def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(ConfigError, match=r"numpy 2\.1\.0; pip install numpy==1\.26\.4"):
+        select_device("cpu")
+
+
+def test_without_mindspore_the_front_door_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "mindspore.py").write_text("raise ImportError('No module named mindspore')")
+    command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "--run_mode", "train"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "backend=mindspore"], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "backend=mindspore: it cannot be imported" in done.stderr and "pip install '.[mindspore]'" in done.stderr
+
+
+def test_only_later_ascends_have_bfloat16() -> None:
+    for name, expected in (("Ascend910B3", True), ("Ascend910A", False), ("Ascend910PremiumA", False)):
+        device = MindSporeDevice(kind="npu", index=0, name=name)
+        assert device.supports("bfloat16") is expected
+        if not expected:
+            with pytest.raises(DeviceError, match="bfloat16"):
+                check_support(make_config(precision="bf16", device="npu"), device)
+
+
+def test_the_context_in_mindspores_words() -> None:
+    """All settings of MindFormers' section, golden; 0 and 1 are its names of the modes."""
+    assert mindspore_context(ContextConfig()) == {"mode": ms.GRAPH_MODE, "max_call_depth": 10000}
+    full = ContextConfig.model_validate(
+        {
+            "mode": 1,
+            "max_device_memory": "31GB",
+            "max_call_depth": 50,
+            "save_graphs": True,
+            "save_graphs_path": "graphs",
+            "enable_graph_kernel": True,
+            "graph_kernel_flags": "--opt_level=2",
+        }
+    )
+    assert mindspore_context(full) == {
+        "mode": ms.PYNATIVE_MODE,
+        "max_call_depth": 50,
+        "save_graphs": True,
+        "save_graphs_path": "graphs",
+        "enable_graph_kernel": True,
+        "graph_kernel_flags": "--opt_level=2",
+        "max_device_memory": "31GB",
+    }
+    known = ms.set_context.__doc__
+    assert all(f"{name} (" in known for name in mindspore_context(full) if not name.startswith(("enable_graph", "graph_kernel")))

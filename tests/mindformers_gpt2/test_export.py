@@ -1,0 +1,286 @@
+"""MindIR files against torch, against our own generation in a process without this project, and on disks that refuse."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+torch = pytest.importorskip("torch")
+from safetensors.numpy import load_file  # noqa: E402
+
+import mindformers_gpt2.checkpoint  # noqa: E402
+import mindformers_gpt2.device  # noqa: E402
+import mindformers_gpt2.export  # noqa: E402
+import mindformers_gpt2.model  # noqa: E402
+import mindformers_gpt2.predict  # noqa: E402
+import torch_gpt2.checkpoint  # noqa: E402
+import torch_gpt2.device  # noqa: E402
+import torch_gpt2.model  # noqa: E402
+import torch_gpt2.train  # noqa: E402
+from common.config.load import build_config  # noqa: E402
+from common.config.resolve import resolve_config  # noqa: E402
+from common.config.schema import PredictConfig, RunConfig  # noqa: E402
+from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, StorageError  # noqa: E402
+from common.training.checkpoint import require_checkpoint  # noqa: E402
+from common.training.setup import Prompt  # noqa: E402
+from common.weights.files import write_safetensors  # noqa: E402
+from tests.changes import changed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY, WINDOW, POSITIONS = 101, 16, 20
+
+
+def make_config(folder: Path, **changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": str(folder),
+        "backend": "mindspore",
+        "device": "cpu",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": WINDOW,
+            "max_positions": POSITIONS,
+            "vocab_size": VOCABULARY,
+        },
+        "train": {"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    return resolve_config(build_config(changed(tree, changes)))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
+    """A checkpoint of torch, every weight then drawn anew so that no part is too small to be seen; MindSpore would refuse its path."""
+    folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
+    torch_gpt2.train.train(make_config(folder, backend="torch", data={"train": str(corpus_prefix)}))
+    checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
+    file, manifest = checkpoint / "model.safetensors", json.loads((checkpoint / "manifest.json").read_text())
+    deviation = {name: 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2 for name in load_file(file)}
+    weights = {name: random.normal(0, deviation[name], values.shape).astype(np.float32) for name, values in load_file(file).items()}
+    manifest["files"][file.name] = {"crc32": write_safetensors(file, weights), "bytes": file.stat().st_size}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run_folder: Path) -> Path:
+    mindformers_gpt2.export.export(make_config(run_folder))
+    return run_folder / "export"
+
+
+def torch_logits(run_folder: Path, ids: Any) -> Any:
+    config = make_config(run_folder)
+    model = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
+    torch_gpt2.checkpoint.load_weights(dict(model.named_parameters()), config.model, require_checkpoint(run_folder, "test"))
+    with torch.no_grad():
+        hidden = model(torch.from_numpy(ids).long())
+        return model.logits(hidden).float().numpy()
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def random_ids(batch: int, length: int) -> Any:
+    return np.random.default_rng(batch).integers(0, VOCABULARY, (batch, length)).astype(np.int32)
+
+
+def test_logits_are_those_of_torch_for_any_batch_and_length(run_folder: Path, exported: Path) -> None:
+    """float32: 1e-5 at logits of about 10."""
+    loaded = ms.nn.GraphCell(ms.load(str(exported / "model.mindir")))
+    for batch, length in ((1, WINDOW), (5, 3), (2, POSITIONS), (1, 1), (5, WINDOW)):
+        ids = random_ids(batch, length)
+        found, expected = loaded(ms.Tensor(ids)).asnumpy(), torch_logits(run_folder, ids)
+        assert found.shape == (batch, length, VOCABULARY) and found.dtype == np.float32
+        assert np.abs(expected).max() > 1
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+GENERATE = """
+import json, sys
+import numpy as np, mindspore as ms
+folder, batches, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+graph = json.load(open(folder + "/export.json"))["graphs"]["decode"]
+inputs = {each["name"]: each for each in graph["inputs"]}
+assert list(inputs) == ["token", "position", "keys", "values"]
+decode = ms.nn.GraphCell(ms.load(folder + "/" + graph["file"]))
+answers = []
+for rows in batches:
+    ids = np.array(rows, np.int32)
+    shape = [len(rows) if size == "batch" else size for size in inputs["keys"]["shape"]]
+    keys = values = ms.Tensor(np.zeros(shape, inputs["keys"]["dtype"]))
+    prompt = ids.shape[1]
+    for position in range(prompt + steps - 1):
+        logits, keys, values = decode(ms.Tensor(ids[:, position : position + 1]), ms.Tensor(np.array([position], np.int32)), keys, values)
+        assert list(keys.shape) == shape
+        if position >= prompt - 1:
+            ids = np.concatenate([ids, logits.asnumpy().argmax(-1).astype(np.int32)[:, None]], 1)
+    answers.append(ids[:, prompt:].tolist())
+assert not {"common", "mindformers_gpt2", "torch"} & set(sys.modules)
+print(json.dumps(answers))
+"""
+
+
+def test_a_process_without_this_project_generates_the_same_tokens(run_folder: Path, exported: Path, tmp_path: Path) -> None:
+    """Three prompts at once, then one, then two: each equals what our own generation says of it alone."""
+    config = make_config(run_folder)
+    model = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    mindformers_gpt2.checkpoint.load_weights(parameters, config.model, require_checkpoint(run_folder, "test"))
+    batches = [[[5, 9, 2], [7, 100, 0], [33, 33, 34]], [[3]], [[61, 1, 1, 8, 2], [5, 4, 3, 2, 1]]]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", GENERATE, str(exported), json.dumps(batches), "12"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    device, generator = mindformers_gpt2.device.select_device("cpu"), np.random.default_rng(0)
+    expected = [
+        [
+            list(mindformers_gpt2.predict.generate(model, Prompt(text="", ids=row, new_tokens=12), PredictConfig(), -1, device, generator))
+            for row in rows
+        ]
+        for rows in batches
+    ]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3  # no two alike, none of one token
+
+
+def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None:
+    record = json.loads((exported / "export.json").read_text())
+    found = fingerprints(exported)
+    del found["export.json"]
+    assert {name: file["sha256"] for name, file in record["files"].items()} == found
+    assert all(file["bytes"] == (exported / name).stat().st_size for name, file in record["files"].items())
+    assert record["checkpoint"] == str(run_folder / "checkpoints" / "step_00000001")
+    assert record["model"] == make_config(run_folder).model.model_dump()
+    assert record["mindspore"] == ms.__version__ and set(record["dynamic"]) == {"batch", "length"}
+    assert all(0 <= graph["max_abs_difference"] <= 1e-6 for graph in record["graphs"].values())
+    modes = {path.stat().st_mode & 0o777 for path in exported.iterdir()}
+    assert len(modes) == 1  # as the umask has it, export.json as well as MindSpore's
+
+
+def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and products in float16 against torch in float32: 1 % of the largest logit. Above 1 GB, here above 0, weights lie apart."""
+    monkeypatch.setattr("mindspore.train.serialization.TOTAL_SAVE", 0)
+    other = run_folder.parent / "half"
+    types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
+    mindformers_gpt2.export.export(
+        make_config(other, checkpoint__load=str(run_folder), precision=types, export__batch_size=2, context__mode="pynative")
+    )
+    record = json.loads((other / "export" / "export.json").read_text())
+    assert {"model_graph.mindir", "model_variables/data_0", "decode_graph.mindir", "decode_variables/data_0"} == set(record["files"])
+    assert record["graphs"]["decode"]["inputs"][2] == {"name": "keys", "shape": [2, 2, 4, POSITIONS, 8], "dtype": "float16"}
+    assert list(record["dynamic"]) == ["length"]
+    weights = sum(parameter.numel() for parameter in build_torch(run_folder).parameters())
+    assert record["files"]["model_variables/data_0"]["bytes"] < 2.2 * weights
+    loaded, ids = ms.nn.GraphCell(ms.load(str(other / "export" / "model_graph.mindir"))), random_ids(2, 9)
+    expected = torch_logits(run_folder, ids)
+    np.testing.assert_allclose(loaded(ms.Tensor(ids)).asnumpy(), expected, rtol=0, atol=0.01 * np.abs(expected).max())
+    with pytest.raises(Exception, match=r"shape|input"):
+        loaded(ms.Tensor(random_ids(3, 9))).asnumpy()
+
+
+def build_torch(run_folder: Path) -> Any:
+    return torch_gpt2.model.build_model(make_config(run_folder), torch_gpt2.device.select_device("cpu"))
+
+
+def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint here .*checkpoint\.load"):
+        mindformers_gpt2.export.export(make_config(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"has 101 tokens but model\.vocab_size=90"):
+        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90))
+
+
+def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills while MindSpore writes, and while the folders change names; and an export killed between two renames is put back."""
+    shutil.copytree(exported, tmp_path / "export")
+    config = make_config(tmp_path, checkpoint__load=str(run_folder))
+    before = fingerprints(tmp_path / "export")
+
+    def full(*_: Any, **words: Any) -> None:
+        Path(words["file_name"] + ".mindir").write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(error: type[GPT2Error]) -> None:
+        with pytest.raises(error, match="No space left on device; an older export is untouched"):
+            mindformers_gpt2.export.export(config)
+        assert fingerprints(tmp_path / "export") == before
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ms, "export", full)
+        refused(StorageError)
+        (tmp_path / "export").rename(tmp_path / ".export.replaced.tmp")
+        (tmp_path / ".export.123.tmp").mkdir()
+        refused(StorageError)
+    replace = os.replace
+
+    def not_the_new_one(source: Path, target: Path) -> None:
+        if Path(source).name == f".export.{os.getpid()}.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    def quick(*_: Any, **words: Any) -> None:
+        Path(words["file_name"] + ".mindir").write_bytes(b"whole")
+
+    monkeypatch.setattr(ms, "export", quick)
+    monkeypatch.setattr(mindformers_gpt2.export, "_check", lambda *_: 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", not_the_new_one)
+        refused(StorageError)
+    mindformers_gpt2.export.export(config)
+    assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, run_folder: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="could not be written: Not a directory"):
+        mindformers_gpt2.export.export(make_config(tmp_path / "file", checkpoint__load=str(run_folder)))
+
+
+def test_a_file_that_differs_from_the_model_is_refused(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e-4 on one bias while MindSpore writes."""
+    true_export = ms.export
+
+    def disturbed(cell: Any, *inputs: Any, **words: Any) -> None:
+        bias = cell.model.ln_f.bias
+        before = bias.asnumpy().copy()
+        ms.ops.assign(bias, ms.Tensor(before + np.float32(1e-4) * (np.arange(32) == 3)))
+        true_export(cell, *inputs, **words)
+        ms.ops.assign(bias, ms.Tensor(before))
+
+    monkeypatch.setattr(ms, "export", disturbed)
+    with pytest.raises(RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"):
+        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_torch_it_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = f"""
+import runpy, sys
+sys.argv = ["run_gpt2.py", "--config", {str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")!r}, "--run_mode", "export", "backend=torch"]
+try:
+    runpy.run_path({str(ROOT / "run_gpt2.py")!r}, run_name="__main__")
+except SystemExit as stop:
+    assert stop.code == 2
+assert not {{"torch", "mindspore"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1 and "export is for backend mindspore in this version" in done.stderr
