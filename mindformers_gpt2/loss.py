@@ -31,7 +31,7 @@ class _CrossEntropySum(nn.Cell):
     def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum, and its gradients by hidden (N, C) and weight (rows, C; float32)."""
         head = ops.cast(weight[: self.vocab_size], hidden.dtype)
-        total, weight_grad = Tensor(0.0, ms.float32), ops.zeros(head.shape, ms.float32)
+        total, weight_grad = Tensor(0.0, ms.float32), None
         hidden_grads: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
             rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)  # one chunk after the other
@@ -41,7 +41,8 @@ class _CrossEntropySum(nn.Cell):
             # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             slope = ops.cast(self.mean_slope(logits, target) * rows.shape[0], hidden.dtype)
             hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
-            weight_grad = weight_grad + ops.cast(self.weight_slope(slope, rows), ms.float32)
+            part = ops.cast(self.weight_slope(slope, rows), ms.float32)
+            weight_grad = part if weight_grad is None else weight_grad + part
         padding = ops.zeros((weight.shape[0] - self.vocab_size, weight.shape[1]), ms.float32)
         return total, ops.concat(hidden_grads), ops.concat((weight_grad, padding)) if padding.shape[0] else weight_grad
 

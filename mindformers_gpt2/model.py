@@ -112,10 +112,9 @@ class CoreAttention(nn.Cell):
         self.dropout = Dropout(config.attention_dropout or 0.0, native_dropout)
         self.mix = ops.BatchMatMul()
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor, hidden_positions: Tensor, key: Tensor) -> Tensor:
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         scores = ops.cast(self.scores(q * self.scale, k), self.softmax_dtype)  # scaled before, for float16's sake
-        scores = ops.masked_fill(scores, hidden_positions, Tensor(float("-inf"), self.softmax_dtype))
-        return self.mix(self.dropout(ops.cast(self.softmax(scores), v.dtype), key), v)  # (B, nh, T, hs)
+        return self.mix(self.dropout(ops.cast(self.softmax(scores + mask), v.dtype), key), v)  # (B, nh, T, hs)
 
 
 class Attention(nn.Cell):
@@ -132,19 +131,19 @@ class Attention(nn.Cell):
     def construct(
         self,
         x: Tensor,
-        hidden_positions: Tensor,
+        mask: Tensor,
         key: Tensor = None,
         keys: Tensor = None,
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """hidden_positions: (T, K) bool, true where a query must not see a key. With a cache, keys and values (B, nh, K, hs) hold
+        """mask: (T, K) of the softmax's type, -inf where a query must not see a key, else 0. With a cache, keys and values (B, nh, K, hs) hold
         the past, and ``at`` (1, 1, K, 1) bool says where this one token goes. Returns the output and the keys and values in use."""
         batch, length, size = x.shape
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if keys is not None:
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
-        y = self.core(q, k, v, hidden_positions, key)
+        y = self.core(q, k, v, mask, key)
         return self.c_proj(y.transpose((0, 2, 1, 3)).reshape((batch, length, size))), k, v
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -193,14 +192,14 @@ class Block(nn.Cell):
     def construct(
         self,
         x: Tensor,
-        hidden_positions: Tensor,
+        mask: Tensor,
         key: Tensor = None,
         keys: Tensor = None,
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
         """key: (3, 2), of this block's three dropouts."""
-        y, k, v = self.attn(self.ln_1(x), hidden_positions, _row(key, 0), keys, values, at)
+        y, k, v = self.attn(self.ln_1(x), mask, _row(key, 0), keys, values, at)
         x = x + self.dropout(y, _row(key, 1))
         return x + self.dropout(self.mlp(self.ln_2(x)), _row(key, 2)), k, v
 
@@ -213,6 +212,8 @@ class GPT2(nn.Cell):
         assert config.max_positions is not None
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
+        self.softmax_dtype = DTYPES[precision.softmax]
+        self.minus_infinity, self.zero = Tensor(-math.inf, ms.float32), Tensor(0.0, ms.float32)
         self.wte = Embedding(vocab_rows, config.hidden_size)
         self.wpe = Embedding(config.max_positions, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout or 0.0, native)
@@ -224,9 +225,9 @@ class GPT2(nn.Cell):
         length = ids.shape[1]
         positions = ops.arange(length, dtype=ms.int32)
         x = self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
-        later = positions.reshape((1, -1)) > positions.reshape((-1, 1))
+        mask = self._mask(positions.reshape((1, -1)) > positions.reshape((-1, 1)))
         for index, block in enumerate(self.h):
-            x, _, _ = block(x, later, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
+            x, _, _ = block(x, mask, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
         return self.ln_f(x)
 
     def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -236,15 +237,18 @@ class GPT2(nn.Cell):
         """
         places = ops.arange(keys.shape[3], dtype=ms.int32)
         at = (places == position).reshape((1, 1, -1, 1))
-        later = (places > position).reshape((1, -1))
+        mask = self._mask((places > position).reshape((1, -1)))
         x = ops.cast(self.wte(token) + self.wpe(position), self.compute_dtype)
         new_keys, new_values = [], []
         for index, block in enumerate(self.h):
-            x, k, v = block(x, later, None, keys[index], values[index], at)
+            x, k, v = block(x, mask, None, keys[index], values[index], at)
             new_keys.append(ops.expand_dims(k, 0))
             new_values.append(ops.expand_dims(v, 0))
         # Of a dynamic batch, ops.stack in an exported graph returns the shape of its first call ever after (MindSpore 2.10).
         return self.logits(self.ln_f(x)[:, -1]), ops.concat(new_keys), ops.concat(new_values)
+
+    def _mask(self, later: Tensor) -> Tensor:
+        return ops.cast(ops.select(later, self.minus_infinity, self.zero), self.softmax_dtype)
 
     def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""

@@ -191,7 +191,7 @@ def expand_tokenizer(value: Any) -> Any:
 
 def _prefix_or_weight(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise ValueError(f"expected the prefix of a .bin/.idx pair, or a weight, found {value!r}")
+        raise ValueError(f"expected the prefix of a .bin/.idx pair, a MindRecord, or a weight, found {value!r}")
     return value
 
 
@@ -205,9 +205,9 @@ class DataConfig(Section):
     train: DataPrefixes | None = None
     """Prefix of a .bin/.idx pair, a MindRecord (file, one of its shards, or folder), or a blend: [weight, prefix, weight, prefix, ...]."""
     validation: DataPrefixes | None = None
-    """Prefix (or blend) used whole for validation; data.train is then used whole for training, and the split for nothing."""
+    """Prefix, MindRecord or blend used whole for validation; data.train is then used whole for training, and the split for nothing."""
     split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
-    """Weights of the training, validation and test parts of the documents."""
+    """Weights of the training, validation and test parts of the documents (of a MindRecord: of its rows)."""
     tokenizer: Annotated[TokenizerConfig, BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig)] | None = None
     """The tokenizer, or the folder of its files. Training can do without; text in or out needs it."""
     shuffle: bool = True

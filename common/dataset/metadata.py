@@ -68,6 +68,4 @@ def read_metadata(path: Path) -> Metadata | None:
             raise ValueError(f"unknown keys {sorted(unknown)}")
         return Metadata(**raw)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path}: is not a description of a .bin/.idx pair ({error}); delete the file (it is optional) or preprocess again"
-        ) from None
+        raise DataError(f"{path}: does not describe token files ({error}); delete the file (it is optional) or preprocess again") from None

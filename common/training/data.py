@@ -125,7 +125,9 @@ def _validation(config: RunConfig) -> Callable[[], Iterator[Tokens]]:
 
 def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
     if not entries:
-        raise ConfigError("data.train is not given; set it to the prefix of a .bin/.idx pair, as tools/preprocess_data.py writes it")
+        raise ConfigError(
+            "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord, as tools/preprocess_data.py writes them"
+        )
     return open_samples(
         [str(entry) for entry in entries],
         split=split,

@@ -71,7 +71,7 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
     assert (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents) == (1, 1, 3, 1)
     assert [(source.name, source.bytes, source.format) for source in metadata.sources] == [("a.jsonl", path.stat().st_size, "jsonl")]
     (tmp_path / "out_text_document.meta.json").write_text("{}")
-    with pytest.raises(DataError, match="not a description"):
+    with pytest.raises(DataError, match="does not describe"):
         IndexedDataset(tmp_path / "out_text_document").metadata()
     (tmp_path / "out_text_document.meta.json").unlink()
     assert IndexedDataset(tmp_path / "out_text_document").metadata() is None
