@@ -26,7 +26,7 @@ class _CrossEntropySum(nn.Cell):
         self.hidden_slope = ops.MatMul()
         self.weight_slope = ops.MatMul(transpose_a=True)
         self.log_softmax = ops.LogSoftmax(-1)
-        self.mean_slope = ops.SparseSoftmaxCrossEntropyWithLogits(is_grad=True)
+        self.subtract_at = ops.TensorScatterSub()
 
     def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum, and its gradients by hidden (N, C) and weight (rows, C; float32)."""
@@ -37,9 +37,13 @@ class _CrossEntropySum(nn.Cell):
             rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)  # one chunk after the other
             target = targets[start : start + ROWS_AT_ONCE]
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
-            total = total - ops.ReduceSum()(ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)))
-            # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
-            slope = ops.cast(self.mean_slope(logits, target) * rows.shape[0], hidden.dtype)
+            log_probabilities = self.log_softmax(logits)
+            total = total - ops.ReduceSum()(ops.GatherD()(log_probabilities, 1, ops.expand_dims(target, 1)))
+            # The softmax, and minus one at the target. Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]:
+            # float16 does not lose them.
+            places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
+            slope = self.subtract_at(ops.exp(log_probabilities), places, ops.ones((rows.shape[0],), ms.float32))
+            slope = ops.cast(slope, hidden.dtype)
             hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
             part = ops.cast(self.weight_slope(slope, rows), ms.float32)
             weight_grad = part if weight_grad is None else weight_grad + part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -38,7 +37,7 @@ def generate(
     The graph takes one token, the prompt's too, so that it is compiled once and not once a length.
     """
     keys, values = model.new_caches(1, model.config.max_positions or model.config.seq_length)
-    decode = ms.jit(model.decode)
+    decode = device.compile(model.decode)
     seen = np.array(prompt.ids, dtype=np.int64)
     for position in range(len(prompt.ids) + prompt.new_tokens - 1):
         logits, keys, values = decode(_int32([[seen[position]]]), _int32([position]), keys, values)

@@ -1,0 +1,59 @@
+"""The loss and its gradients against torch's cross-entropy, over several chunks, with padding, and far from zero."""
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+torch = pytest.importorskip("torch")
+
+from mindformers_gpt2.device import select_device  # noqa: E402
+from mindformers_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum  # noqa: E402
+
+VOCABULARY = 101
+
+
+def inputs(rows: int, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((128, 16)).astype(np.float32)  # rows from 101 on must not count, whatever they hold
+    return random.standard_normal((rows, 16)).astype(np.float32) * width, weight, random.integers(0, VOCABULARY, rows).astype(np.int32)
+
+
+def ours(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, factor: float = 1.0) -> tuple[np.ndarray, ...]:
+    select_device("cpu")
+
+    def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
+        return cross_entropy_sum(hidden, weight, targets, VOCABULARY) * factor
+
+    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(ms.Tensor(hidden), ms.Tensor(weight), ms.Tensor(targets))
+    return value.asnumpy(), *(gradient.asnumpy() for gradient in gradients)
+
+
+def reference(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
+    """In float64."""
+    h, w = (torch.from_numpy(array).double().requires_grad_() for array in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), reduction="sum")
+    loss.backward()
+    return loss.detach().numpy(), h.grad.numpy(), w.grad.numpy()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)])
+def test_loss_and_gradients(rows: int, width: float) -> None:
+    """The last case has losses of hundreds of nats, where the logarithm of a softmax would be infinite."""
+    hidden, weight, targets = inputs(rows, width)
+    expected = reference(hidden, weight, targets)
+    assert width == 1.0 or expected[0] / rows > 200
+    for found, wanted in zip(ours(hidden, weight, targets), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    assert not ours(hidden, weight, targets)[2][VOCABULARY:].any()
+
+
+def test_float16_keeps_small_gradients() -> None:
+    """Slopes are cast to float16 before the loss is scaled: the other way round 2^-10 would cost them ten of their bits."""
+    hidden, weight, targets = inputs(40, 1.0)
+    _, by_hidden, by_weight = ours(hidden.astype(np.float16), weight, targets, factor=2.0**-10)
+    _, wanted_hidden, wanted_weight = reference(hidden, weight, targets)
+    np.testing.assert_allclose(by_hidden * 2.0**10, wanted_hidden, atol=2e-2)
+    np.testing.assert_allclose(by_weight * 2.0**10, wanted_weight, atol=2e-2)
