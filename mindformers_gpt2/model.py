@@ -137,8 +137,11 @@ class Attention(nn.Cell):
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """mask: (T, K) of the softmax's type, -inf where a query must not see a key, else 0. With a cache, keys and values (B, nh, K, hs) hold
-        the past, and ``at`` (1, 1, K, 1) bool says where this one token goes. Returns the output and the keys and values in use."""
+        """mask: (T, K) of the softmax's type, -inf where a query must not see a key, else 0. key: of the dropout.
+
+        With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (1, 1, K, 1) bool says where this one token goes.
+        Returns the output and the keys and values in use.
+        """
         batch, length, size = x.shape
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if keys is not None:
