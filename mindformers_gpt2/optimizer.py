@@ -100,9 +100,11 @@ class Optimizer(nn.Cell):
         self.state = {part: {name: _zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
         self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
+        numbers = (0.0, config.beta1, config.beta2, config.momentum)
+        self.no_power, self.beta1, self.beta2, self.momentum = (Tensor(number, ms.float32) for number in numbers)
         self.cast, self.multiply = ops.Cast(), ops.Mul()
         self.adam = ops.Adam()
-        self.momentum = ops.ApplyMomentum()
+        self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
     def construct(self, rate: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,9 +145,9 @@ class Optimizer(nn.Cell):
                 gradient = gradient + config.weight_decay * parameter
             if config.name != "sgd":
                 moments = self.first[index], self.second[index]
-                self.adam(parameter, *moments, 0.0, 0.0, step_size, config.beta1, config.beta2, epsilon, gradient)
+                self.adam(parameter, *moments, self.no_power, self.no_power, step_size, self.beta1, self.beta2, epsilon, gradient)
             elif config.momentum:
-                self.momentum(parameter, self.first[index], rate, gradient, config.momentum)
+                self.descend_with_momentum(parameter, self.first[index], rate, gradient, self.momentum)
             else:
                 self.descend(parameter, rate, gradient)
             if self.has_copy[index]:
