@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     from common.config.load import load_config
     from common.config.resolve import resolve_config
     from common.errors import ConfigError
+    from common.training.stop import receive_interrupts
 
     config = load_config(arguments.config, arguments.overrides)
     config = resolve_config(config, world_size=_world_size())
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
     if arguments.run_mode == "export" and config.backend != "mindspore":
         raise ConfigError("--run_mode export is for backend mindspore in this version (it writes MindIR); add backend=mindspore")
+    if config.backend == "mindspore":
+        receive_interrupts()
     try:
         importlib.import_module(config.backend)
     except ImportError as error:

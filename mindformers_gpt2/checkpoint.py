@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,19 +57,33 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
 def _write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, folder: Path) -> None:
     """Write ``folder/rank_0/NAME-EPOCH_STEP.ckpt``, whole or not at all, and keep the newest ``keep`` of this name (0: all)."""
     rank_folder = folder / "rank_0"
-    rank_folder.mkdir(parents=True, exist_ok=True)
     target = rank_folder / f"{name}-{number}.ckpt"
-    temporary = rank_folder / f".{target.name}.tmp.ckpt"
+    temporary = rank_folder / f".{name}-{number}.tmp.ckpt"
     try:
+        rank_folder.mkdir(parents=True, exist_ok=True)
+        _remove(rank_folder.glob(f".{glob.escape(name)}-*"))
         ms.save_checkpoint([{"name": key, "data": Tensor(value)} for key, value in tensors.items()], str(temporary))
         os.replace(temporary, target)
-    except RuntimeError as error:  # what MindSpore raises, on a full disk too
-        raise StorageError(f"{target}: cannot be written: {str(error).splitlines()[0]}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    written = sorted(rank_folder.glob(f"{glob.escape(name)}-*_*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    for old in written[:-keep] if keep else []:
-        old.unlink()
+    except (OSError, RuntimeError) as error:  # MindSpore raises either on a full disk
+        _remove(rank_folder.glob(f".{glob.escape(name)}-*"))
+        reason = error.strerror if isinstance(error, OSError) else str(error).strip().splitlines()[0]
+        raise StorageError(
+            f"{target}: cannot be written: {reason}; the checkpoint beside it is whole, checkpoint.resume=auto goes on"
+        ) from None
+    numbers = {path: _number(path) for path in rank_folder.glob(f"{glob.escape(name)}-*_*.ckpt")}
+    others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
+    future = [path for path in others if numbers[path] > numbers[target]]  # of a run that was taken up before it
+    _remove([*future, *(path for path in others if path not in future)][: max(0, len(numbers) - keep)] if keep else [])
+
+
+def _number(ckpt: Path) -> tuple[int, int]:
+    epoch, step = ckpt.stem.rpartition("-")[2].split("_")
+    return int(epoch), int(step)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _epoch_and_step(engine: Engine, state: TrainState) -> tuple[int, int]:

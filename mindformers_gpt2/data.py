@@ -79,6 +79,14 @@ def training_batches(data: TrainingData, state: TrainState) -> Iterator[Iterator
         source.release()
 
 
+def check_mindrecord(target: Path, shards: int) -> None:
+    """Refuse a name or a number of files that FileWriter would refuse. Raises ConfigError."""
+    if not 1 <= shards <= _MOST_SHARDS:
+        raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
+    if _FORBIDDEN & set(target.name):
+        raise ConfigError(f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose another --output-prefix")
+
+
 def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
     """The windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1 tokens; neighbours share one.
 
@@ -86,10 +94,7 @@ def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 
     nothing appears under it on failure. shards: files of consecutive rows, as equal as can be. Memory does not grow with the data.
     Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
     """
-    if not 1 <= shards <= _MOST_SHARDS:
-        raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
-    if _FORBIDDEN & set(target.name):
-        raise ConfigError(f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose another --output-prefix")
+    check_mindrecord(target, shards)
     windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
     rows = windows.samples_per_epoch
     if shards > rows:

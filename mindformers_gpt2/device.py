@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -80,7 +81,11 @@ def open_device(config: RunConfig) -> MindSporeDevice:
     """The device of a run, checked against its config, and MindSpore's context set. Raises ConfigError or DeviceError."""
     device = select_device(config.device, index=config.context.device_id, threads=config.runtime.threads)
     check_support(config, device)
-    ms.set_context(**mindspore_context(config.context))
+    settings = mindspore_context(config)
+    if "save_graphs_path" in settings:
+        _make_folder(settings["save_graphs_path"])
+    ms.set_recursion_limit(settings.pop("max_call_depth"))  # set_context warns of it
+    ms.set_context(**settings)
     if config.train.deterministic and ms.get_context("deterministic") != "ON":  # it may be set once in a process
         ms.set_deterministic(True)
     return device
@@ -126,6 +131,13 @@ def check_support(config: RunConfig, device: MindSporeDevice) -> None:
             raise DeviceError(
                 f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use float32, or float16 with dynamic loss scale"
             )
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder") from None
 
 
 def _available(kind: str) -> bool:

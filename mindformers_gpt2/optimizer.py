@@ -102,6 +102,8 @@ class Optimizer(nn.Cell):
         self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
         numbers = (0.0, config.beta1, config.beta2, config.momentum)
         self.no_power, self.beta1, self.beta2, self.momentum = (Tensor(number, ms.float32) for number in numbers)
+        # the logarithm of 0 stands for a power that vanishes at once
+        self.log_betas = tuple(math.log(beta) if beta else -1e30 for beta in (config.beta1, config.beta2))
         self.cast, self.multiply = ops.Cast(), ops.Mul()
         self.adam = ops.Adam()
         self.descend_with_momentum = ops.ApplyMomentum()
@@ -130,8 +132,8 @@ class Optimizer(nn.Cell):
         steps = ops.cast(self.steps + 1, ms.float32)
         ops.assign(self.steps, self.steps + 1)
         # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first steps
-        first = -ops.expm1(steps * math.log(max(config.beta1, 1e-300)))
-        root = ops.sqrt(-ops.expm1(steps * math.log(max(config.beta2, 1e-300))))
+        first = -ops.expm1(steps * self.log_betas[0])
+        root = ops.sqrt(-ops.expm1(steps * self.log_betas[1]))
         # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the uncorrected root.
         step_size, epsilon, decayed = rate * root / first, config.epsilon * root, rate * config.weight_decay
         for index, gradient in enumerate(gradients):

@@ -67,9 +67,10 @@ def _indexed(options: PreprocessOptions, display: _Display) -> str:
 
 def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _Display) -> str:
     """By way of pairs in a folder of its own beside the output, which goes again."""
-    write = _mindrecord_writer()
+    check, write = _mindrecord_writer()
     seq_length, shards = args.seq_length or DEFAULT_SEQ_LENGTH, args.num_splits or 1
     prefix = options.output_prefix
+    check(prefix, shards)
     folder = prefix.with_name(f".{prefix.name}.pairs.{os.getpid()}.tmp")
     try:
         result = preprocess(replace(options, output_prefix=folder / prefix.name), display)
@@ -87,10 +88,10 @@ def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mindrecord_writer() -> Callable[[Path, Path, int, int], WrittenMindRecord]:
+def _mindrecord_writer() -> tuple[Callable[[Path, int], None], Callable[[Path, Path, int, int], WrittenMindRecord]]:
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     try:
-        from mindformers_gpt2.data import write_mindrecord
+        from mindformers_gpt2.data import check_mindrecord, write_mindrecord
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mindspore":
             raise
@@ -98,7 +99,7 @@ def _mindrecord_writer() -> Callable[[Path, Path, int, int], WrittenMindRecord]:
             "--format mindrecord is written by MindSpore, which is not installed; install it with: pip install '.[mindspore]', "
             "or leave the option out: both backends train from .bin/.idx pairs too"
         ) from None
-    return write_mindrecord
+    return check_mindrecord, write_mindrecord
 
 
 def _counts(done: Progress) -> str:

@@ -73,11 +73,15 @@ def _check_backend(config: RunConfig) -> None:
     target = _TARGETS.get(context.device_target or "", config.device)
     if config.device not in ("auto", target):
         raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
+    if target == "cpu" and context.device_id:
+        raise ConfigError(f"context.device_id={context.device_id}: there is one CPU, number 0; leave it out")
     if config.backend == "mindspore":
         if train.compile:
             raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
         if train.recompute != "none" and context.mode == "pynative":
             raise ConfigError(f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise")
+        if context.graph_kernel_flags and not context.enable_graph_kernel:
+            raise ConfigError("context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave the flags out")
         if train.recompute_slice_activation and config.parallel.model_parallel == 1:
             raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
         return

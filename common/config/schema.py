@@ -105,8 +105,8 @@ class TrainConfig(Section):
     """With recomputation and split optimizer state on MindSpore: gather the parameters again instead of keeping them."""
     recompute_slice_activation: bool = False
     """With recomputation and tensor parallel on MindSpore: split what is kept over the tensor-parallel ranks."""
-    sink_size: Count = 1
-    """Steps that MindSpore starts before it reads the result of the first."""
+    sink_size: Annotated[int, Field(gt=0, le=100)] = 1
+    """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits for them."""
     compile: bool = False
     """Compile the model (torch.compile); the first step then takes about a minute."""
     deterministic: bool = False
@@ -214,7 +214,7 @@ class DataConfig(Section):
     """Shuffle documents and windows anew in every epoch."""
     index_cache: Text | None = None
     """Folder of cached sample indices; beside the data when left out."""
-    prefetch: NonNegativeInt = 2
+    prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Batches read ahead by a thread; 0 reads when asked."""
 
 
@@ -258,7 +258,7 @@ class CheckpointConfig(Section):
     """Weights to start from (finetune): the folder of a checkpoint or of a run."""
     load: Text | None = None
     """Weights to evaluate or generate with; the newest of output_dir when left out, else init_from."""
-    ckpt_prefix: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    ckpt_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None = None
     """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank}, as MindFormers names them."""
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
@@ -300,7 +300,7 @@ class LoggingConfig(Section):
 
 
 def _mode(value: Any) -> Any:
-    return {0: "graph", 1: "pynative"}.get(value, value) if isinstance(value, int) else value
+    return {0: "graph", 1: "pynative"}.get(value, value) if type(value) is int else value
 
 
 def _memory(value: Any) -> Any:
@@ -322,12 +322,12 @@ class ContextConfig(Section):
     """Which of this machine's devices."""
     max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
     """Most memory to take of an accelerator, such as 30GB."""
-    max_call_depth: Count = 10000
+    max_call_depth: Annotated[int, Field(ge=1000, le=1_000_000)] = 10000
     """Deepest nesting of calls in a graph."""
     save_graphs: bool = False
     """Write the compiled graphs into save_graphs_path."""
-    save_graphs_path: Text = "./graph"
-    """Folder for save_graphs."""
+    save_graphs_path: Text | None = None
+    """Folder for save_graphs; graph in output_dir when left out."""
     enable_graph_kernel: bool = False
     """Fuse neighbouring operators into one kernel (Ascend and GPU)."""
     graph_kernel_flags: Text | None = None

@@ -171,7 +171,9 @@ def _walk(folder: Path) -> list[Path]:
     """By name, or by the index beside it: FileWriter takes any name."""
     named = {path for path in folder.rglob(f"*{EXTENSION}*") if _NAME.fullmatch(path.name) and path.is_file()}
     indexed = {path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}")}
-    return sorted(named | {path for path in indexed if looks_like_mindrecord(path)})
+    found = named | {path for path in indexed if looks_like_mindrecord(path)}
+    # what is hidden is under way, or was left by a process that was killed
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _shards(path: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
                 if row["step"] % config.logging.interval == 0 or row["step"] == last_step or row["skipped"]:
                     LOG.info(step_line(row, last_step))
-            _check_divergence(config, state)
+                _check_divergence(config, state)
             run.checkpoints.raise_failure()
             if stop.number is None and _due(config.checkpoint.interval, state.step) and state.step < last_step:
                 run.checkpoints.save(run.engine.snapshot(state))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,5 +28,23 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
             signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             signal.raise_signal(number)
         self.number = number
+
+
+def receive_interrupts() -> None:
+    """Take SIGINT in a thread that hands it to Python's handler, for a framework that replaces the process's own.
+
+    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. Call it before the framework starts
+    threads, which must inherit the mask.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def wait() -> None:
+        while True:
+            _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))
+
+    threading.Thread(target=wait, name="interrupts", daemon=True).start()

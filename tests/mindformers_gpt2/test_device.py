@@ -12,7 +12,6 @@ import pytest
 os.environ.setdefault("GLOG_v", "3")
 ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
-from common.config.schema import ContextConfig  # noqa: E402
 from common.config.vendor import mindspore_context  # noqa: E402
 from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
 from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device  # noqa: E402
@@ -36,6 +35,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"train__recompute_slice_activation": True}, ConfigError, "model_parallel above 1"),
         ({"train__compile": True}, ConfigError, "for backend torch"),
         ({"parallel__zero_stage": 1}, ConfigError, "zero_stage=1"),
+        ({"context__device_id": 3}, ConfigError, "device_id=3: there is one CPU"),
+        ({"context__mode": True}, ConfigError, "context.mode"),
+        ({"context__max_call_depth": 5}, ConfigError, "max_call_depth"),
+        ({"context__graph_kernel_flags": "--x"}, ConfigError, "needs context.enable_graph_kernel"),
+        ({"context__save_graphs": True, "context__save_graphs_path": "/proc/none"}, ConfigError, "save_graphs_path=/proc/none"),
+        ({"train__sink_size": 101}, ConfigError, "sink_size"),
+        ({"data__prefetch": 2000}, ConfigError, "prefetch"),
+        ({"checkpoint__ckpt_prefix": "../x"}, ConfigError, "ckpt_prefix"),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], error: type[GPT2Error], message: str) -> None:
@@ -84,23 +91,22 @@ def test_only_later_ascends_have_bfloat16() -> None:
 
 def test_the_context_in_mindspores_words() -> None:
     """All settings of MindFormers' section, golden; 0 and 1 are its names of the modes."""
-    assert mindspore_context(ContextConfig()) == {"mode": ms.GRAPH_MODE, "max_call_depth": 10000}
-    full = ContextConfig.model_validate(
-        {
+    assert mindspore_context(make_config()) == {"mode": ms.GRAPH_MODE, "max_call_depth": 10000}
+    full = make_config(
+        context={
             "mode": 1,
             "max_device_memory": "31GB",
-            "max_call_depth": 50,
+            "max_call_depth": 2000,
             "save_graphs": True,
-            "save_graphs_path": "graphs",
             "enable_graph_kernel": True,
             "graph_kernel_flags": "--opt_level=2",
         }
     )
     assert mindspore_context(full) == {
         "mode": ms.PYNATIVE_MODE,
-        "max_call_depth": 50,
+        "max_call_depth": 2000,
         "save_graphs": True,
-        "save_graphs_path": "graphs",
+        "save_graphs_path": "unused/graph",
         "enable_graph_kernel": True,
         "graph_kernel_flags": "--opt_level=2",
         "max_device_memory": "31GB",

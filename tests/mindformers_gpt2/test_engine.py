@@ -104,16 +104,26 @@ def test_steps_in_flight_and_pynative_change_nothing() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
 def test_float16_follows_torch(precision: Any) -> None:
-    """Losses within float16's rounding, and the same steps skipped from a scale that first overflows.
+    """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale that first overflows.
 
-    The scale of 2^40 overflows in both; its halving by 2^8 a step ends in the range where both are finite."""
-    config = make_config(precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2})
-    found = make_engine(config).run(iter(batches(8)), 8)
-    expected = make_torch_engine(config).run(iter(batches(8)), 8)
+    The scale of 2^40 overflows in both; its division by 2^8 a step ends in the range where both are finite. SGD without a clip:
+    Adam, and a clip that always acts, would hide gradients that keep the scale."""
+    sgd = {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0, "warmup_steps": 0}
+    config = make_config(precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2}, optimizer=sgd)
+    engine, reference = make_engine(config), make_torch_engine(config)
+    found, expected = engine.run(iter(batches(8)), 8), reference.run(iter(batches(8)), 8)
     assert [step.skipped for step in found] == [step.skipped for step in expected]
     assert [step.loss_scale for step in found] == [step.loss_scale for step in expected]
     assert 0 < sum(step.skipped for step in found) < 8
     np.testing.assert_allclose([step.loss for step in found], [step.loss for step in expected], rtol=2e-3)
+    finite = [index for index, step in enumerate(expected) if not step.skipped]
+    np.testing.assert_allclose([found[i].grad_norm for i in finite], [expected[i].grad_norm for i in finite], rtol=1e-2)
+    moved = 0.0
+    for name, start in make_torch_engine(config).master.tensors.items():
+        wanted = reference.master.tensors[name].detach()
+        np.testing.assert_allclose(engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name)
+        moved = max(moved, float((wanted - start.detach()).abs().max()))
+    assert moved > 0.2, "the tolerance would hide weights that stayed where they were"
 
 
 def test_float16_weights_keep_float32_copies() -> None:

@@ -15,6 +15,7 @@ DIFFERENCES = {
     "data.py": {
         "training_batches": "MindSpore reads ahead with its own pipeline",
         "WrittenMindRecord": "what write_mindrecord returns",
+        "check_mindrecord": "what write_mindrecord would refuse, before hours of tokenizing",
         "write_mindrecord": "MindSpore's own FileWriter writes the format; both backends read it without a framework",
     },
     "device.py": {

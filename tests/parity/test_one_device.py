@@ -115,7 +115,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 SGD = {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0}
 OPTIMIZERS = {
     "sgd, clip on some steps": {"optimizer": SGD | {"clip_grad": 2.0, "weight_decay": 0.01}},
-    "adam": {"optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1, "schedule": "linear"}},
+    "adam without first moment": {
+        "optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1, "schedule": "linear", "beta1": 0.0}
+    },
 }
 
 

@@ -341,3 +341,10 @@ def test_a_folder_without_files_and_an_absent_path(tmp_path: Path) -> None:
         MindRecordSamples(tmp_path, seq_length=8, **WHOLE)
     with pytest.raises(DataError, match=r"absent.mindrecord: not found; .*--format mindrecord"):
         open_samples([str(tmp_path / "absent.mindrecord")], seq_length=8, **WHOLE)
+
+
+def test_a_folder_passes_over_what_a_killed_writer_left(tmp_path: Path) -> None:
+    write(tmp_path / "data.mindrecord", tokens_of(20, 9))
+    (tmp_path / ".data.mindrecord.77.tmp").mkdir()
+    write(tmp_path / ".data.mindrecord.77.tmp" / "data.mindrecord", tokens_of(20, 9))
+    assert MindRecordSamples(tmp_path, seq_length=8, **WHOLE).samples_per_epoch == 20
