@@ -66,7 +66,10 @@ class Worker:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        seconds, loss = self.process.stdout.readline().split()
+        answer = self.process.stdout.readline().split()
+        if len(answer) != 2:
+            sys.exit(f"{' '.join(self.process.args[1:4])} ended; its message is above")  # type: ignore[arg-type, index]
+        seconds, loss = answer
         return float(seconds), float(loss)
 
     def end(self) -> None:
@@ -81,7 +84,11 @@ def compare(arguments: argparse.Namespace) -> None:
     for _ in range(WARM_UP):
         for worker in workers.values():
             worker.step()
-    steps = [{name: worker.step() for name, worker in workers.items()} for _ in range(arguments.repeats)]
+    steps: list[dict[str, tuple[float, float]]] = []
+    for _ in range(arguments.repeats):
+        steps.append({name: worker.step() for name, worker in workers.items()})
+        if abs(steps[-1]["torch"][1] - steps[-1]["mindspore"][1]) > 1e-3 * steps[-1]["torch"][1]:
+            sys.exit(f"the losses differ: {steps[-1]}; a comparison of speeds means nothing")
     for worker in workers.values():
         worker.end()
     for name in PACKAGES:
@@ -97,7 +104,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, choices=range(1, 1000), metavar="N")
     parser.add_argument("--worker", choices=PACKAGES, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()

@@ -53,13 +53,15 @@ def test_every_command_of_the_readme(copy: Path) -> None:
         if command in NOT_HERE or (("mindspore" in command or "mindrecord" in command) and not importlib.util.find_spec("mindspore")):
             continue
         if command == "bash scripts/quickstart.sh":
-            command += " train.max_steps=6"  # minutes otherwise
+            command += " train.max_steps=6 validation.max_samples=32"  # minutes otherwise
+        elif "run_gpt2.py" in command and "--run_mode predict" not in command:
+            command += " validation.max_samples=16"
         done = shell(command, copy)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     run = copy / "output" / "quickstart"
     for name in ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints/latest", "tensorboard", "evaluation.json"):
         assert (run / name).exists(), name
-    again = shell("bash scripts/quickstart.sh train.max_steps=6", copy)
+    again = shell("bash scripts/quickstart.sh train.max_steps=6 validation.max_samples=32", copy)
     assert again.returncode == 0, again.stderr
     assert "already there" in again.stdout and "step 1/6" not in again.stdout, "finished work is not repeated"
 
