@@ -1,8 +1,9 @@
-"""Files that are whole or absent: write under a temporary name, fsync, rename."""
+"""Files and folders that are whole or absent: write under a temporary name, fsync, rename."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,34 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+_REPLACED = ".replaced.tmp"
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Give ``folder``, whose files are durable, the name ``target``; what has it until now goes last. Raises OSError, nothing lost."""
+    replaced = target.with_name(f".{target.name}{_REPLACED}")
+    if target.exists():
+        os.replace(target, replaced)
+    try:
+        os.replace(folder, target)
+    except BaseException:  # a signal too
+        if replaced.exists():
+            os.replace(replaced, target)
+        raise
+    fsync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clean_up(parent: Path, names: str) -> None:
+    """Finish what a killed writer left of folders of these names (a glob): one whose replacement never came is put back, .NAME*.tmp go."""
+    for replaced in parent.glob(f".{names}{_REPLACED}"):
+        target = parent / replaced.name[1:].removesuffix(_REPLACED)
+        if not target.exists():
+            os.replace(replaced, target)
+    for leftover in (*parent.glob(f".{names}.tmp"), *parent.glob(f".{names}.*.tmp")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:

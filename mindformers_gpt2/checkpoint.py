@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -59,26 +59,30 @@ def _write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, f
     rank_folder = folder / "rank_0"
     target = rank_folder / f"{name}-{number}.ckpt"
     temporary = rank_folder / f".{name}-{number}.tmp.ckpt"
+    leftover = rf"\.{re.escape(name)}-(\d+)_(\d+)\.tmp\.ckpt.*"  # MindSpore adds endings of its own
     try:
         rank_folder.mkdir(parents=True, exist_ok=True)
-        _remove(rank_folder.glob(f".{glob.escape(name)}-*"))
+        _remove(_of_name(rank_folder, leftover))
         ms.save_checkpoint([{"name": key, "data": Tensor(value)} for key, value in tensors.items()], str(temporary))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     except (OSError, RuntimeError) as error:  # MindSpore raises either on a full disk
-        _remove(rank_folder.glob(f".{glob.escape(name)}-*"))
+        _remove(_of_name(rank_folder, leftover))
         reason = error.strerror if isinstance(error, OSError) else str(error).strip().splitlines()[0]
         raise StorageError(
             f"{target}: cannot be written: {reason}; the checkpoint beside it is whole, checkpoint.resume=auto goes on"
         ) from None
-    numbers = {path: _number(path) for path in rank_folder.glob(f"{glob.escape(name)}-*_*.ckpt")}
+    numbers = _of_name(rank_folder, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt")
     others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
     future = [path for path in others if numbers[path] > numbers[target]]  # of a run that was taken up before it
     _remove([*future, *(path for path in others if path not in future)][: max(0, len(numbers) - keep)] if keep else [])
 
 
-def _number(ckpt: Path) -> tuple[int, int]:
-    epoch, step = ckpt.stem.rpartition("-")[2].split("_")
-    return int(epoch), int(step)
+def _of_name(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
+    """The files whose whole name matches, with the epoch and the step in it."""
+    matches = ((path, re.fullmatch(pattern, path.name)) for path in folder.glob("*"))
+    return {path: (int(match[1]), int(match[2])) for path, match in matches if match}
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.config.schema import RunConfig
 from common.config.vendor import mindspore_context
-from common.device import find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import accelerator_flops, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -52,10 +52,7 @@ class MindSporeDevice:
     def peak_flops(self, float_name: str) -> float:
         if self.kind == "cpu":
             return _measure_flops()
-        accelerator = find_accelerator(self.name)
-        if accelerator is None:
-            return 0.0
-        return accelerator.single_flops if float_name == "float32" else accelerator.half_flops
+        return accelerator_flops(self.name, float_name)
 
     def synchronize(self) -> None:
         if self.kind != "cpu":

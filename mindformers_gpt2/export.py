@@ -28,7 +28,7 @@ from mindspore import Tensor, nn
 from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
 from common.errors import RunError, StorageError
-from common.files import atomic_write, fsync_folder
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place
 from common.training import setup
 from common.training.checkpoint import read_manifest
 from common.training.log import LOG
@@ -229,24 +229,12 @@ def _seal(folder: Path) -> dict[str, dict[str, Any]]:
 @contextmanager
 def _whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name ``folder`` at the end. Raises StorageError when the disk refuses, and an older one stays."""
-    temporary, replaced = (folder.with_name(f".{folder.name}.{word}.tmp") for word in (os.getpid(), "replaced"))
+    temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        if replaced.exists() and not folder.exists():  # killed between the two renames below
-            os.replace(replaced, folder)
-        for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
-            shutil.rmtree(leftover)
+        clean_up(folder.parent, folder.name)
         temporary.mkdir(parents=True)
         yield temporary
-        if folder.exists():
-            os.replace(folder, replaced)
-        try:
-            os.replace(temporary, folder)
-        except OSError:
-            if replaced.exists():
-                os.replace(replaced, folder)
-            raise
-        fsync_folder(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(temporary, folder)
     except (OSError, StorageError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise StorageError(

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The README's commands take minutes: they start first, and the other processes do the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads, and lose much where other processes want the cores."""

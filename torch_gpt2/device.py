@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.config.schema import RunConfig
-from common.device import GIB, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import GIB, accelerator_flops, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,10 +54,7 @@ class TorchDevice:
     def peak_flops(self, float_name: str) -> float:
         if self.kind == "cpu":
             return _measure_flops(DTYPES[float_name])
-        accelerator = find_accelerator(self.name)
-        if accelerator is None:
-            return 0.0
-        return accelerator.single_flops if float_name == "float32" else accelerator.half_flops
+        return accelerator_flops(self.name, float_name)
 
     def synchronize(self) -> None:
         self.module.synchronize()

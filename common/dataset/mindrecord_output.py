@@ -25,8 +25,8 @@ def shard_names(name: str, shards: int) -> list[str]:
 def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
     """A folder beside ``target`` to write the files into; they move to their final names when the body ends without an exception.
 
-    The index files move last: before that, readers say that they are missing. Files of an older set of the same name are removed.
-    Raises StorageError when the disk refuses.
+    The index files move last: before that, readers say that they are missing. An older set of the same name goes after that.
+    Raises StorageError when the disk refuses; an older set is then back in its place.
     """
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -37,14 +37,20 @@ def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
         indices = [name + INDEX_EXTENSION for name in names]
         for name in (*names, *indices):
             _flush(folder / name, folder.stat().st_mode & 0o666)
-        for old in _older(target):
-            old.unlink()
+        replaced = folder / "replaced"
+        replaced.mkdir()
+        moved: list[tuple[Path, Path]] = []
         try:
+            for old in _older(target):
+                moved.append((old, replaced / old.name))
+                os.replace(*moved[-1])
             for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
-                os.replace(folder / name, target.with_name(name))
+                moved.append((folder / name, target.with_name(name)))
+                os.replace(*moved[-1])
         except BaseException:  # a signal too
-            for name in (*names, metadata, *indices):
-                target.with_name(name).unlink(missing_ok=True)
+            for here, there in reversed(moved):
+                if there.exists() and not here.exists():
+                    os.replace(there, here)
             raise
         fsync_folder(target.parent)
     except OSError as error:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from common.errors import CheckpointError, GPT2Error, StorageError
-from common.files import atomic_write, fsync_folder
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place
 from common.training.log import LOG
 from common.weights.files import Tensors, file_checksum, write_safetensors
 
@@ -30,7 +30,6 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
-_REPLACED = ".replaced.tmp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class CheckpointWriter:
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        _clean_up(self.folder)
+        clean_up(self.folder, "step_*")
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -110,7 +109,7 @@ class CheckpointWriter:
             with atomic_write(temporary / MANIFEST, "w") as file:
                 json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
             fsync_folder(temporary)
-            self._put_in_place(temporary, target)
+            put_in_place(temporary, target)
             point_latest(target)
             self._prune(target)
         except (OSError, StorageError) as error:
@@ -119,19 +118,6 @@ class CheckpointWriter:
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
         if snapshot.beside is not None:
             snapshot.beside(self.folder)
-
-    def _put_in_place(self, temporary: Path, target: Path) -> None:
-        old = target.with_name(f".{target.name}{_REPLACED}")
-        if target.exists():  # a run that was taken up again before this step
-            os.replace(target, old)
-        try:
-            os.replace(temporary, target)
-        except OSError:
-            if old.exists():
-                os.replace(old, target)
-            raise
-        fsync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
 
     def _prune(self, written: Path) -> None:
         """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
@@ -145,16 +131,6 @@ class CheckpointWriter:
             renamed = doomed.with_name(f".{doomed.name}.doomed.tmp")
             os.replace(doomed, renamed)
             shutil.rmtree(renamed, ignore_errors=True)
-
-
-def _clean_up(folder: Path) -> None:
-    """Finish what a killed writer left: a checkpoint whose replacement never came is put back, the rest goes."""
-    for replaced in folder.glob(f".step_*{_REPLACED}"):
-        target = folder / replaced.name[1:].removesuffix(_REPLACED)
-        if not target.exists():
-            os.replace(replaced, target)
-    for leftover in folder.glob(".step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def point_latest(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -36,15 +37,16 @@ class StopSignal:
 def receive_interrupts() -> None:
     """Take SIGINT in a thread that hands it to Python's handler, for a framework that replaces the process's own.
 
-    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. Call it before the framework starts
-    threads, which must inherit the mask.
+    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the main thread is
+    back in Python; a second SIGINT ends the process at once, wherever that is. Call it before the framework starts threads, which
+    must inherit the mask.
     """
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     def wait() -> None:
-        while True:
-            _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))
+        _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))
+        os._exit(128 + signal.sigwait({signal.SIGINT}))
 
     threading.Thread(target=wait, name="interrupts", daemon=True).start()

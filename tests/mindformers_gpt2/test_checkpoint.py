@@ -29,9 +29,12 @@ def config_of(folder: Path, prefix: Path, **changes: Any) -> Any:
 
 def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
     """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of the safetensors files."""
-    train(config_of(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4}))
+    foreign = tmp_path / "checkpoints" / "rank_0" / "gpt2_rank_0-of_mine.ckpt"
+    foreign.parent.mkdir(parents=True)
+    foreign.touch()
+    train(config_of(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4}, model__num_layers=1))
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == ["gpt2_rank_0-1_3.ckpt", "gpt2_rank_0-1_4.ckpt"]
+    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == ["gpt2_rank_0-1_3.ckpt", "gpt2_rank_0-1_4.ckpt", foreign.name]
     assert [path.name for path in whole_checkpoints(folder)] == ["step_00000003", "step_00000004"]
     found = ms.load_checkpoint(str(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt"))
     newest = find_checkpoint(folder)
@@ -61,7 +64,7 @@ def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefi
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "rank_0").write_text("in the way")
     with pytest.raises(StorageError, match=r"rank_0-1_1\.ckpt: cannot be written: File exists"):
-        train(config_of(tmp_path, corpus_prefix))
+        train(config_of(tmp_path, corpus_prefix, model__num_layers=1))
     assert whole_checkpoints(tmp_path / "checkpoints"), "the checkpoint itself is whole"
 
 

@@ -15,6 +15,7 @@ import torch_gpt2.engine  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 from common.config.schema import LossScaleConfig, RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
+from common.training.checkpoint import CheckpointWriter  # noqa: E402
 from common.training.loop import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
 from common.training.state import TrainState  # noqa: E402
@@ -67,24 +68,19 @@ def bits(results: list[StepResult]) -> list[tuple[Any, ...]]:
     ids=["dropout and recomputation", "float16 weights with a moving loss scale"],
 )
 def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """4 + 4 steps equal 8 bit for bit; also a second run of the same 8, for deterministic mode."""
+    """Another engine that takes up a run of 8 steps after 4 does the other 4 bit for bit."""
     config = make_config(train__deterministic=True, **changes)
-    whole = make_engine(config)
-    expected = bits(whole.run(iter(batches(8)), 8))
-    again = make_engine(config)
-    first = again.run(iter(batches(8)), 4)
-    from common.training.checkpoint import CheckpointWriter
-
-    state = TrainState(step=4, consumed_samples=16)
+    whole, state = make_engine(config), TrainState(step=4, consumed_samples=16)
+    first = bits(whole.run(iter(batches(4)), 4))
     with CheckpointWriter(tmp_path, asynchronous=False) as writer:
-        folder = writer.save(again.snapshot(state))
+        folder = writer.save(whole.snapshot(state))
+    rest = bits(whole.run(iter(batches(8)[4:]), 4))
     resumed = make_engine(config)
     assert restore(resumed, folder) == state
-    rest = resumed.run(iter(batches(8)[4:]), 4)
-    assert bits(first) + bits(rest) == expected
-    assert all(np.isfinite(row[0]) for row in expected)
+    assert bits(resumed.run(iter(batches(8)[4:]), 4)) == rest
+    assert all(np.isfinite(row[0]) for row in first + rest)
     if "precision" in changes:
-        assert len({row[2] for row in expected}) > 1, "the scale never moved"
+        assert len({row[2] for row in first + rest}) > 1, "the scale never moved"
     for name, tensor in whole.master.tensors.items():
         np.testing.assert_array_equal(tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name)
 
@@ -96,10 +92,10 @@ def test_steps_in_flight_and_pynative_change_nothing() -> None:
     assert queued.steps_per_run == 4
     assert bits(queued.run(iter(batches(4)), 4)) == one[:4]
     try:
-        eager = bits(make_engine(make_config(model__dropout=0.1, context__mode=1)).run(iter(batches(8)), 8))
+        eager = bits(make_engine(make_config(model__dropout=0.1, context__mode=1)).run(iter(batches(3)), 3))
     finally:
         ms.set_context(mode=ms.GRAPH_MODE)
-    np.testing.assert_allclose([row[:2] for row in eager], [row[:2] for row in one], rtol=1e-5)
+    np.testing.assert_allclose([row[:2] for row in eager], [row[:2] for row in one[:3]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
@@ -124,14 +120,10 @@ def test_float16_follows_torch(precision: Any) -> None:
         np.testing.assert_allclose(engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name)
         moved = max(moved, float((wanted - start.detach()).abs().max()))
     assert moved > 0.2, "the tolerance would hide weights that stayed where they were"
-
-
-def test_float16_weights_keep_float32_copies() -> None:
-    engine = make_engine(make_config(precision=HALF_WEIGHTS))
-    engine.run(iter(batches(2)), 2)
     for name, parameter in engine.master.model.items():
-        assert parameter.dtype == ms.float16 and engine.master.tensors[name].dtype == ms.float32
-        np.testing.assert_array_equal(parameter.asnumpy(), engine.master.tensors[name].asnumpy().astype(np.float16))
+        assert parameter.dtype == (ms.float16 if precision == HALF_WEIGHTS else ms.float32)
+        assert engine.master.tensors[name].dtype == ms.float32
+        np.testing.assert_array_equal(parameter.asnumpy(), engine.master.tensors[name].asnumpy().astype(parameter.asnumpy().dtype))
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "none"])

@@ -32,7 +32,7 @@ from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import PredictConfig, RunConfig  # noqa: E402
 from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, StorageError  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
-from common.training.setup import Prompt  # noqa: E402
+from common.training.setup import Prompt, owned_folder  # noqa: E402
 from common.weights.files import write_safetensors  # noqa: E402
 from tests.changes import changed  # noqa: E402
 
@@ -232,7 +232,7 @@ def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, e
     replace = os.replace
 
     def not_the_new_one(source: Path, target: Path) -> None:
-        if Path(source).name == f".export.{os.getpid()}.tmp":
+        if Path(source).name == ".export.tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(source, target)
 
@@ -246,6 +246,11 @@ def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, e
         refused(StorageError)
     mindformers_gpt2.export.export(config)
     assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_two_exports_at_once_are_refused(tmp_path: Path, run_folder: Path) -> None:
+    with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
+        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder)))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, run_folder: Path) -> None:

@@ -206,7 +206,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) 
     assert not target.parent.exists()
 
 
-def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch, older: bool) -> None:
+    """Nothing is there, or the set that was there before."""
     from mindformers_gpt2.data import write_mindrecord
 
     rename, calls = os.replace, []
@@ -214,15 +216,18 @@ def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: A
     def stopped(source: Path, target: Path) -> None:
         if source.parent.name.endswith(".tmp") and target.name.startswith("data.mindrecord"):
             calls.append(target.name)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
+            if len(calls) == 4:
+                raise KeyboardInterrupt
         rename(source, target)
 
-    prefix = write_pair([40, 50])
+    prefix, target = write_pair([40, 50]), tmp_path / "out" / "data.mindrecord"
+    if older:
+        write_mindrecord(prefix, target, 4, 2)
+    before = {path.name: path.read_bytes() for path in target.parent.glob("*")}
     monkeypatch.setattr(os, "replace", stopped)
     with pytest.raises(KeyboardInterrupt):
-        write_mindrecord(prefix, tmp_path / "out" / "data.mindrecord", 4, 3)
-    assert not list((tmp_path / "out").iterdir())
+        write_mindrecord(prefix, target, 4, 3)
+    assert {path.name: path.read_bytes() for path in target.parent.iterdir()} == before and bool(before) == older
 
 
 def test_a_blend_of_a_pair_and_a_mindrecord(tmp_path: Path, write_pair: Any) -> None:

@@ -1,0 +1,35 @@
+"""Ctrl-C while the main thread is inside a call that does not return to Python."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from common.training.stop import StopSignal, receive_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+receive_interrupts()
+with StopSignal() as stop:
+    print("ready", flush=True)
+    time.sleep(float(sys.argv[2]))  # the thread holds the signal, so that nothing cuts this short
+    time.sleep(0)
+    print("number", stop.number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
+    program = [sys.executable, "-c", PROGRAM, str(Path(__file__).resolve().parents[3]), "60" if twice else "1"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        if twice:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(timeout=0.5)
+            child.send_signal(signal.SIGINT)
+        rest = child.communicate(timeout=20)[0]
+    assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
