@@ -21,7 +21,8 @@ def config_schema() -> str:
         },
         **schema["properties"],
     }
-    schema.pop("required", None)  # a file may leave to its base what the run needs
+    for section in (schema, *schema["$defs"].values()):
+        section.pop("required", None)  # a file may leave to its base what the run needs
     return json.dumps(schema, indent=1) + "\n"
 
 

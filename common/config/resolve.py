@@ -19,6 +19,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     _check_length(config)
     _check_precision(config)
     _check_backend(config)
+    _check_observation(config)
     model, parallel = config.model, config.parallel
     data_parallel = plan_data_parallel(
         world_size=world_size,
@@ -90,6 +91,27 @@ def _check_backend(config: RunConfig) -> None:
         given = getattr(config, section)
         if getattr(given, name) != type(given).model_fields[name].default:
             raise ConfigError(f"{dotted}={getattr(given, name)} is for backend mindspore; leave it out with backend torch")
+
+
+def _check_observation(config: RunConfig) -> None:
+    train, profile = config.train, config.profile
+    if profile.stop is not None and (profile.start is None or profile.stop < profile.start):
+        raise ConfigError(
+            f"profile.stop={profile.stop} is before profile.start={profile.start}; give a start that is not after it"
+            if profile.start is not None
+            else f"profile.stop={profile.stop} needs profile.start, the first step to trace"
+        )
+    if profile.memory and profile.start is None:
+        raise ConfigError("profile.memory=true needs profile.start, the first step to trace")
+    if not train.skip_outliers:
+        return
+    if not config.logging.outlier_deviations:
+        raise ConfigError("train.skip_outliers=true needs to know what an outlier is; set logging.outlier_deviations=6")
+    if train.sink_size > 1:
+        raise ConfigError(
+            f"train.skip_outliers=true decides by the steps before, train.sink_size={train.sink_size} starts a step before it knows them;"
+            " set sink_size=1"
+        )
 
 
 def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:

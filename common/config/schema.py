@@ -8,9 +8,9 @@ A config is data: frozen, strict, with unknown keys refused. Values that follow 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1)]
@@ -112,7 +112,9 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Refuse operators whose result changes from run to run."""
     max_skipped_steps: Count = 50
-    """Stop after this many steps in a row without a finite gradient."""
+    """Stop after this many skipped steps in a row."""
+    skip_outliers: bool = False
+    """Skip the update of a step whose loss or gradient norm is an outlier by logging.outlier_deviations."""
 
 
 class LossScaleConfig(Section):
@@ -264,23 +266,72 @@ class CheckpointConfig(Section):
     """Write checkpoints from a thread while training goes on."""
 
 
+def _strategy(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("greedy", "sampling"):
+        raise ValueError(f"{value!r}: expected greedy or sampling; beam search and others are not in this version")
+    return value
+
+
 class PredictConfig(Section):
     prompt: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field(default_factory=list)
     """One prompt or a list of them."""
-    strategy: Literal["greedy", "sampling"] = "greedy"
+    prompt_file: Text | None = None
+    """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt (or text)."""
+    output_file: Text | None = None
+    """Also write the results here, one JSON object a continuation."""
+    stream: bool = True
+    """Print tokens as they come, where standard output is a terminal and one sequence is generated at a time."""
+    strategy: Annotated[Literal["greedy", "sampling"], BeforeValidator(_strategy)] = "greedy"
     """greedy takes the most probable token; sampling draws one."""
+    num_sequences: Count = 1
+    """Continuations of each prompt, drawn independently; above 1 only with sampling."""
+    batch_size: Count = 8
+    """Sequences generated at once."""
+    min_new_tokens: NonNegativeInt = 0
+    """The end-of-text token is not chosen before this many new tokens."""
     max_new_tokens: Count | None = None
     """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Seed of sampling; the run's seed when left out."""
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens; 0 is off."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is off."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(lambda value: value or 1.0)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is 0."""
     repetition_penalty: PositiveFloat = 1.0
     """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
     stop_at_end_of_text: bool = True
     """End a sequence at the end-of-text token."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.num_sequences > 1 and self.strategy == "greedy":
+            raise ValueError(
+                f"num_sequences={self.num_sequences}: greedy has one continuation, they would all be equal; set strategy=sampling"
+            )
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower the first")
+        return self
+
+
+class EvaluationConfig(Section):
+    """What --run_mode eval measures."""
+
+    task: Literal["validation", "text", "lambada"] = "validation"
+    """validation: the validation windows of the data; text: perplexity of a file; lambada: the last word of each passage of a file."""
+    file: Text | None = None
+    """Of text: plain text (WikiText, Penn Treebank), or .jsonl with the field text, one document a line. Of lambada: .jsonl with the
+    field text. Either may be gzipped."""
+    detokenize: Literal["none", "wikitext"] = "none"
+    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do; words are counted before."""
+    stride: Count | None = None
+    """Tokens between the starts of the windows over a text: each token is scored once, with more than model.seq_length - stride
+    tokens before it. model.seq_length (no overlap) when left out."""
+    batch_size: Count = 8
+    """Windows, or passages, at once. validation has validation.micro_batch_size."""
+    max_samples: NonNegativeInt = 0
+    """Windows of text or passages of lambada, always the first ones; 0 is all. validation has validation.max_samples."""
 
 
 class ExportConfig(Section):
@@ -293,10 +344,29 @@ class ExportConfig(Section):
 class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
+    style: Literal["gpt2", "megatron", "fleetx", "mindformers"] = "gpt2"
+    """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's, PaddleFleetX's or MindFormers';
+    metrics.jsonl is the same in all."""
+    outlier_deviations: NonNegativeFloat = 0.0
+    """Warn when a loss or gradient norm lies this many standard deviations above the mean of the steps before; 0 is off, 6 is usual."""
+    outlier_window: Annotated[int, Field(ge=8, le=10_000)] = 128
+    """Steps over which mean and deviation are taken, outliers included; there are no warnings before half of it has passed."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     plot: bool = True
     """Draw loss.png after the run."""
+
+
+class ProfileConfig(Section):
+    """A trace of the operators of some steps, by the framework's own profiler, as profile/steps_FIRST_LAST_rank_RANK.json.gz of the
+    run folder, for Perfetto or TensorBoard."""
+
+    start: Count | None = None
+    """First step to trace; nothing is traced when left out."""
+    stop: Count | None = None
+    """Last step to trace; start when left out. A run that ends before ends the trace."""
+    memory: bool = False
+    """Also record allocations. On MindSpore not on a CPU."""
 
 
 def _mode(value: Any) -> Any:
@@ -362,9 +432,11 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     predict: PredictConfig = PredictConfig()
     export: ExportConfig = ExportConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
     context: ContextConfig = ContextConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

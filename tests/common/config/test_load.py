@@ -77,7 +77,7 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
         ("precision=fp8", "'fp8' is no preset; choose float32, bf16 or fp16"),
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
-        ("predict.strategy=beam", "'greedy' or 'sampling'"),
+        ("predict.strategy=beam", "expected greedy or sampling; beam search"),
         ("max_steps", "expected section.key=value"),
         ("data.train=[a", "not valid YAML"),
     ],

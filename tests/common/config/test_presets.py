@@ -1,28 +1,197 @@
-"""Shipped configs: flattened into golden files, so that a changed default shows as one line of diff; and their sizes."""
+"""Shipped configs: flattened into golden files, so that a changed default shows as one line of diff; and held against the
+numbers of the systems they come from."""
 
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from common.config.load import flatten, load_config
-from common.config.resolve import resolve_config
+from common.config.resolve import padded_vocabulary, resolve_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError
 from common.weights.names import count_parameters
 from tools.config_schema import config_schema
 
 ROOT = Path(__file__).resolve().parents[3]
-PRESETS = sorted((ROOT / "configs" / "gpt2").glob("*.yaml"))
+FOLDER = ROOT / "configs" / "gpt2"
+PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_golden(path: Path) -> None:
-    resolved = resolve_config(load_config(path))
-    text = "".join(f"{key} = {value!r}\n" for key, value in flatten(resolved.model_dump()))
-    golden = GOLDEN / f"{path.stem}.txt"
+@dataclass(frozen=True)
+class Expected:
+    """What the source of a preset says. ``layout`` is data x tensor x pipeline parallel."""
+
+    parameters: int
+    layout: tuple[int, int, int]
+    micro: int
+    accumulation: int
+    global_batch: int
+    tokens: int
+    learning_rate: tuple[float, float]
+
+    @property
+    def devices(self) -> int:
+        return self.layout[0] * self.layout[1] * self.layout[2]
+
+
+EXPECTED = {
+    "run_gpt2_tiny": Expected(11_453_760, (1, 1, 1), 8, 1, 8, 1024, (2e-3, 2e-4)),
+    "run_gpt2": Expected(124_439_808, (1, 1, 1), 12, 40, 480, 491_520, (6e-4, 6e-5)),
+    "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
+    "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
+    "run_gpt2_345m_modelzoo": Expected(354_823_168, (4, 1, 2), 4, 1, 16, 16_384, (1.5e-4, 1.5e-5)),
+    "run_gpt2_345m_modelzoo_without_mp": Expected(354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)),
+    "run_gpt2_774m": Expected(774_030_080, (1, 1, 1), 8, 60, 480, 491_520, (2.5e-4, 2.5e-5)),
+    "run_gpt2_1558m": Expected(1_557_611_200, (1, 1, 1), 4, 240, 960, 983_040, (2e-4, 2e-5)),
+    "run_gpt2_1.3b_modelzoo": Expected(1_313_626_112, (2, 2, 2), 8, 2, 32, 32_768, (2e-4, 2e-5)),
+    "run_gpt2_1.3b_fleetx": Expected(1_313_626_112, (8, 1, 1), 8, 1, 64, 65_536, (5e-5, 1e-5)),
+    "run_gpt2_2.7b": Expected(2_651_553_280, (2, 2, 2), 8, 2, 32, 65_536, (1.6e-4, 1.6e-5)),
+    "run_gpt2_3.7b": Expected(3_785_843_712, (2, 2, 2), 4, 2, 16, 32_768, (1.2e-4, 1.2e-5)),
+    "run_gpt2_6.7b": Expected(6_654_210_048, (16, 1, 1), 8, 1, 128, 131_072, (5e-5, 1e-5)),
+    "run_gpt2_13b": Expected(12_848_143_360, (4, 2, 4), 2, 24, 192, 196_608, (5e-5, 1e-6)),
+    "run_gpt2_13b_dp4_mp8": Expected(12_848_143_360, (4, 8, 1), 2, 1, 8, 8192, (5e-5, 1e-6)),
+    "run_gpt2_52b": Expected(51_966_533_632, (8, 1, 16), 2, 64, 1024, 1_048_576, (5e-5, 1e-6)),
+    "run_gpt2_175b": Expected(174_591_676_416, (1, 8, 16), 1, 1536, 1536, 1_572_864, (5e-5, 1e-5)),
+    "run_gpt2_1536x16": Expected(533_647_872, (2, 4, 1), 8, 1, 16, 32_768, (1.5e-4, 1e-5)),
+    "run_gpt2_2304x24": Expected(1_650_057_984, (2, 4, 4), 8, 32, 512, 1_048_576, (1.5e-4, 1e-5)),
+    "run_gpt2_chinese_106m": Expected(106_331_904, (4, 1, 1), 4, 1, 16, 8192, (1.5e-4, 0.0)),
+    "run_gpt2_chinese_82m": Expected(81_894_144, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 0.0)),
+}
+
+# layers, hidden size, heads, window, positions, vocabulary
+SHAPES = {
+    "run_gpt2_tiny": (4, 192, 6, 128, 128, 50257),
+    "run_gpt2": (12, 768, 12, 1024, 1024, 50257),
+    "run_gpt2_345m": (24, 1024, 16, 1024, 1024, 50257),
+    "run_gpt2_774m": (36, 1280, 20, 1024, 1024, 50257),
+    "run_gpt2_1558m": (48, 1600, 25, 1024, 1024, 50257),
+    "run_gpt2_1.3b": (24, 2048, 16, 1024, 1024, 50257),
+    "run_gpt2_2.7b": (32, 2560, 32, 2048, 2048, 50257),
+    "run_gpt2_3.7b": (32, 3072, 32, 2048, 2048, 50257),
+    "run_gpt2_6.7b": (32, 4096, 32, 1024, 1024, 50257),
+    "run_gpt2_13b": (40, 5120, 40, 1024, 1024, 50257),
+    "run_gpt2_52b": (64, 8192, 32, 1024, 1024, 50257),
+    "run_gpt2_175b": (96, 12288, 96, 1024, 1024, 50257),
+    "run_gpt2_1536x16": (16, 1536, 16, 2048, 2048, 50257),
+    "run_gpt2_2304x24": (24, 2304, 24, 2048, 2048, 50257),
+    "run_gpt2_chinese_106m": (12, 768, 12, 512, 1024, 26679),
+    "run_gpt2_chinese_82m": (10, 768, 12, 1024, 1024, 13317),
+}
+
+MIXED = {"parameters": "float16", "compute": "float16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"}
+
+# What all presets of one source share, by the name of its file in task_config/.
+SOURCES: dict[str, dict[str, Any]] = {
+    "modelzoo": {
+        "backend": "torch", "seed": 1234, "precision": MIXED,
+        "model.embedding_dropout": 0.0, "model.attention_dropout": 0.0, "model.hidden_dropout": 0.0,
+        "train.max_steps": 500_000, "parallel.zero_stage": 0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+    },
+    "fleetx": {
+        "backend": "torch", "seed": 1024, "precision": MIXED | {"softmax": "float16", "layer_norm": "float16"},
+        "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
+        "train.max_steps": 500_000, "loss_scale.mode": "dynamic", "loss_scale.initial": 32768.0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 360_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+    },
+    "oneflow": {
+        "backend": "torch", "seed": 12345, "precision": MIXED | {"parameters": "float32"},
+        "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
+        "train.max_steps": 500_000, "train.recompute": "full", "loss_scale.mode": "dynamic", "loss_scale.initial": 2.0**32,
+        "loss_scale.window": 1000, "parallel.zero_stage": 0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+    },
+    "mindformers": {
+        "backend": "mindspore", "seed": 0, "precision": MIXED | {"softmax": "float16"},
+        "model.embedding_dropout": 0.0, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
+        "train.recompute": "full", "train.mp_comm_recompute": True, "train.parallel_optimizer_comm_recompute": False,
+        "loss_scale.mode": "dynamic", "loss_scale.initial": 2.0**32, "loss_scale.factor": 2.0, "loss_scale.window": 1000,
+        "parallel.zero_stage": 1, "context.mode": "graph",
+        "optimizer.name": "adamw", "optimizer.schedule": "polynomial", "optimizer.power": 1.0, "optimizer.warmup_steps": 2000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.weight_decay": 0.1, "optimizer.clip_grad": 1.0,
+    },
+    "chinese": {
+        "backend": "torch", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
+        "train.recompute": "none", "data.tokenizer": None, "optimizer.name": "adamw", "optimizer.schedule": "linear",
+        "optimizer.warmup_steps": 2000, "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0,
+    },
+}  # fmt: skip
+
+# Where presets of one source differ, apart from batch, layout and learning rate.
+MODELZOO_SCALE = {
+    "loss_scale.mode": "dynamic", "loss_scale.initial": 4096.0, "loss_scale.window": 500, "loss_scale.hysteresis": 2,
+    "loss_scale.minimum": 1.0, "train.recompute": "full",
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "run_gpt2_345m_modelzoo": MODELZOO_SCALE,
+    "run_gpt2_345m_modelzoo_without_mp": {"loss_scale.mode": "static", "loss_scale.initial": 65536.0, "train.recompute": "none"},
+    "run_gpt2_1.3b_modelzoo": MODELZOO_SCALE,
+    "run_gpt2_2.7b": MODELZOO_SCALE,
+    "run_gpt2_3.7b": MODELZOO_SCALE,
+    "run_gpt2_345m_fleetx": {"train.recompute": "none", "parallel.zero_stage": 0},
+    "run_gpt2_1.3b_fleetx": {"train.recompute": "full", "parallel.zero_stage": 0},
+    "run_gpt2_6.7b": {"train.recompute": "full", "parallel.zero_stage": 2},
+    "run_gpt2_175b": {"train.recompute": "full", "parallel.zero_stage": 0},
+    "run_gpt2_13b": {"train.recompute_slice_activation": True, "context.max_device_memory": "31GB"},
+    "run_gpt2_13b_dp4_mp8": {"train.recompute_slice_activation": False, "context.max_device_memory": "30GB"},
+    "run_gpt2_52b": {"train.recompute_slice_activation": False, "context.max_device_memory": "30GB"},
+    "run_gpt2_chinese_106m": {"precision": MIXED, "train.max_epochs": 800.0},
+    "run_gpt2_chinese_82m": {"precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0},
+}
+
+
+@cache
+def resolved(name: str, *overrides: str) -> RunConfig:
+    return resolve_config(load_config(FOLDER / f"{name}.yaml", overrides), world_size=EXPECTED[name].devices)
+
+
+def files_of(path: Path) -> Iterator[Path]:
+    """The file's bases, theirs first, and the file, in the order in which they are merged."""
+    bases = yaml.safe_load(path.read_text()).get("base", [])
+    for base in [bases] if isinstance(bases, str) else bases:
+        yield from files_of(path.parent / base)
+    yield path
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Of one parameter: weight, float32 gradient, two float32 moments and, of a float16 weight, a float32 copy."""
+    parallel, half = config.parallel, config.precision.parameters == "float16"
+    ranks = parallel.data_parallel or 1
+    gradient, optimizer = 4, 12 if half else 8
+    return (2 if half else 4) + gradient / (ranks if parallel.zero_stage >= 2 else 1) + optimizer / (ranks if parallel.zero_stage else 1)
+
+
+def values_of(config: RunConfig, dotted: set[str]) -> dict[str, Any]:
+    tree = config.model_dump()
+    return {key: tree[key.partition(".")[0]][key.partition(".")[2]] if "." in key else tree[key] for key in dotted}
+
+
+def test_the_table_names_every_preset() -> None:
+    assert sorted(EXPECTED) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_golden(name: str) -> None:
+    text = "".join(f"{key} = {value!r}\n" for key, value in flatten(resolved(name).model_dump()))
+    golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text(), "a default or preset changed; if that is wanted: make golden"
+
+
+def test_every_golden_file_has_its_preset() -> None:
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == PRESETS
 
 
 def test_json_schema_is_up_to_date() -> None:
@@ -32,16 +201,103 @@ def test_json_schema_is_up_to_date() -> None:
     assert path.read_text() == config_schema(), "python tools/config_schema.py > configs/schema.json"
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("run_gpt2", 124_439_808), ("run_gpt2_tiny", 11_453_760)])
-def test_parameter_count_is_the_closed_form(name: str, parameters: int) -> None:
-    model = resolve_config(load_config(ROOT / "configs" / "gpt2" / f"{name}.yaml")).model
-    h, layers = model.hidden_size, model.num_layers
-    assert count_parameters(model) == model.vocab_size * h + model.seq_length * h + layers * (12 * h * h + 13 * h) + 2 * h == parameters
+@pytest.mark.parametrize("name", PRESETS)
+def test_shape_and_parameter_count_are_the_published_ones(name: str) -> None:
+    model = resolved(name).model
+    layers, hidden, heads, window, positions, vocabulary = SHAPES[max((key for key in SHAPES if name.startswith(key)), key=len)]
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.seq_length) == (layers, hidden, heads, window)
+    assert (model.max_positions, model.vocab_size, model.ffn_hidden_size) == (positions, vocabulary, 4 * hidden)
+    closed_form = vocabulary * hidden + positions * hidden + layers * (12 * hidden * hidden + 13 * hidden) + 2 * hidden
+    assert count_parameters(model) == closed_form == EXPECTED[name].parameters
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_batch_and_layout_are_those_of_the_source(name: str) -> None:
+    expected, config = EXPECTED[name], resolved(name)
+    train, parallel, model = config.train, config.parallel, config.model
+    data, tensor, pipeline = expected.layout
+    assert (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage) == expected.layout
+    assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == (
+        expected.micro,
+        expected.accumulation,
+        expected.global_batch,
+    )
+    assert expected.micro * data * expected.accumulation == expected.global_batch
+    assert expected.global_batch * model.seq_length == expected.tokens
+    assert model.num_heads % tensor == model.num_layers % pipeline == 0
+    if config.backend == "mindspore":
+        assert expected.accumulation >= pipeline  # MindFormers' rule
+    if parallel.zero_stage >= 2:
+        assert tensor == pipeline == 1  # PaddleFleetX's matrix of what combines
+    if model.vocab_size == 50257:
+        assert padded_vocabulary(config) == {1: 50304, 2: 50432, 4: 50688, 8: 51200}[tensor]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_parallel_preset_refuses_another_number_of_devices(name: str) -> None:
+    config = load_config(FOLDER / f"{name}.yaml")
+    if config.parallel.data_parallel is None:
+        assert resolve_config(config).parallel.data_parallel == 1
+        return
+    with pytest.raises(ConfigError, match=f"= {EXPECTED[name].devices} processes, but 1 are running"):
+        resolve_config(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_hyper_parameters_are_those_of_the_source(name: str) -> None:
+    config = resolved(name)
+    assert (config.optimizer.learning_rate, config.optimizer.min_learning_rate) == EXPECTED[name].learning_rate
+    sources = [path.stem for path in files_of(FOLDER / f"{name}.yaml") if path.parent.name == "task_config" and path.stem != "runner"]
+    wanted = {key: value for source in sources for key, value in SOURCES[source].items()} | OWN.get(name, {})
+    assert values_of(config, set(wanted)) == wanted
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_work_on_either_backend_unless_their_source_is_mindspore(name: str) -> None:
+    assert resolved(name, "backend=mindspore").backend == "mindspore"
+    if load_config(FOLDER / f"{name}.yaml").backend == "torch":
+        assert resolved(name, "backend=torch").backend == "torch"
+
+
+def test_slicing_recomputed_activations_is_for_mindspore() -> None:
+    with pytest.raises(ConfigError, match=r"train\.recompute_slice_activation=True is for backend mindspore"):
+        resolved("run_gpt2_13b", "backend=torch")
+
+
+def test_bases_exist_and_are_used() -> None:
+    used = {path.resolve() for name in PRESETS for path in files_of(FOLDER / f"{name}.yaml")}
+    assert used == {path.resolve() for path in FOLDER.rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_editors_find_the_schema(path: Path) -> None:
+    first = path.read_text().partition("\n")[0]
+    relative = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / relative).resolve() == ROOT / "configs" / "schema.json"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
+    """``#   label = expression = result`` in a preset and its bases; the preset's own lines win, as its keys do."""
+    lines: dict[str, tuple[str, float]] = {}
+    for path in files_of(FOLDER / f"{name}.yaml"):
+        for label, expression, result in re.findall(r"^#   ([a-z ]*?) *= (.+?) = ([\d.,]*\d)", path.read_text(), re.MULTILINE):
+            lines[label] = (expression, float(result.replace(",", "")))
+    for label, (expression, result) in lines.items():
+        formula = re.sub(r"[A-Za-z]{2,}", " ", expression).replace(",", "").replace(" x ", " * ").replace("^", "**")
+        value = eval(formula, {"__builtins__": {}})
+        assert result == (round(value / 1e9, 1) if label == "memory" else value), f"{label} = {expression} = {result}"
+    config, expected = resolved(name), EXPECTED[name]
+    assert lines["parameters"][1] == expected.parameters
+    assert lines["one step"][1] == expected.tokens
+    assert lines.get("devices", ("", 1))[1] == expected.devices
+    assert lines.get("batch", ("", expected.global_batch))[1] == config.train.global_batch_size
+    if "memory" in lines:
+        assert lines["memory"][1] == round(state_bytes(config) * expected.parameters / (expected.layout[1] * expected.layout[2]) / 1e9, 1)
 
 
 def test_every_field_is_documented() -> None:
     from common.config.load import _schema_keys
-    from common.config.schema import RunConfig
 
     def undocumented(model: type, prefix: str = "") -> list[str]:
         keys = dict(_schema_keys(RunConfig))

@@ -45,6 +45,14 @@ def test_derived_values_are_filled_in() -> None:
         ({"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1}, "say the same thing twice"),
         ({"parallel__data_parallel": 2}, "= 2 processes, but 1 are running"),
         ({"backend": "mindspore", "train__compile": True}, "train.compile=true is for backend torch"),
+        ({"profile__stop": 3}, "profile.stop=3 needs profile.start"),
+        ({"profile": {"start": 5, "stop": 3}}, "profile.stop=3 is before profile.start=5"),
+        ({"profile__memory": True}, "profile.memory=true needs profile.start"),
+        ({"train__skip_outliers": True}, "set logging.outlier_deviations=6"),
+        (
+            {"backend": "mindspore", "train__skip_outliers": True, "train__sink_size": 4, "logging__outlier_deviations": 6.0},
+            "train.sink_size=4 starts a step before it knows them",
+        ),
     ],
 )
 def test_contradictions(changes: dict[str, Any], message: str) -> None:
