@@ -15,6 +15,7 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
+from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from mindformers_gpt2.checkpoint import take_snapshot
@@ -48,8 +49,9 @@ class Engine:
         self._add = device.compile(add_gradients)
         self._update = device.compile(self.optimizer)
 
-    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
-        queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+        bounds = Tensor((limits.loss, limits.grad_norm), ms.float32)
+        queued = [self._train_step(next(batches).tokens, bounds) for _ in range(steps)]
         return [step.read() for step in queued]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -63,12 +65,12 @@ class Engine:
     def snapshot(self, state: TrainState) -> Snapshot:
         return take_snapshot(self, state)
 
-    def _train_step(self, tokens: NDArray[np.int32]) -> _QueuedStep:
+    def _train_step(self, tokens: NDArray[np.int32], limits: Tensor) -> _QueuedStep:
         self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
         loss, *gradients = self._accumulate_gradients(tokens)
-        norm, finite, scale = self._update(Tensor(rate, ms.float32), loss, *gradients)
-        return _QueuedStep(loss=loss, norm=norm, finite=finite, scale=scale, rate=rate)
+        norm, applied, scale = self._update(Tensor(rate, ms.float32), limits, loss, *gradients)
+        return _QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
 
     def _accumulate_gradients(self, tokens: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """Mean loss of the batch, and its gradients times the loss scale."""
@@ -118,7 +120,7 @@ class _QueuedStep:
 
     loss: Tensor
     norm: Tensor
-    finite: Tensor
+    applied: Tensor
     scale: Tensor
     rate: float
 
@@ -129,5 +131,5 @@ class _QueuedStep:
             grad_norm=float(self.norm.asnumpy()),
             learning_rate=self.rate,
             loss_scale=float(self.scale.asnumpy()),
-            skipped=not bool(self.finite.asnumpy()),
+            skipped=not bool(self.applied.asnumpy()),
         )

@@ -1,21 +1,63 @@
-"""Loss and perplexity of a checkpoint on the validation windows."""
+"""What a checkpoint is worth: loss on the validation windows, perplexity of a text, last words of LAMBADA."""
 
 from __future__ import annotations
 
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
 from common.config.schema import RunConfig
+from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
 from common.training import setup
-from common.training.data import open_data
 from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import open_device
+from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.engine import Engine
-from mindformers_gpt2.model import build_model
+from mindformers_gpt2.loss import ROWS_AT_ONCE
+from mindformers_gpt2.model import GPT2, build_model
 
 
 def evaluate(config: RunConfig) -> None:
     device = open_device(config)
-    data, config = open_data(config, training=False)
-    checkpoint = setup.weights_to_use(config, data.tokenizer_record)
+    task, config = open_task(config)
+    checkpoint = setup.weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
-    total, tokens = Engine(model, config, device).evaluate(data.require_validation())
-    setup.report_evaluation(config, checkpoint, total, tokens)
+    if isinstance(task, ValidationTask):
+        result = task.result(*Engine(model, config, device).evaluate(task.windows()))
+    else:
+        result = task.result(score_rows(task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit))
+    report(config, checkpoint, result)
+
+
+def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
+    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time."""
+    token_scores = device.compile(_TokenScores(model))
+
+    def score(batch: RowBatch) -> TokenScores:
+        losses, hits = token_scores(Tensor(batch.ids), Tensor(batch.places.reshape(-1)), Tensor(batch.targets.reshape(-1)))
+        return TokenScores(losses=losses.asnumpy(), hits=hits.asnumpy())
+
+    return score
+
+
+class _TokenScores(nn.Cell):
+    """ids (B, T), places and targets (N,) -> losses and hits (N,)."""
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+        self.log_softmax = ops.LogSoftmax(-1)
+        self.most_probable = ops.Argmax(-1, ms.int32)
+
+    def construct(self, ids: Tensor, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.model(ids)
+        hidden = ops.Gather()(hidden.reshape((-1, hidden.shape[-1])), places, 0)
+        losses: tuple[Tensor, ...] = ()
+        hits: tuple[Tensor, ...] = ()
+        for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
+            rows, target = hidden[start : start + ROWS_AT_ONCE], targets[start : start + ROWS_AT_ONCE]
+            if start:
+                rows = ops.depend(rows, losses[-1])  # one chunk after the other
+            logits = self.model.logits(rows)  # (n, vocab_size)
+            losses = (*losses, -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape((-1,)))
+            hits = (*hits, self.most_probable(logits) == target)
+        return ops.concat(losses), ops.concat(hits)

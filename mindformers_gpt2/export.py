@@ -1,7 +1,7 @@
 """Write a checkpoint as MindIR, which MindSpore runs without this project.
 
     export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
-    export/decode.mindir   token (B, 1), position (1,) int32, keys, values (L, B, nh, K, hs) -> logits (B, vocab_size), keys, values
+    export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs) -> logits (B, vocab_size), keys, values
     export/export.json     inputs and outputs, where the weights come from, what the check found, SHA-256 of each file
 
 Weights above 1 GB MindSpore puts beside their graph: model_graph.mindir and model_variables/. Each file is loaded again and held
@@ -143,7 +143,7 @@ def _graphs(config: RunConfig) -> tuple[_Graph, _Graph]:
         _Graph(
             name="decode",
             cell=Decode,
-            inputs={"token": ((batch, 1), "int32"), "position": ((1,), "int32"), "keys": cache, "values": cache},
+            inputs={"token": ((batch, 1), "int32"), "position": ((batch,), "int32"), "keys": cache, "values": cache},
             outputs={"logits": ((batch, model.vocab_size), "float32"), "keys": cache, "values": cache},
         ),
     )
@@ -194,7 +194,8 @@ def _decode_pairs(loaded: Any, model: GPT2, device: MindSporeDevice, batches: tu
     for batch in batches:
         found = wanted = model.new_caches(batch, positions)
         for position in sorted({0, positions // 2, positions - 1}):
-            token, at = _int32(random.integers(0, model.config.vocab_size, (batch, 1))), _int32([position])
+            token = _int32(random.integers(0, model.config.vocab_size, (batch, 1)))
+            at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places
             logits, *found = loaded(token, at, *found)
             wanted_logits, *wanted = live(token, at, *wanted)
             yield from zip((logits, *found), (wanted_logits, *wanted), strict=True)

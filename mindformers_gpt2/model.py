@@ -137,9 +137,9 @@ class Attention(nn.Cell):
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """mask: (T, K) of the softmax's type, -inf where a query must not see a key, else 0. key: of the dropout.
+        """mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf where a query must not see a key, else 0. key: of the dropout.
 
-        With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (1, 1, K, 1) bool says where this one token goes.
+        With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool says where each row's token goes.
         Returns the output and the keys and values in use.
         """
         batch, length, size = x.shape
@@ -234,13 +234,14 @@ class GPT2(nn.Cell):
         return self.ln_f(x)
 
     def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """One more token: (B, 1) int32 at ``position`` (1,) int32, with caches (L, B, nh, K, hs).
+        """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B, nh, K, hs).
 
         Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one graph serves every length.
         """
         places = ops.arange(keys.shape[3], dtype=ms.int32)
-        at = (places == position).reshape((1, 1, -1, 1))
-        mask = self._mask((places > position).reshape((1, -1)))
+        position = position.reshape((-1, 1))
+        at = (places == position).reshape((-1, 1, keys.shape[3], 1))
+        mask = self._mask((places > position).reshape((-1, 1, 1, keys.shape[3])))
         x = ops.cast(self.wte(token) + self.wpe(position), self.compute_dtype)
         new_keys, new_values = [], []
         for index, block in enumerate(self.h):

@@ -109,23 +109,25 @@ class Optimizer(nn.Cell):
         self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
-    def construct(self, rate: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Update with the gradients of the loss times the loss scale, unless one of them or the loss is not finite.
+    def construct(self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Update with the gradients of the loss times the loss scale, unless one of them or the loss is not finite, or beyond a limit.
 
-        Returns their norm with the scale taken out, whether they were finite, and the scale they came with.
+        limits: (2,), the largest loss and gradient norm; to go beyond them is no overflow, so the loss scale moves as if it had not been.
+        Returns the norm with the scale taken out, whether there was an update, and the scale that the gradients came with.
         The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
         """
         scale = self.loss_scale.value * 1.0
         norm = global_norm(*gradients) / scale
         finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss))
-        if finite:
+        applied = ops.logical_and(finite, ops.logical_and(loss <= limits[0], norm <= limits[1]))
+        if applied:
             factor = 1.0 / scale
             if self.settings.clip_grad:
                 # what common.training.loss_scale.clip_factor says
                 factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
             self._update(rate, factor, gradients)
         self.loss_scale(finite)
-        return norm, finite, scale
+        return norm, applied, scale
 
     def _update(self, rate: Tensor, factor: Tensor, gradients: tuple[Tensor, ...]) -> None:
         config = self.settings

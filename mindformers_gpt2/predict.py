@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 from mindspore import Tensor
 
-from common.config.schema import PredictConfig, RunConfig
-from common.generation.sampling import choose_token
+from common.config.schema import RunConfig
+from common.generation.output import write_continuations
+from common.generation.prompts import encode_prompts
+from common.generation.sampling import Logits
 from common.training import setup
 from common.training.data import describe_tokenizer, open_tokenizer
 from mindformers_gpt2.checkpoint import load_weights
@@ -19,36 +21,44 @@ from mindformers_gpt2.model import GPT2, build_model
 def predict(config: RunConfig) -> None:
     device = open_device(config)
     tokenizer, config = open_tokenizer(config)
-    prompts = setup.encode_prompts(config, tokenizer)
+    prompts = encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
-    for index, prompt in enumerate(prompts):
-        generator = np.random.default_rng((config.seed, index))
-        new = list(generate(model, prompt, config.predict, tokenizer.eod_id, device, generator))
-        setup.print_continuation(prompt.text, tokenizer.decode(new))
+    rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)
+    write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
 
-def generate(
-    model: GPT2, prompt: setup.Prompt, settings: PredictConfig, end_of_text: int, device: MindSporeDevice, generator: np.random.Generator
-) -> Iterator[int]:
-    """Yield the tokens that follow ``prompt``, up to its ``new_tokens`` or the end of text (not yielded).
+class Decoder:
+    """Implements ``common.generation.generate.Decoder`` with one graph, which takes one token of each of ``rows`` rows.
 
-    The graph takes one token, the prompt's too, so that it is compiled once and not once a length.
+    All shapes are fixed, so that it is compiled once: prompts go through it token by token too, rows that nobody needs hold token 0.
     """
-    keys, values = model.new_caches(1, model.config.max_positions or model.config.seq_length)
-    decode = device.compile(model.decode)
-    seen = np.array(prompt.ids, dtype=np.int64)
-    for position in range(len(prompt.ids) + prompt.new_tokens - 1):
-        logits, keys, values = decode(_int32([[seen[position]]]), _int32([position]), keys, values)
-        if position < len(prompt.ids) - 1:
-            continue
-        token = choose_token(logits.asnumpy()[0], seen, settings, generator)
-        if settings.stop_at_end_of_text and token == end_of_text:
-            return
-        yield token
-        seen = np.append(seen, token)
 
+    def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
+        assert model.config.max_positions is not None
+        self.rows = rows
+        self._model = model
+        self._decode = device.compile(model.decode)
+        self._last = model.config.max_positions - 1
 
-def _int32(values: object) -> Tensor:
-    return Tensor(np.array(values, np.int32))
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
+        self._keys, self._values = self._model.new_caches(self.rows, self._last + 1)
+        last = np.array([len(prompt) - 1 for prompt in prompts])
+        # A row that has come to its prompt's end takes its last token again, at the same place, which changes nothing.
+        for column in range(last.max() + 1):
+            self._positions = np.minimum(last, column)
+            logits = self._add([prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)])
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        self._positions = np.minimum(self._positions + 1, self._last)
+        return self._add(tokens)
+
+    def _add(self, tokens: Sequence[int]) -> Logits:
+        """Logits (B, vocab_size) after ``tokens`` at their rows' positions."""
+        token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
+        token[: len(tokens), 0], position[: len(tokens)] = tokens, self._positions
+        logits, self._keys, self._values = self._decode(Tensor(token), Tensor(position), self._keys, self._values)
+        result: Logits = logits.asnumpy()[: len(tokens)]
+        return result

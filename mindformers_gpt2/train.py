@@ -10,12 +10,14 @@ from common.training.checkpoint import CheckpointWriter
 from common.training.data import open_data
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
+from common.training.profile import ProfileWindow
 from common.training.state import TrainState
 from mindformers_gpt2.checkpoint import load_weights, restore
 from mindformers_gpt2.data import training_batches
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import build_model, initialise
+from mindformers_gpt2.profile import make_trace
 
 
 def train(config: RunConfig) -> None:
@@ -36,6 +38,7 @@ def train(config: RunConfig) -> None:
         else:
             initialise(engine.master.tensors, config)
         engine.master.write_back()
+        profile = ProfileWindow(config, state, make_trace(config, device))
         setup.announce(config, data, device.name, start, state)
         setup.begin(config, start)
         with (
@@ -44,6 +47,7 @@ def train(config: RunConfig) -> None:
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
             training_batches(data, state) as batches,
+            profile,
         ):
             run = Run(
                 config=config,
@@ -54,6 +58,9 @@ def train(config: RunConfig) -> None:
                 metrics=metrics,
                 peak_flops=device.peak_flops(config.precision.compute),
                 taken_up=start.in_folder(folder),
+                samples_per_epoch=data.samples_per_epoch,
+                peak_memory=device.peak_memory,
+                profile=profile,
             )
             summary = train_loop(run, state)
         setup.finish(config, state, summary, peak_memory=device.peak_memory())

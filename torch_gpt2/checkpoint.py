@@ -12,6 +12,7 @@ from torch import Tensor
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
 from common.training.checkpoint import Snapshot
+from common.training.lent import LentArrays
 from common.training.snapshot import (
     STATE_NAMES,
     EngineState,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
-    """Copy weights, optimizer state, generators and counters to the host."""
+    """Weights and optimizer state, lent by a CPU and copied from other devices; generators and counters, copied."""
     model = engine.config.model
     weights = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.master.tensors.items()}
     moments: dict[str, Any] = {}
@@ -43,8 +44,8 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
     return make_snapshot(
         engine.config,
         state,
-        weights=weights,
-        moments=moments,
+        weights=LentArrays(weights),
+        moments=LentArrays(moments),
         engine=EngineState(optimizer_steps=steps, loss_scale=engine.loss_scale.state(), rng={"torch": engine.device.rng_state()}),
         versions={"backend": "torch", "torch": torch.__version__},
         record=engine.record,
@@ -80,4 +81,4 @@ def restore(engine: Engine, checkpoint: Path) -> TrainState:
 
 
 def _to_numpy(tensor: Tensor) -> Any:
-    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
+    return tensor.detach().to("cpu", torch.float32).numpy()

@@ -44,6 +44,11 @@ class TorchDevice:
         """Whether torch.optim's fused kernels run here; Ascend documents that they do not."""
         return self.kind != "npu"
 
+    @property
+    def profiler(self) -> Any:
+        """torch.profiler, or what Ascend's adapter has in its place."""
+        return torch.profiler if self.kind != "npu" else importlib.import_module("torch_npu").profiler
+
     def supports(self, float_name: str) -> bool:
         if float_name != "bfloat16" or self.kind == "cpu":
             return True
@@ -53,7 +58,7 @@ class TorchDevice:
 
     def peak_flops(self, float_name: str) -> float:
         if self.kind == "cpu":
-            return _measure_flops(DTYPES[float_name])
+            return max(map(_measure_flops, {DTYPES[float_name], torch.float32}))  # some have slow kernels for the others
         return accelerator_flops(self.name, float_name)
 
     def synchronize(self) -> None:

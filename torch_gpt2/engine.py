@@ -15,6 +15,7 @@ from common.dataset import Batch
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.loss_scale import LossScale, clip_factor
+from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import take_snapshot
@@ -39,11 +40,13 @@ class Engine:
         self.loss_scale = LossScale(config.loss_scale)
         self.master = MasterWeights(dict(model.named_parameters()), DTYPES[config.precision.reduction])
         self.optimizer = build_optimizer(self.master.tensors, config.optimizer, fused=device.fused_optimizer)
+        self._lent: Snapshot | None = None
+        """What the checkpoint writer may still be reading."""
         self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
 
-    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         self.model.train()
-        return [self._train_step(next(batches).tokens) for _ in range(steps)]
+        return [self._train_step(next(batches).tokens, limits) for _ in range(steps)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -56,9 +59,10 @@ class Engine:
         return total, tokens
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        return take_snapshot(self, state)
+        self._lent = take_snapshot(self, state)
+        return self._lent
 
-    def _train_step(self, tokens: NDArray[np.int32]) -> StepResult:
+    def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
         self.step += 1
         scale = self.loss_scale.value
         self.optimizer.zero_grad(set_to_none=True)
@@ -67,14 +71,18 @@ class Engine:
         norm = global_norm(gradients).item() / scale
         rate = learning_rate(self.config.optimizer, self.step)
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
+        applied = finite and not limits.exceeded(loss, norm)
+        if applied:
             scale_gradients(gradients, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+            if self._lent is not None:
+                self._lent.keep()
+                self._lent = None
             self.optimizer.step()
             self.master.write_back()
         self.loss_scale.update(finite)
-        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not finite)
+        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
 
     def _accumulate_gradients(self, tokens: NDArray[np.int32], scale: float) -> float:
         """Mean loss of the batch; its gradient, times ``scale``, is left in the parameters."""

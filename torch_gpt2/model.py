@@ -41,23 +41,6 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-class KeyValueCache:
-    """Keys and values of one layer for up to ``length`` positions, filled from the left."""
-
-    def __init__(self, batch: int, heads: int, length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.keys = torch.empty(batch, heads, length, head_size, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
-        self.filled = 0
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, nh, T, hs) and return everything so far."""
-        end = self.filled + keys.shape[2]
-        self.keys[:, :, self.filled : end] = keys
-        self.values[:, :, self.filled : end] = values
-        self.filled = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
         super().__init__()
@@ -70,28 +53,31 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.c_proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_size)
         q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, nh, T, hs)
-        if cache is not None:
-            k, v = cache.append(k, v)
         y = _maybe_recompute(self.recompute, self.attend, q, k, v)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of queries that are all the positions of the keys, or the last one."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Causal attention of queries that are all the positions of the keys, or the last one.
+
+        mask: (B, 1, 1, K) of the type of q, added to the scores of the last one.
+        """
         assert q.shape[2] in (1, k.shape[2])
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1
         if self.softmax_dtype == torch.float32:
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         # a softmax below float32 has no fused kernel: write it out
         q = q / math.sqrt(self.head_size)  # before the product, which float16 could not hold
         scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype)  # (B, nh, T, T)
         if causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, float("-inf"))
+        if mask is not None:
+            scores = scores + mask.to(self.softmax_dtype)
         return F.dropout(scores.softmax(-1).to(v.dtype), dropout) @ v
 
 
@@ -121,8 +107,8 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(*norm)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        x = x + F.dropout(self.attn(self.ln_1(x), cache), self.dropout, self.training)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attn(self.ln_1(x)), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
 
@@ -141,16 +127,18 @@ class GPT2(nn.Module):
         self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
 
-    def forward(self, ids: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
-        """Hidden states (B, T, C) after the last layer norm of token ids (B, T), which continue what the caches hold."""
-        start = caches[0].filled if caches else 0
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-        x = (self.wte(ids) + self.wpe(positions)).to(self.compute_dtype)
-        x = F.dropout(x, self.dropout, self.training)
-        for index, block in enumerate(self.h):
-            x = _maybe_recompute(self.recompute, block, x, caches[index] if caches else None)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Hidden states (B, T, C) after the last layer norm of token ids (B, T)."""
+        x = F.dropout(self.embed(ids, torch.arange(ids.shape[1], device=ids.device)), self.dropout, self.training)
+        for block in self.h:
+            x = _maybe_recompute(self.recompute, block, x)
         hidden: Tensor = self.ln_f(x)
         return hidden
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Token and position embeddings (..., T, C) in the type of the computation."""
+        x: Tensor = self.wte(ids) + self.wpe(positions)
+        return x.to(self.compute_dtype)
 
     def loss_sum(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
@@ -160,10 +148,6 @@ class GPT2(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""
         return F.linear(hidden, self.wte.weight[: self.config.vocab_size].to(hidden.dtype)).float()
-
-    def new_caches(self, batch: int, length: int) -> list[KeyValueCache]:
-        heads, head_size = self.config.num_heads, self.config.hidden_size // self.config.num_heads
-        return [KeyValueCache(batch, heads, length, head_size, self.compute_dtype, self.wte.weight.device) for _ in self.h]
 
 
 def build_model(config: RunConfig, device: TorchDevice) -> GPT2:

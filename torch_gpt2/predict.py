@@ -2,47 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from common.config.schema import PredictConfig, RunConfig
-from common.generation.sampling import choose_token
+from common.config.schema import RunConfig
+from common.generation.output import write_continuations
+from common.generation.prompts import encode_prompts
+from common.generation.sampling import Logits
 from common.training import setup
 from common.training.data import describe_tokenizer, open_tokenizer
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
-from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.model import GPT2, Block, build_model
 
 
 def predict(config: RunConfig) -> None:
     device = open_device(config)
     tokenizer, config = open_tokenizer(config)
-    prompts = setup.encode_prompts(config, tokenizer)
+    prompts = encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
     load_weights(dict(model.named_parameters()), config.model, checkpoint)
-    for index, prompt in enumerate(prompts):
-        generator = np.random.default_rng((config.seed, index))
-        new = list(generate(model, prompt, config.predict, tokenizer.eod_id, device, generator))
-        setup.print_continuation(prompt.text, tokenizer.decode(new))
+    rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)
+    write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
 
-@torch.no_grad()
-def generate(
-    model: GPT2, prompt: setup.Prompt, settings: PredictConfig, end_of_text: int, device: TorchDevice, generator: np.random.Generator
-) -> Iterator[int]:
-    """Yield the tokens that follow ``prompt``, up to its ``new_tokens`` or the end of text (not yielded)."""
-    model.eval()
-    caches = model.new_caches(1, len(prompt.ids) + prompt.new_tokens)
-    seen = np.array(prompt.ids, dtype=np.int64)
-    ids = torch.tensor([prompt.ids], device=device.torch_device)
-    for _ in range(prompt.new_tokens):
-        logits = model.logits(model(ids, caches)[0, -1])
-        token = choose_token(logits.cpu().numpy(), seen, settings, generator)
-        if settings.stop_at_end_of_text and token == end_of_text:
-            return
-        yield token
-        seen = np.append(seen, token)
-        ids = torch.tensor([[token]], device=device.torch_device)
+class Decoder:
+    """Implements ``common.generation.generate.Decoder`` with the weights of ``model`` in the form that is fastest for one token a row.
+
+    Sequences end at the same column of the caches; those of shorter prompts begin later, and a mask hides what is before. So a step
+    writes one column, and where all prompts are of one length there is no mask.
+    """
+
+    def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
+        self.rows = rows
+        self._model = model.eval()
+        self._device = device.torch_device
+        self._layers = [_Layer(block, model.compute_dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self._head = _Product([model.wte.weight[: model.config.vocab_size]], [], model.compute_dtype, rows)
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
+        lengths, config = [len(prompt) for prompt in prompts], self._model.config
+        longest = max(lengths)
+        self._begins = [longest - length for length in lengths]
+        self._column = 0
+        shape = (len(prompts), config.num_heads, longest + room, config.hidden_size // config.num_heads)
+        for layer in self._layers:
+            layer.keys, layer.values = (torch.zeros(shape, dtype=self._model.compute_dtype, device=self._device) for _ in range(2))
+        self._mask = None
+        if any(self._begins):
+            hidden = torch.arange(shape[2])[None] < torch.tensor(self._begins)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._model.compute_dtype).masked_fill(hidden, float("-inf"))
+            self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
+        # Prompts are filled up on the right, where a causal mask hides the filling from all that counts.
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        x = self._forward(ids.to(self._device), torch.arange(longest, device=self._device))
+        return self._logits(x[torch.arange(len(prompts)), torch.tensor(lengths) - 1])
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Logits:
+        last = self._model.wpe.num_embeddings - 1
+        positions = [[min(self._column - begin, last)] for begin in self._begins]
+        ids = torch.tensor(tokens, device=self._device)[:, None]
+        return self._logits(self._forward(ids, torch.tensor(positions, device=self._device))[:, -1])
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states (B, T, C) before the last layer norm; the caches grow by T columns."""
+        x = self._model.embed(ids, positions)
+        for layer in self._layers:
+            q, k, v = layer.heads(x)
+            k, v, mask = self._remember(layer, k, v)
+            y = layer.block.attn.attend(q, k, v, mask)
+            x = x + layer.c_proj(y.transpose(1, 2).flatten(2))
+            x = x + layer.mlp_c_proj(F.gelu(layer.mlp_c_fc(layer.block.ln_2(x)), approximate="tanh"))
+        self._column += ids.shape[1]
+        return x
+
+    def _remember(self, layer: _Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, nh, T, hs) of what is new -> all there are to attend to, and which of them not."""
+        if self._column:
+            end = self._column + 1
+            layer.keys[:, :, self._column], layer.values[:, :, self._column] = k[:, :, 0], v[:, :, 0]
+            return layer.keys[:, :, :end], layer.values[:, :, :end], None if self._mask is None else self._mask[..., :end]
+        longest = k.shape[2]
+        for row, begin in enumerate(self._begins):
+            layer.keys[row, :, begin:longest] = k[row, :, : longest - begin]
+            layer.values[row, :, begin:longest] = v[row, :, : longest - begin]
+        return k, v, None
+
+    def _logits(self, x: Tensor) -> Logits:
+        logits: Logits = self._head(self._model.ln_f(x)).float().cpu().numpy()
+        return np.ascontiguousarray(logits)
+
+
+class _Layer:
+    """A block with its products in the form of ``_Product``, q, k and v in one, and its caches (B, nh, K, hs)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
+        def product(*parts: nn.Linear) -> _Product:
+            return _Product([part.weight for part in parts], [part.bias for part in parts], dtype, rows)
+
+        self.block = block
+        self.qkv = product(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)
+        self.c_proj = product(block.attn.c_proj)
+        self.mlp_c_fc = product(block.mlp.c_fc)
+        self.mlp_c_proj = product(block.mlp.c_proj)
+
+    def heads(self, x: Tensor) -> Sequence[Tensor]:
+        """q, k and v, (B, nh, T, hs) each."""
+        return self.qkv(self.block.ln_1(x)).view(*x.shape[:2], 3, -1, self.block.attn.head_size).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class _Product:
+    """x W^T + b for few rows of x, with the weights of several products one below the other, converted once.
+
+    On a CPU without kernels for a type below float32, the rounded weights are held and multiplied in float32 and the result is rounded,
+    which is what such a kernel does inside. For several rows, oneDNN wants the weights in an order of its own (twice as fast for 8
+    rows); for one, they are read fastest along their longer side.
+    """
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int) -> None:
+        on_cpu = weights[0].device.type == "cpu"
+        self.dtype = torch.float32 if on_cpu and not _has_kernel(dtype) else dtype
+        weight = _joined(weights, dtype).to(self.dtype)  # (out, in)
+        self.bias = _joined(biases, dtype).to(self.dtype) if biases else None
+        few = on_cpu and rows > 1 and self.dtype == torch.float32
+        self.packed = few and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if self.packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        elif on_cpu and rows == 1 and weight.shape[0] > weight.shape[1]:
+            weight = weight.t().contiguous().t()
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        else:
+            y = F.linear(x.to(self.dtype), self.weight, self.bias)
+        return y.to(x.dtype)
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([part.detach().to(dtype) for part in parts])
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of a type at full speed."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -10,11 +10,13 @@ from common.training.checkpoint import CheckpointWriter
 from common.training.data import open_data
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
+from common.training.profile import ProfileWindow
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import load_weights, restore
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model, initialise
+from torch_gpt2.profile import make_trace
 
 
 def train(config: RunConfig) -> None:
@@ -35,6 +37,7 @@ def train(config: RunConfig) -> None:
         else:
             initialise(engine.master.tensors, config)
         engine.master.write_back()
+        profile = ProfileWindow(config, state, make_trace(config, device))
         setup.announce(config, data, device.name, start, state)
         setup.begin(config, start)
         with (
@@ -43,6 +46,7 @@ def train(config: RunConfig) -> None:
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
             data.training_batches(state) as batches,
+            profile,
         ):
             run = Run(
                 config=config,
@@ -53,6 +57,9 @@ def train(config: RunConfig) -> None:
                 metrics=metrics,
                 peak_flops=device.peak_flops(config.precision.compute),
                 taken_up=start.in_folder(folder),
+                samples_per_epoch=data.samples_per_epoch,
+                peak_memory=device.peak_memory,
+                profile=profile,
             )
             summary = train_loop(run, state)
         setup.finish(config, state, summary, peak_memory=device.peak_memory())

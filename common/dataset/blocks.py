@@ -90,7 +90,7 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}; name the right one with --json-keys")
+            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}; rename it, or name it with --json-keys")
         if not isinstance(item[key], str):
             raise DataError(f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or remove this item")
         texts.append(item[key])

@@ -23,6 +23,7 @@ from typing import Any
 
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place
+from common.training.lent import LentArrays
 from common.training.log import LOG
 from common.weights.files import Tensors, file_checksum, write_safetensors
 
@@ -34,7 +35,7 @@ _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything a run needs to go on, copied out of the framework so that training may continue while it is written."""
+    """Everything a run needs to go on, copied out of the framework or lent by it until ``keep``, to be written while training goes on."""
 
     files: Mapping[str, Tensors]
     """File name -> tensors by name."""
@@ -42,6 +43,18 @@ class Snapshot:
     """Plain data; must hold ``state``."""
     beside: Callable[[Path], None] | None = None
     """Called with the folder of the checkpoints once this one is whole, to write it in another form too."""
+
+    def keep(self) -> None:
+        """Call before tensors that were lent are changed."""
+        for tensors in self.files.values():
+            if isinstance(tensors, LentArrays):
+                tensors.keep()
+
+    def release(self) -> None:
+        """The writer is done with the tensors, or gives up."""
+        for tensors in self.files.values():
+            if isinstance(tensors, LentArrays):
+                tensors.release()
 
 
 class CheckpointWriter:
@@ -100,15 +113,7 @@ class CheckpointWriter:
     def _write(self, target: Path, snapshot: Snapshot) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            files = {}
-            for name, tensors in snapshot.files.items():
-                checksum = write_safetensors(temporary / name, tensors)
-                files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
-            with atomic_write(temporary / MANIFEST, "w") as file:
-                json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
-            fsync_folder(temporary)
+            self._write_folder(temporary, snapshot)
             put_in_place(temporary, target)
             point_latest(target)
             self._prune(target)
@@ -116,8 +121,21 @@ class CheckpointWriter:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
+        finally:
+            snapshot.release()
         if snapshot.beside is not None:
             snapshot.beside(self.folder)
+
+    def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        files = {}
+        for name, tensors in snapshot.files.items():
+            checksum = write_safetensors(temporary / name, tensors)
+            files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
+        with atomic_write(temporary / MANIFEST, "w") as file:
+            json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
+        fsync_folder(temporary)
 
     def _prune(self, written: Path) -> None:
         """Keep the folder just written and the newest others before it; then those of a future that was left behind."""

@@ -1,4 +1,4 @@
-"""Log lines and the progress bar: rank 0 speaks, and the bar shows only on a terminal."""
+"""The log and the progress bar: rank 0 speaks, and the bar shows only on a terminal."""
 
 from __future__ import annotations
 
@@ -37,22 +37,3 @@ def progress_bar(*, total: int, initial: int = 0, unit: str = "step", descriptio
     from tqdm import tqdm
 
     return tqdm(total=total, initial=initial, unit=unit, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False)
-
-
-def step_line(row: dict[str, Any], last_step: int) -> str:
-    """One training step for a person's eye."""
-    parts = [
-        f"step {row['step']}/{last_step}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['learning_rate']:.3e}",
-        f"grad norm {row['grad_norm']:.3f}",
-        f"{row['tokens_per_second']:.0f} tokens/s",
-        f"{row['step_time'] * 1000:.0f} ms",
-    ]
-    if row["mfu"]:
-        parts.append(f"MFU {row['mfu']:.1%}")
-    if row["loss_scale"] != 1.0:
-        parts.append(f"loss scale {row['loss_scale']:g}")
-    if row.get("skipped"):
-        parts.append("SKIPPED (gradient not finite)")
-    return " | ".join(parts)

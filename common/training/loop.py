@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
 from common.training.checkpoint import CheckpointWriter, Snapshot
-from common.training.log import LOG, progress_bar, step_line
+from common.training.log import progress_bar
 from common.training.metrics import MetricsWriter, flops_per_token
+from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
+from common.training.profile import ProfileWindow
+from common.training.report import make_report
 from common.training.state import TrainState
 from common.training.stop import StopSignal
 
@@ -40,7 +44,7 @@ class StepResult:
     learning_rate: float
     loss_scale: float
     skipped: bool
-    """True when the gradient was not finite and the weights were left as they were."""
+    """True when the gradient was not finite, or beyond the limits, and the weights were left as they were."""
 
 
 class Engine(Protocol):
@@ -49,8 +53,8 @@ class Engine(Protocol):
     steps_per_run: int
     """Steps that ``run`` likes to be asked for at once: 1, or the sink size of a graph that loops on the device."""
 
-    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
-        """Take ``steps`` batches and make as many optimizer steps."""
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+        """Take ``steps`` batches and make as many optimizer steps; one beyond the limits leaves weights and optimizer as they are."""
         ...
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -77,39 +81,49 @@ class Run:
     """Of all devices together; 0 when unknown."""
     taken_up: bool = False
     """True when the run goes on from a checkpoint of its own folder, which need not be saved again."""
+    samples_per_epoch: int = 0
+    """For log lines that count epochs."""
+    peak_memory: Callable[[], int] = peak_resident_bytes
+    """Most bytes held so far."""
+    profile: ProfileWindow | None = None
 
 
 def train(run: Run, state: TrainState) -> dict[str, Any]:
     """Train from ``state`` to the last step; save, validate and log on the way.
 
-    Returns the last row of metrics with the validation figures, ``seconds`` and ``median_tokens_per_second``.
-    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after ``train.max_skipped_steps`` steps
-    in a row without a finite gradient.
+    Returns the last row of metrics with the validation figures, and when there was a step, ``seconds``, ``median_tokens_per_second``,
+    ``samples_per_second_at_end`` (mean of the last 100 steps) and ``best_validation_perplexity``.
+    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after ``train.max_skipped_steps`` skipped steps
+    in a row.
     """
     config = run.config
     last_step = config.train.max_steps
     assert last_step is not None
     summary: dict[str, Any] = {}
+    report = make_report(config, run.samples_per_epoch)
     saved_step = state.step if run.taken_up else None
     speeds: list[float] = []
     start = time.perf_counter()
     with StopSignal() as stop, progress_bar(total=last_step, initial=state.step) as bar:
         while state.step < last_step:
-            for row in _steps(run, state, _steps_to_boundary(config, state.step, last_step, run.engine.steps_per_run)):
+            for row in _steps(run, state, _steps_to_boundary(run, state.step, last_step)):
                 summary |= row
-                speeds.append(row["tokens_per_second"])
+                speeds.append(row["samples_per_second"])
                 run.metrics.write(row)
                 bar.update()
                 bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
-                if row["step"] % config.logging.interval == 0 or row["step"] == last_step or row["skipped"]:
-                    LOG.info(step_line(row, last_step))
+                report.step(row)
                 _check_divergence(config, state)
             run.checkpoints.raise_failure()
             if stop.number is None and _due(config.checkpoint.interval, state.step) and state.step < last_step:
                 run.checkpoints.save(run.engine.snapshot(state))
                 saved_step = state.step
             if stop.number is None and (_due(config.validation.interval, state.step) or state.step == last_step):
-                summary |= validate(run, state.step, stop)
+                row = validate(run, state.step, stop)
+                if row:
+                    report.validation(row)
+                    best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
+                    summary |= row | {"best_validation_perplexity": best}
             if stop.number is not None:
                 break
         if stop.number is None and not math.isfinite(summary.get("loss", 0.0)):
@@ -124,7 +138,11 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
             where = f"stopped by signal {stop.number} after step {state.step}; saved in {run.checkpoints.folder}"
             raise StopRequested(stop.number, f"{where}; checkpoint.resume=auto goes on")
     if speeds:
-        summary |= {"seconds": time.perf_counter() - start, "median_tokens_per_second": statistics.median(speeds)}
+        summary |= {
+            "seconds": time.perf_counter() - start,
+            "median_tokens_per_second": statistics.median(speeds) * config.model.seq_length,
+            "samples_per_second_at_end": statistics.fmean(speeds[-100:]),
+        }
     return summary
 
 
@@ -132,13 +150,19 @@ def validate(run: Run, step: int, stop: StopSignal) -> dict[str, Any]:
     """One pass over the validation windows, if there are any; writes and returns its row, unless a stop is asked for meanwhile."""
     if run.validation is None:
         return {}
+    start = time.perf_counter()
     total, tokens = run.engine.evaluate(itertools.takewhile(lambda _: stop.number is None, run.validation()))
     if stop.number is not None:
         return {}
     loss = total / tokens
-    row: dict[str, Any] = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss), "validation_tokens": tokens}
+    row: dict[str, Any] = {
+        "step": step,
+        "validation_loss": loss,
+        "validation_perplexity": perplexity(loss),
+        "validation_tokens": tokens,
+        "validation_time": time.perf_counter() - start,
+    }
     run.metrics.write(row)
-    LOG.info(f"validation at step {step}: loss {loss:.4f}, perplexity {row['validation_perplexity']:.2f} over {tokens} tokens")
     return row
 
 
@@ -151,45 +175,67 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
     config = run.config
     samples = config.train.global_batch_size
     assert samples is not None
-    tokens = samples * config.model.seq_length
-    hashes: list[str] = []
+    batches = _WatchedBatches(run.batches)
+    if run.profile is not None:
+        run.profile.begin(state.step + 1)
     start = time.perf_counter()
-    results = run.engine.run(_noting_hashes(run.batches, hashes), count)
+    results = run.engine.run(batches, count, limits_of(state, config.logging) if config.train.skip_outliers else NO_LIMITS)
     seconds = (time.perf_counter() - start) / count
-    for result, sample_hash in zip(results, hashes, strict=True):
+    if run.profile is not None:
+        run.profile.end(state.step + count)
+    speed = samples / seconds
+    memory = run.peak_memory()
+    for result, sample_hash in zip(results, batches.hashes, strict=True):
         state.step += 1
         state.consumed_samples += samples
         state.sample_hash = sample_hash
         state.skipped_steps += result.skipped
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
-        speed = tokens / seconds
+        outlier = notice(state, config.logging, result.loss, result.grad_norm, skipped=result.skipped)
         yield {
             "step": state.step,
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
-            "tokens_per_second": speed,
-            "samples_per_second": samples / seconds,
+            "tokens_per_second": speed * config.model.seq_length,
+            "samples_per_second": speed,
             "step_time": seconds,
-            "mfu": flops_per_token(config.model) * speed / run.peak_flops if run.peak_flops else 0.0,
+            "data_wait": batches.waited / count,
+            "mfu": flops_per_token(config.model) * speed * config.model.seq_length / run.peak_flops if run.peak_flops else 0.0,
+            "peak_memory": memory,
             "loss_scale": result.loss_scale,
             "consumed_samples": state.consumed_samples,
             "sample_hash": sample_hash,
             "skipped": result.skipped,
+            "outlier": outlier,
             "skipped_steps": state.skipped_steps,
         }
 
 
-def _noting_hashes(batches: Iterator[Batch], hashes: list[str]) -> Iterator[Batch]:
-    for batch in batches:
-        hashes.append(batch.sample_hash)
-        yield batch
+class _WatchedBatches:
+    """The batches that pass, their hashes noted, and the seconds in which there was none."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.hashes: list[str] = []
+        self.waited = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self.waited += time.perf_counter() - start
+        self.hashes.append(batch.sample_hash)
+        return batch
 
 
-def _steps_to_boundary(config: RunConfig, step: int, last_step: int, wished: int) -> int:
-    """At most ``wished`` steps, and none beyond the next step at which something must happen."""
-    stops = [last_step, *((step // n + 1) * n for n in (config.validation.interval, config.checkpoint.interval) if n)]
-    return min(wished, min(stops) - step)
+def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
+    """At most what the engine likes, and none beyond the next step at which something must happen."""
+    intervals = (run.config.validation.interval, run.config.checkpoint.interval)
+    stops = [last_step, *((step // n + 1) * n for n in intervals if n), *(run.profile.boundaries if run.profile else ())]
+    return min(run.engine.steps_per_run, min(stop for stop in stops if stop > step) - step)
 
 
 def _due(interval: int, step: int) -> bool:
@@ -199,6 +245,7 @@ def _due(interval: int, step: int) -> bool:
 def _check_divergence(config: RunConfig, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
-            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite gradient; lower optimizer.learning_rate,"
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite gradient"
+            f"{' or were outliers' if config.train.skip_outliers else ''}; lower optimizer.learning_rate,"
             " look at the data, or use precision=bf16 or float32 (train.max_skipped_steps is the limit). Earlier checkpoints are whole"
         )

@@ -1,22 +1,31 @@
-"""The loss curve of a run as a PNG."""
+"""Curves of one run or several as a PNG, from their ``metrics.jsonl``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from common.errors import ConfigError, DataError
+from common.files import atomic_write
 from common.training.metrics import METRICS_FILE, read_metrics
+
+_UNITS = {
+    "loss": "loss (nats per token)",
+    "step_time": "step time (s)",
+    "data_wait": "data wait (s)",
+    "validation_time": "validation time (s)",
+    "peak_memory": "peak memory (bytes)",
+}
+_WITH_VALIDATION = {"loss": "validation_loss"}
+"""Drawn into the same panel, as dots."""
 
 
 def plot_loss(folder: Path) -> Path:
     """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and validation loss over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     rows = read_metrics(folder / METRICS_FILE)
-    train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    valid = [(row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
+    train, valid = _series(rows, "loss"), _series(rows, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
         steps, losses = zip(*train, strict=True)
@@ -32,6 +41,86 @@ def plot_loss(folder: Path) -> Path:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def plot_runs(folders: Sequence[Path], output: Path, metrics: Sequence[str] = ("loss", "tokens_per_second"), smoothing: int = 0) -> None:
+    """Draw the runs into ``output``, one panel a metric, one colour a run: the moving average, its values behind it, validations as dots.
+
+    smoothing: rows that are averaged; a fiftieth of a run when 0. Raises DataError (no metrics), ConfigError and StorageError (output).
+    """
+    if output.suffix != ".png":
+        raise ConfigError(f"--output {output}: expected a name that ends with .png")
+    runs = {name: _read(folder) for name, folder in zip(_names(folders), folders, strict=True)}
+    known = sorted({key for rows in runs.values() for row in rows for key, value in row.items() if _is_number(value) and key != "step"})
+    for metric in metrics:
+        if metric not in known:
+            raise DataError(f"no run has numbers called {metric}; --metric may name {', '.join(known) or 'nothing: the files are empty'}")
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(len(metrics), figsize=(9, 1 + 3.2 * len(metrics)), sharex=True, squeeze=False, layout="constrained")
+    for (axes,), metric in zip(panels, metrics, strict=True):
+        for number, (name, rows) in enumerate(runs.items()):
+            _draw(axes, name, rows, metric, f"C{number % 10}", smoothing)
+        axes.set(ylabel=_UNITS.get(metric, metric.replace("_", " ")))
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize="small")
+    panels[-1][0].set(xlabel="step")
+    with atomic_write(output) as file:
+        figure.savefig(file, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def _draw(axes: Any, name: str, rows: list[dict[str, Any]], metric: str, color: str, smoothing: int) -> None:
+    points, validations = _series(rows, metric), _series(rows, _WITH_VALIDATION.get(metric, ""))
+    if points:
+        steps, values = zip(*points, strict=True)
+        width = smoothing or max(1, len(values) // 50)
+        if width > 1:
+            axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(steps, _moving_average(values, width), color=color, linewidth=1.4, label=name)
+    if validations:
+        axes.plot(
+            *zip(*validations, strict=True),
+            color=color,
+            marker="o",
+            markersize=4,
+            linewidth=0.8,
+            linestyle="--",
+            label=f"{name}, validation",
+        )
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    path = folder if folder.is_file() else folder / METRICS_FILE
+    try:
+        return read_metrics(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; expected the folder of a run, which holds {METRICS_FILE}") from None
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path where that tells them apart, else the whole."""
+    last = [folder.resolve().name for folder in folders]
+    names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"a run is given twice: {', '.join(names)}; give each once")
+    return names
+
+
+def _series(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[metric]) for row in rows if _is_number(row.get(metric))]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _moving_average(values: tuple[float, ...], width: int) -> list[float]:

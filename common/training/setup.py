@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +13,11 @@ from common.config.load import flatten, save_config
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError
-from common.files import atomic_write
-from common.tokenizer import Tokenizer
 from common.training.checkpoint import find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
 from common.training.log import LOG
-from common.training.loop import perplexity
 from common.training.plot import plot_loss
+from common.training.report import make_report, use_style
 from common.training.state import TrainState
 from common.weights.names import count_parameters
 
@@ -108,38 +104,9 @@ def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
     return checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    text: str
-    ids: list[int]
-    new_tokens: int
-    """Most tokens to add."""
-
-
-def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of predict.prompt; each fits the model together with what is to be added."""
-    prompts = config.predict.prompt
-    if not prompts:
-        raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time'")
-    positions = config.model.max_positions
-    assert positions is not None
-    encoded = []
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt).tolist()
-        if not ids:
-            raise ConfigError("predict.prompt is empty; give at least one token of text")
-        room, wanted = positions - len(ids), config.predict.max_new_tokens
-        if room < (wanted or 1):
-            raise ConfigError(
-                f"a prompt of {len(ids)} tokens and {wanted or 1} to add go beyond the model's {positions} positions;"
-                f" shorten the prompt{f' or ask for predict.max_new_tokens={room}' if room > 0 else ''}"
-            )
-        encoded.append(Prompt(text=prompt, ids=ids, new_tokens=wanted or min(room, 100)))
-    return encoded
-
-
 def announce(config: RunConfig, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
-    """The arithmetic of the run, before its first step."""
+    """The arithmetic of the run, before its first step, in the style of its log."""
+    use_style(config)
     model, train, optimizer = config.model, config.train, config.optimizer
     rows = padded_vocabulary(config)
     padding = f", padded to {rows}" if rows != model.vocab_size else ""
@@ -186,33 +153,7 @@ def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, pea
     parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
     LOG.info("; ".join(parts))
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {find_checkpoint(folder)}")
-
-
-def report_evaluation(config: RunConfig, checkpoint: Path, total_loss: float, tokens: int) -> None:
-    """Print loss and perplexity with their protocol, and keep them in ``evaluation.json`` of the run folder."""
-    loss = total_loss / tokens
-    result = {
-        "checkpoint": str(checkpoint),
-        "data": config.data.validation or config.data.train,
-        "split": "whole" if config.data.validation else config.data.split,
-        "window": config.model.seq_length,
-        "tokens": tokens,
-        "validation_loss": loss,
-        "validation_perplexity": perplexity(loss),
-    }
-    folder = Path(config.output_dir)
-    with atomic_write(folder / "evaluation.json", "w") as file:
-        json.dump(result, file, indent=1)
-    LOG.info(
-        f"{checkpoint}: validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens} tokens"
-        f" in windows of {config.model.seq_length}; written to {folder / 'evaluation.json'}"
-    )
-
-
-def print_continuation(prompt: str, continuation: str) -> None:
-    """One prompt and what followed it, on standard output."""
-    sys.stdout.write(f"Prompt: {prompt}\nGeneration: {prompt}{continuation}\n\n")
-    sys.stdout.flush()
+    make_report(config).final(summary)
 
 
 def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingData) -> None:
@@ -221,7 +162,7 @@ def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingDat
         LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     for key, value in now.items():
-        if key.partition(".")[0] not in ("predict", "logging", "checkpoint") and before.get(key) != value:
+        if key.partition(".")[0] not in ("predict", "evaluation", "logging", "profile", "checkpoint") and before.get(key) != value:
             LOG.info(f"changed since the checkpoint: {key} {before.get(key)} -> {value}")
 
 

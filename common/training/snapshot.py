@@ -49,7 +49,7 @@ def make_snapshot(
     versions: dict[str, str],
     record: dict[str, Any],
 ) -> Snapshot:
-    """Weights by name; moments by NAME.exp_avg and so on; both already copied to the host and cut to the true vocabulary."""
+    """Weights by name; moments by NAME.exp_avg and so on; both on the host, cut to the true vocabulary, copied or lent."""
     manifest = {
         "state": state.to_dict(),
         "engine": {"optimizer_steps": engine.optimizer_steps, "loss_scale": engine.loss_scale, "rng": engine.rng},

@@ -1,6 +1,7 @@
 """Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without, torch, or the host's rule."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip in
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.engine  # noqa: E402
 import torch_gpt2.model  # noqa: E402
-from common.config.schema import LossScaleConfig, RunConfig  # noqa: E402
+from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
 from common.training.checkpoint import CheckpointWriter  # noqa: E402
 from common.training.loop import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
+from common.training.outliers import Limits, limits_of, notice  # noqa: E402
 from common.training.state import TrainState  # noqa: E402
 from mindformers_gpt2.checkpoint import restore  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
@@ -140,6 +142,43 @@ def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
         assert device.read() == host
         seen.add(host.value)
     assert (len(seen) > 3 and min(seen) == 2.0) if mode == "dynamic" else seen == {64.0 if mode == "static" else 1.0}
+
+
+def test_the_same_outlier_is_skipped_as_on_torch() -> None:
+    """Ten steps as the loop makes them; one batch repeats a token, and its gradients, which point one way, are far longer."""
+    logging = LoggingConfig(outlier_deviations=8.0, outlier_window=8)
+    config = make_config(optimizer={"learning_rate": 1e-4}, loss_scale={"mode": "dynamic", "initial": 2.0, "window": 3})
+    calm = batches(10)
+    calm[7] = replace(calm[7], tokens=np.full_like(calm[7].tokens, 7))
+    found = []
+    for engine in (make_engine(config), make_torch_engine(config)):
+        state = TrainState()
+        results = []
+        for batch in calm:
+            [result] = engine.run(iter([batch]), 1, limits_of(state, logging))
+            results.append(result)
+            outlier = notice(state, logging, result.loss, result.grad_norm, skipped=result.skipped)
+            assert outlier == result.skipped
+        found.append(results)
+    for results in found:
+        assert [step for step, result in enumerate(results, 1) if result.skipped] == [8]
+        # finite steps all of them to the loss scale, which doubles after 3, 6 and 9
+        assert [result.loss_scale for result in results] == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [16.0]
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(*([getattr(result, name) for result in results] for results in found), rtol=1e-4)
+
+
+@pytest.mark.parametrize("limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"])
+def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
+    engine = make_engine(make_config())
+    engine.run(iter(batches(1)), 1)
+    tensors = [*engine.master.tensors.values(), *engine.optimizer.first, *engine.optimizer.second]
+    before = [tensor.asnumpy().copy() for tensor in tensors]
+    [result] = engine.run(iter(batches(1)), 1, limits)
+    assert result.skipped and result.loss > 4.0 and result.grad_norm > 0.1 and int(engine.optimizer.steps.asnumpy()) == 1
+    for tensor, old in zip(tensors, before, strict=True):
+        np.testing.assert_array_equal(tensor.asnumpy(), old)
+    assert not engine.run(iter(batches(1)), 1, Limits(loss=10.0, grad_norm=10.0))[0].skipped
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:

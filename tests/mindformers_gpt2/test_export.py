@@ -31,8 +31,10 @@ from common.config.load import build_config  # noqa: E402
 from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import PredictConfig, RunConfig  # noqa: E402
 from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, StorageError  # noqa: E402
+from common.generation.generate import generate  # noqa: E402
+from common.generation.prompts import Prompt  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
-from common.training.setup import Prompt, owned_folder  # noqa: E402
+from common.training.setup import owned_folder  # noqa: E402
 from common.weights.files import write_safetensors  # noqa: E402
 from tests.changes import changed  # noqa: E402
 
@@ -123,7 +125,8 @@ for rows in batches:
     keys = values = ms.Tensor(np.zeros(shape, inputs["keys"]["dtype"]))
     prompt = ids.shape[1]
     for position in range(prompt + steps - 1):
-        logits, keys, values = decode(ms.Tensor(ids[:, position : position + 1]), ms.Tensor(np.array([position], np.int32)), keys, values)
+        at = ms.Tensor(np.full(len(rows), position, np.int32))
+        logits, keys, values = decode(ms.Tensor(ids[:, position : position + 1]), at, keys, values)
         assert list(keys.shape) == shape
         if position >= prompt - 1:
             ids = np.concatenate([ids, logits.asnumpy().argmax(-1).astype(np.int32)[:, None]], 1)
@@ -149,14 +152,10 @@ def test_a_process_without_this_project_generates_the_same_tokens(run_folder: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    device, generator = mindformers_gpt2.device.select_device("cpu"), np.random.default_rng(0)
-    expected = [
-        [
-            list(mindformers_gpt2.predict.generate(model, Prompt(text="", ids=row, new_tokens=12), PredictConfig(), -1, device, generator))
-            for row in rows
-        ]
-        for rows in batches
-    ]
+    decoder = mindformers_gpt2.predict.Decoder(model, mindformers_gpt2.device.select_device("cpu"), 1)
+    prompts = [Prompt(text="", ids=row, new_tokens=12) for rows in batches for row in rows]
+    found = iter([each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)])
+    expected = [[next(found) for _ in rows] for rows in batches]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3  # no two alike, none of one token
 

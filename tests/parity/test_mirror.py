@@ -24,7 +24,6 @@ DIFFERENCES = {
     },
     "model.py": {
         "Embedding": "torch's own serves; MindSpore's names its table otherwise",
-        "KeyValueCache": "MindSpore's graph takes and returns caches of a fixed shape",
         "Dropout": "MindSpore's draws from a state that cannot be saved on a CPU",
         "dropout_keys": "what MindSpore's masks follow from; torch saves its generators",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config.load import load_config
+from common.config.resolve import resolve_config
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_HERE = ("bash scripts/test.sh",)  # what runs this test
 
@@ -64,6 +67,16 @@ def test_every_command_of_the_readme(copy: Path) -> None:
     again = shell("bash scripts/quickstart.sh train.max_steps=6 validation.max_samples=32", copy)
     assert again.returncode == 0, again.stderr
     assert "already there" in again.stdout and "step 1/6" not in again.stdout, "finished work is not repeated"
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
+def test_every_yaml_of_the_readme_is_a_config(copy: Path, name: str) -> None:
+    blocks = re.findall(r"```yaml\n# (\S+)\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.S)
+    assert blocks
+    for path, text in blocks:
+        (copy / path).parent.mkdir(exist_ok=True)
+        (copy / path).write_text(text, encoding="utf-8")
+        resolve_config(load_config(copy / path))
 
 
 def test_both_readmes_have_the_same_commands() -> None:

@@ -11,6 +11,7 @@ from common.config.load import build_config
 from common.config.resolve import resolve_config, resolve_length
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.training.outliers import Limits
 from common.training.schedule import learning_rate
 from common.weights.names import decays
 from tests.changes import changed
@@ -193,6 +194,22 @@ def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.master.tensors.items())
     losses, _ = run(engine, token_batches(config) * 4)
     assert engine.loss_scale.value < 2.0**39 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"])
+def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
+    """Weights, moments and Adam's count stay; to the loss scale it is a finite step."""
+    engine = make_engine(make_config(optimizer={"name": "adamw", "learning_rate": 0.01}, loss_scale={"mode": "dynamic", "window": 2}))
+    batches = iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in token_batches(engine.config)])
+    engine.run(batches, 1)
+    before = [tensor.clone() for tensor in engine.master.tensors.values()]
+    state = {key: {name: value.clone() for name, value in part.items()} for key, part in engine.optimizer.state.items()}
+    [result] = engine.run(batches, 1, limits)
+    assert result.skipped and result.loss > 4.0 and result.grad_norm > 0.1
+    assert all(torch.equal(tensor, old) for tensor, old in zip(engine.master.tensors.values(), before, strict=True))
+    assert all(torch.equal(value, state[key][name]) for key, part in engine.optimizer.state.items() for name, value in part.items())
+    assert (engine.loss_scale.value, engine.step) == (2 * 65536.0, 2)
+    assert not engine.run(batches, 1, Limits(loss=result.loss + 1, grad_norm=10.0))[0].skipped
 
 
 def test_compiled_steps_equal_eager_ones() -> None:

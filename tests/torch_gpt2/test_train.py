@@ -1,10 +1,13 @@
 """Whole runs in this process: resume, stop, finetune, what is written."""
 
+import gzip
 import json
 import math
 import os
 import signal
 import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from common.config.resolve import resolve_config
 from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
 from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.log import LOG, start_log
 from common.training.metrics import read_metrics
 from tests.changes import changed
+from torch_gpt2.checkpoint import restore
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.train import train
 
@@ -91,6 +96,68 @@ def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> 
     torch.manual_seed(999)  # a resumed run owes nothing to the process it runs in
     parts = start("parts", **PRECISIONS[name])
     assert_same_run(whole, parts)
+
+
+def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is skipped after the resume follows from the losses before it."""
+    # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which the second half starts
+    settings = {"tensorboard": False, "plot": False, "outlier_deviations": 0.5, "outlier_window": 8}
+    train_settings = {"micro_batch_size": 2, "global_batch_size": 4, "skip_outliers": True}
+    whole = start("whole", logging=settings, train=train_settings | {"max_steps": 20})
+    rows = [row for row in read_metrics(whole / "metrics.jsonl") if "loss" in row]
+    skipped = [row["step"] for row in rows if row["skipped"]]
+    assert skipped == [row["step"] for row in rows if row["outlier"]] and rows[-1]["skipped_steps"] == len(skipped)
+    assert min(skipped) <= 10 and 11 <= next(step for step in skipped if step > 10) <= 14 and len(skipped) < 10
+    start("parts", logging=settings, train=train_settings | {"max_steps": 10})
+    torch.manual_seed(999)
+    parts = start("parts", logging=settings, train=train_settings | {"max_steps": 20})
+    assert_same_run(whole, parts)
+    assert [row["step"] for row in read_metrics(parts / "metrics.jsonl") if row.get("skipped")] == skipped
+    # without its history the second half would decide otherwise: the test is not blind
+    start("forgetful", logging=settings, train=train_settings | {"max_steps": 10})
+    monkeypatch.setattr("torch_gpt2.train.restore", lambda *words: replace(restore(*words), losses=[], grad_norms=[]))
+    other = start("forgetful", logging=settings, train=train_settings | {"max_steps": 20})
+    assert [row["step"] for row in read_metrics(other / "metrics.jsonl") if row.get("skipped")] != skipped
+
+
+def test_a_trace_of_two_steps(start: Any) -> None:
+    """Torch's own names of operators, twice the number of calls of one step, and the run's results unchanged."""
+
+    def calls(folder: Path, steps: str) -> Counter[str]:
+        [path] = (folder / "profile").iterdir()
+        assert path.name == f"steps_{steps}_rank_0.json.gz"
+        with gzip.open(path) as file:
+            return Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op")
+
+    plain = start("plain", steps=3)
+    two = start("two", steps=3, profile={"start": 2, "stop": 3, "memory": True})
+    one = start("one", steps=3, profile={"start": 3})
+    assert_same_run(plain, two)
+    assert calls(two, "2_3")["aten::gelu"] == 2 * calls(one, "3_3")["aten::gelu"] == 2 * 2 * 2  # 2 layers, 2 micro batches
+
+
+def test_a_style_changes_the_log_and_nothing_else(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        start_log()
+        plain = start("plain", steps=4, validation__interval=2)
+        ours = capsys.readouterr().out
+        theirs = start("theirs", steps=4, validation__interval=2, logging__style="megatron")
+        lines = capsys.readouterr().out.splitlines()
+    finally:
+        LOG.handlers.clear()
+    assert_same_run(plain, theirs)
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (plain, theirs)]
+    assert [list(row) for row in rows[0]] == [list(row) for row in rows[1]]
+    assert "| lm loss" not in ours and "Final" not in ours
+    assert [line.split()[1] for line in lines if line.startswith("steps: ")] == ["1", "2", "3", "4"]
+    assert [line.split()[4] for line in lines if line.startswith(" validation loss at iteration ")] == ["2", "4"]
+    speed = sum(row["samples_per_second"] for row in rows[1] if "loss" in row) / 4
+    best = min(row["validation_perplexity"] for row in rows[1] if "validation_perplexity" in row)
+    assert lines[-4:-1] == [
+        "------------------ Final result ------------------",
+        f"Final Performance samples/sec : {speed:.6g}",
+        f"Final Train lm loss PPL(accuracy): {best:.6E}",
+    ]
 
 
 @pytest.mark.parametrize("step", [1, 7, 19])

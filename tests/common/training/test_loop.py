@@ -3,7 +3,10 @@
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,17 +17,22 @@ from common.dataset import Batch
 from common.training.checkpoint import CheckpointWriter, Snapshot, whole_checkpoints
 from common.training.loop import Run, StepResult, Tokens, perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
+from common.training.outliers import NO_LIMITS, Limits
+from common.training.profile import ProfileWindow
 from common.training.state import TrainState
+from tests.changes import changed
 
 
 class FakeEngine:
     def __init__(self, steps_per_run: int) -> None:
         self.steps_per_run = steps_per_run
         self.asked: list[int] = []
+        self.limits: list[Limits] = []
         self.step = 0
 
-    def run(self, batches: Iterator[Batch], steps: int) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         self.asked.append(steps)
+        self.limits.append(limits)
         results = []
         for _ in range(steps):
             self.step += 1
@@ -48,8 +56,8 @@ def batches() -> Iterator[Batch]:
         yield Batch(tokens=np.full((2, 5), step, np.int32), consumed_samples=2 * step, sample_hash=f"hash {step}")
 
 
-def run_loop(folder: Path, steps_per_run: int) -> FakeEngine:
-    tree = {
+def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
+    tree: dict[str, Any] = {
         "output_dir": str(folder),
         "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
         "train": {"max_steps": 10, "micro_batch_size": 2},
@@ -57,9 +65,11 @@ def run_loop(folder: Path, steps_per_run: int) -> FakeEngine:
         "validation": {"interval": 4},
         "checkpoint": {"interval": 3},
     }
-    config = resolve_length(resolve_config(build_config(tree)), 100)
+    config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
     engine = FakeEngine(steps_per_run)
     state = TrainState()
+    folder.mkdir(exist_ok=True)
+    profile = ProfileWindow(config, state, lambda path: nullcontext())
     with MetricsWriter(folder, tensorboard=False) as metrics:
         run = Run(
             config=config,
@@ -69,6 +79,8 @@ def run_loop(folder: Path, steps_per_run: int) -> FakeEngine:
             checkpoints=CheckpointWriter(folder / "checkpoints"),
             metrics=metrics,
             peak_flops=1e9,
+            peak_memory=lambda: 12345,
+            profile=profile,
         )
         summary = train(run, state)
     assert (state.step, state.consumed_samples, state.sample_hash, state.skipped_steps) == (10, 20, "hash 10", 1)
@@ -92,6 +104,41 @@ def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
     assert row["tokens_per_second"] == pytest.approx(8 / row["step_time"])
     # one block of width 8, 50 tokens, positions not counted: 50 x 8 + 12 x 64 + 13 x 8 + 16 parameters, and attention 12 L h T
     assert row["mfu"] == pytest.approx((6 * (400 + 768 + 104 + 16) + 12 * 8 * 4) * row["tokens_per_second"] / 1e9)
+
+
+def test_rows_hold_the_wait_for_data_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves by a quarter of a second in every batch, and at no other time."""
+    clock = [0.0]
+    real = batches
+
+    def slow() -> Iterator[Batch]:
+        for batch in real():
+            clock[0] += 0.25
+            yield batch
+
+    monkeypatch.setattr("common.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setitem(globals(), "batches", slow)
+    run_loop(tmp_path, 2)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [row["data_wait"] for row in rows] == [0.25] * 10 == [row["step_time"] for row in rows]
+    assert {row["peak_memory"] for row in rows} == {12345}
+
+
+def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:
+    """No sink goes across its beginning or its end."""
+    assert run_loop(tmp_path, 100, profile={"start": 5, "stop": 6}).asked == [3, 1, 2, 2, 1, 1]
+    assert run_loop(tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}).asked == [7, 1, 2]
+
+
+def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_path: Path) -> None:
+    """Losses 1, 1/2, 1/3, ...: the limits of step 5 come from the first four."""
+    window = {"outlier_deviations": 2.0, "outlier_window": 8}
+    assert set(run_loop(tmp_path / "warn", 1, logging=window).limits) == {NO_LIMITS}
+    limits = run_loop(tmp_path / "skip", 1, logging=window, train__skip_outliers=True).limits
+    first = np.array([1, 1 / 2, 1 / 3, 1 / 4])
+    assert limits[:4] == [NO_LIMITS] * 4
+    assert limits[4].loss == pytest.approx(first.mean() + 2 * first.std(ddof=1), rel=1e-6)
+    assert limits[9].loss == pytest.approx((last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6)
 
 
 def test_floats_read_back_exactly(tmp_path: Path) -> None:

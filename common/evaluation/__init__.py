@@ -1,0 +1,19 @@
+"""What ``--run_mode eval`` measures, but for the model: rows of tokens to score, and figures from their scores."""
+
+from common.evaluation.report import Result, report
+from common.evaluation.rows import Row, RowBatch, RowScores, Scorer, TokenScores, score_rows, sliding_windows
+from common.evaluation.task import ValidationTask, open_task
+
+__all__ = [
+    "Result",
+    "Row",
+    "RowBatch",
+    "RowScores",
+    "Scorer",
+    "TokenScores",
+    "ValidationTask",
+    "open_task",
+    "report",
+    "score_rows",
+    "sliding_windows",
+]

@@ -1,0 +1,46 @@
+"""The file of an evaluation: its documents, and what identifies it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config.schema import EvaluationConfig
+from common.dataset.blocks import DocumentRule, read_blocks
+from common.dataset.corpus import Format, open_corpus
+from common.dataset.documents import documents_of
+from common.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFile:
+    """texts: the documents that hold more than white space; of a plain text, the whole of it. is_json: a text per item."""
+
+    path: Path
+    texts: list[str]
+    is_json: bool
+    sha256: str
+
+    def record(self) -> dict[str, Any]:
+        return {"file": str(self.path), "sha256": self.sha256, "bytes": self.path.stat().st_size}
+
+
+def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
+    """Read evaluation.file whole. Raises ConfigError when it is not given, DataError for a file without text, with line and column."""
+    if config.file is None:
+        raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")
+    path = Path(config.file)
+    if not path.exists():
+        raise DataError(f"evaluation.file={path}: not found; check the path")
+    corpus = open_corpus(path)
+    texts: list[str] = []
+    for block in read_blocks(corpus, DocumentRule.FILE, ("text",)):
+        for documents in documents_of(block, ("text",)):
+            texts += documents.texts
+    if not texts:
+        raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not Format.TEXT, sha256=sha256)

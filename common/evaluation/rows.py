@@ -1,0 +1,104 @@
+"""Rows of tokens of which the last few are scored: cut from long texts, packed into batches of one shape, scored by a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.tokenizer.base import Ids
+from common.training.log import progress_bar
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """tokens: int32 (n + 1,), n inputs and behind each its target. scored: how many of the targets count, the last ones."""
+
+    tokens: Ids
+    scored: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowBatch:
+    """B rows padded on the right to T inputs and P scored targets.
+
+    ids: int32 (B, T). targets: int32 (B, P), the scored ones. places: int32 (B, P), where each is predicted among the B x T inputs
+    laid end to end. scored: bool (B, P), False where P is padding.
+    """
+
+    ids: Ids
+    places: Ids
+    targets: Ids
+    scored: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """Of each target of a RowBatch, in any shape of B x P: its loss in nats, float32, and whether it is the most probable token."""
+
+    losses: NDArray[np.float32]
+    hits: NDArray[np.bool_]
+
+
+Scorer = Callable[[RowBatch], TokenScores]
+"""A model as evaluation sees it. All batches of one ``score_rows`` have the same shape, so that a graph is compiled once."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowScores:
+    """Of each of N rows: the loss summed over its scored targets in nats, float64 (N,), and how many were most probable, int64 (N,)."""
+
+    nats: NDArray[np.float64]
+    hits: NDArray[np.int64]
+
+
+def sliding_windows(tokens: Ids, window: int, stride: int) -> list[Row]:
+    """Score every token of ``tokens`` but the first, once, in windows of ``window`` inputs that start ``stride`` apart.
+
+    Each has ``window - stride + 1`` or more tokens before it, where there are so many. The windows are those of Megatron's
+    tasks/zeroshot_gpt (seq_length, overlapping_eval), and of Hugging Face's guide on the perplexity of fixed-length models
+    with max_length = window + 1: it also feeds the last target. Where nothing overlaps, that guide leaves out the first token of
+    each of its windows; here the windows share that token, and none is left out.
+    """
+    last = len(tokens) - 1
+    rows, done = [], 0
+    for start in range(0, last, stride):
+        end = min(start + window, last)
+        rows.append(Row(tokens=tokens[start : end + 1], scored=end - done))
+        done = end
+        if end == last:
+            break
+    return rows
+
+
+def score_rows(rows: Sequence[Row], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
+    """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
+    size = min(batch_size, len(rows))
+    length, width = max(len(row.tokens) - 1 for row in rows), max(row.scored for row in rows)
+    nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
+    with progress_bar(total=len(rows), unit=unit, description="evaluation") as bar:
+        for first in range(0, len(rows), size):
+            some = rows[first : first + size]
+            batch = _pack(some, size, length, width)
+            scores = scorer(batch)
+            losses = np.where(batch.scored, scores.losses.reshape(batch.scored.shape).astype(np.float64), 0.0)
+            nats[first : first + size] = losses.sum(1)[: len(some)]
+            hits[first : first + size] = (batch.scored & scores.hits.reshape(batch.scored.shape)).sum(1)[: len(some)]
+            bar.update(len(some))
+    return RowScores(nats=nats, hits=hits)
+
+
+def _pack(rows: Sequence[Row], size: int, length: int, width: int) -> RowBatch:
+    """``rows`` and empty ones up to ``size``; padding is id 0, which no earlier position sees."""
+    ids = np.zeros((size, length), np.int32)
+    places, targets = np.zeros((size, width), np.int32), np.zeros((size, width), np.int32)
+    scored = np.zeros((size, width), np.bool_)
+    for index, row in enumerate(rows):
+        inputs = len(row.tokens) - 1
+        ids[index, :inputs] = row.tokens[:-1]
+        places[index, : row.scored] = index * length + np.arange(inputs - row.scored, inputs)
+        targets[index, : row.scored] = row.tokens[-row.scored :]
+        scored[index, : row.scored] = True
+    return RowBatch(ids=ids, places=places, targets=targets, scored=scored)

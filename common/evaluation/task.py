@@ -1,0 +1,82 @@
+"""The task of a run of --run_mode eval, opened from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.schema import EvaluationConfig, RunConfig
+from common.errors import ConfigError
+from common.evaluation.corpus import read_evaluation_file
+from common.evaluation.lambada import LambadaTask
+from common.evaluation.report import Result
+from common.evaluation.text import TextTask
+from common.training.data import TrainingData, open_data, open_tokenizer
+from common.training.loop import Tokens, perplexity
+
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "validation": (),
+    "text": ("file", "detokenize", "stride", "batch_size", "max_samples"),
+    "lambada": ("file", "batch_size", "max_samples"),
+}
+"""What each task reads of EvaluationConfig; the rest is refused, not ignored."""
+
+
+def open_task(config: RunConfig) -> tuple[ValidationTask | TextTask | LambadaTask, RunConfig]:
+    """The task of a resolved config, its file read; also settles the vocabulary. Raises ConfigError, TokenizerError."""
+    _check_settings(config.evaluation)
+    if config.evaluation.task == "validation":
+        data, config = open_data(config, training=False)
+        return ValidationTask(config=config, data=data), config
+    window, stride = config.model.seq_length, config.evaluation.stride
+    if stride is not None and stride > window:
+        raise ConfigError(
+            f"evaluation.stride={stride} is above model.seq_length={window}, so that tokens between the windows were left out;"
+            f" give {window} or less"
+        )
+    file = read_evaluation_file(config.evaluation)
+    tokenizer, config = open_tokenizer(config)
+    task = TextTask if config.evaluation.task == "text" else LambadaTask
+    return task.open(file, tokenizer, config), config
+
+
+def _check_settings(config: EvaluationConfig) -> None:
+    for name, field in EvaluationConfig.model_fields.items():
+        value = getattr(config, name)
+        if name == "task" or name in _SETTINGS[config.task] or value == field.default:
+            continue
+        tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
+        raise ConfigError(
+            f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={config.task}; change the task or leave it out"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationTask:
+    """Loss on the validation windows of the data, which an engine sums as it does while training."""
+
+    config: RunConfig
+    data: TrainingData
+
+    @property
+    def tokenizer_record(self) -> dict[str, Any] | None:
+        return self.data.tokenizer_record
+
+    def windows(self) -> Iterator[Tokens]:
+        """Raises DataError when there are none."""
+        return self.data.require_validation()
+
+    def result(self, total_loss: float, tokens: int) -> Result:
+        """total_loss: in nats, over ``tokens``."""
+        loss, config = total_loss / tokens, self.config
+        record = {
+            "data": config.data.validation or config.data.train,
+            "split": "whole" if config.data.validation else config.data.split,
+            "window": config.model.seq_length,
+            "tokens": tokens,
+            "validation_loss": loss,
+            "validation_perplexity": perplexity(loss),
+        }
+        line = f"validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens} tokens in windows of {config.model.seq_length}"
+        return Result(file_name="evaluation.json", record=record, lines=[line])

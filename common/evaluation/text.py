@@ -1,0 +1,115 @@
+"""Task text: perplexity of a text in sliding windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from common.config.schema import RunConfig
+from common.errors import DataError
+from common.evaluation.corpus import EvaluationFile
+from common.evaluation.detokenize import DETOKENIZERS
+from common.evaluation.report import Result, table
+from common.evaluation.rows import Row, RowScores, sliding_windows
+from common.tokenizer import Tokenizer
+from common.training.data import describe_tokenizer
+from common.training.loop import perplexity
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextTask:
+    """Perplexity of a text in sliding windows.
+
+    A plain text is one stream of tokens, ``<|endoftext|>`` in it is that token, and its first token is context alone, as in
+    Hugging Face's guide and in Megatron. The texts of a .jsonl are scored one by one, each with the end-of-text token as its first
+    context, so that all their tokens are scored, as lm-eval does.
+    """
+
+    file: EvaluationFile
+    tokenizer_record: dict[str, Any]
+    rows: list[Row]
+    tokens: int
+    """Of the texts, scored or not."""
+    whole: bool
+    """False when evaluation.max_samples left windows out."""
+    config: RunConfig
+    unit = "window"
+
+    @classmethod
+    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: RunConfig) -> TextTask:
+        """Raises DataError for a plain text of one token."""
+        detokenize = DETOKENIZERS[config.evaluation.detokenize]
+        texts = [detokenize(text) for text in file.texts]
+        if file.is_json:
+            encoded = tokenizer.encode_batch(texts)
+            start = np.array([tokenizer.eod_id], np.int32)
+            streams = [np.concatenate((start, ids)) for ids in encoded]
+        else:
+            encoded = streams = [tokenizer.encode(texts[0], allow_special=True)]
+        window = config.model.seq_length
+        stride = config.evaluation.stride or window
+        rows = list(chain.from_iterable(sliding_windows(stream, window, stride) for stream in streams))
+        if not rows:
+            raise DataError(f"{file.path}: holds a single token, and the first is not scored; expected a longer text")
+        limit = config.evaluation.max_samples or len(rows)
+        return cls(
+            file=file,
+            tokenizer_record=describe_tokenizer(tokenizer),
+            rows=rows[:limit],
+            tokens=sum(map(len, encoded)),
+            whole=limit >= len(rows),
+            config=config,
+        )
+
+    def result(self, scores: RowScores) -> Result:
+        """Figures a word or a byte are of the whole file alone: None when ``max_samples`` cut it."""
+        nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
+        loss, window = nats / scored, self.config.model.seq_length
+        texts = self.file.texts
+        words = sum(len(text.split()) for text in texts)
+        size = sum(len(text.encode()) for text in texts)
+        # Megatron's count of words: newlines between spaces are words too, as in WikiText's own; of a plain text, without the first.
+        originals = sum(len(text.strip().split(" ")) for text in texts) - (not self.file.is_json)
+        token_ratio = scored / originals if self.whole and originals else None
+        figures: dict[str, float | None] = {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "word_perplexity": perplexity(nats / words) if self.whole else None,
+            "bits_per_byte": nats / math.log(2) / size if self.whole else None,
+            "adjusted_perplexity": perplexity(loss * token_ratio) if token_ratio else None,
+            "token_ratio": token_ratio,
+        }
+        stride = self.config.evaluation.stride or window
+        first = "end-of-text token" if self.file.is_json else "none: the first token is not scored"
+        record = {
+            "task": "text",
+            **self.file.record(),
+            "documents": len(texts),
+            "text_bytes": size,
+            "words": words,
+            "tokens": self.tokens,
+            "scored_tokens": scored,
+            "whole": self.whole,
+            "detokenize": self.config.evaluation.detokenize,
+            "tokenizer": self.tokenizer_record,
+            "window": window,
+            "stride": stride,
+            "windows": len(self.rows),
+            "first_context": first,
+            **figures,
+        }
+        lines = [
+            f"{self.file.path}: {scored:,} of {self.tokens:,} tokens scored, {words:,} words, {len(texts):,} documents;"
+            f" windows of {window}, stride {stride}, first context {first}, detokenize {self.config.evaluation.detokenize}",
+            *table({name.replace("_", " "): value for name, value in figures.items()}),
+        ]
+        if token_ratio:
+            lines.append(
+                f" validation results on {self.file.path.name} | avg loss: {loss:.4E} | ppl: {perplexity(loss):.4E}"
+                f" | adjusted ppl: {perplexity(loss * token_ratio):.4E} | token ratio: {token_ratio} |"
+            )
+        return Result(file_name="evaluation_text.json", record=record, lines=lines)

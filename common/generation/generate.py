@@ -1,0 +1,84 @@
+"""Continue prompts in batches with whatever decodes them: the same loop, and the same draws, on both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from common.config.schema import PredictConfig
+from common.generation.prompts import Prompt
+from common.generation.sampling import Logits, choose_token
+
+
+class Decoder(Protocol):
+    """A model that remembers up to ``rows`` sequences, of different lengths, and takes one more token of each."""
+
+    @property
+    def rows(self) -> int: ...
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
+        """Forget what was, take these prompts in, with room for so many more tokens; logits (B, vocab_size) of what follows each."""
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Add a token to each; logits (B, vocab_size) of what follows. A sequence at its last position may be given any token."""
+
+
+@dataclass(kw_only=True)
+class Continuation:
+    """One sequence that grows; ``number`` counts those of one prompt from 0. End-of-text is not among its tokens."""
+
+    prompt: Prompt
+    number: int
+    generator: np.random.Generator = field(repr=False)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: Literal["length", "end_of_text"] | None = None
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    settings: PredictConfig,
+    *,
+    seed: int,
+    end_of_text: int,
+    vocab_size: int | None = None,
+    on_token: Callable[[Continuation], None] | None = None,
+) -> Iterator[Continuation]:
+    """Yield the finished continuations, num_sequences of each prompt, in order.
+
+    Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor its neighbours change what it says.
+    vocab_size: ids from here on are not chosen. on_token: called with a sequence that has grown, while it is the only one at work.
+    """
+    waiting = [
+        Continuation(prompt=prompt, number=number, generator=np.random.default_rng((seed, index, number)))
+        for index, prompt in enumerate(prompts)
+        for number in range(settings.num_sequences)
+    ]
+    for first in range(0, len(waiting), decoder.rows):
+        batch = waiting[first : first + decoder.rows]
+        logits = decoder.start([each.prompt.ids for each in batch], max(each.prompt.new_tokens for each in batch))
+        while True:
+            for each, row in zip(batch, logits, strict=True):
+                if each.finish_reason is None:
+                    _grow(each, row[:vocab_size], settings, end_of_text)
+            if on_token is not None and len(batch) == 1 and batch[0].tokens:
+                on_token(batch[0])
+            if all(each.finish_reason for each in batch):
+                break
+            logits = decoder.step([each.tokens[-1] if each.tokens else end_of_text for each in batch])
+        yield from batch
+
+
+def _grow(sequence: Continuation, logits: Logits, settings: PredictConfig, end_of_text: int) -> None:
+    tokens, prompt = sequence.tokens, sequence.prompt
+    seen = prompt.ids + tokens if settings.repetition_penalty != 1.0 else []
+    forbidden = end_of_text if len(tokens) < settings.min_new_tokens else -1
+    token = choose_token(logits, seen, settings, sequence.generator, forbidden)
+    if settings.stop_at_end_of_text and token == end_of_text:
+        sequence.finish_reason = "end_of_text"
+        return
+    tokens.append(token)
+    if len(tokens) == prompt.new_tokens:
+        sequence.finish_reason = "length"

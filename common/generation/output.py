@@ -1,0 +1,80 @@
+"""Continuations on standard output, as they come where one is generated at a time, and in a file of JSON lines."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from common.config.schema import RunConfig
+from common.files import atomic_write
+from common.generation.generate import Continuation, Decoder, generate
+from common.generation.prompts import Prompt
+from common.tokenizer import Tokenizer
+
+
+def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when the file cannot be written."""
+    settings = config.predict
+    printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
+    with ExitStack() as stack:
+        file = stack.enter_context(atomic_write(Path(settings.output_file), "w")) if settings.output_file else None
+        for each in generate(
+            decoder,
+            prompts,
+            settings,
+            seed=config.seed if settings.seed is None else settings.seed,
+            end_of_text=tokenizer.eod_id,
+            vocab_size=tokenizer.vocab_size,
+            on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
+        ):
+            printer.finish(each, last=each.number == settings.num_sequences - 1)
+            if file is not None:
+                text = tokenizer.decode(each.tokens)
+                json.dump(
+                    {
+                        "prompt": each.prompt.text,
+                        "sequence": each.number + 1,
+                        "continuation": text,
+                        "text": each.prompt.text + text,
+                        "tokens": each.tokens,
+                        "finish_reason": each.finish_reason,
+                    },
+                    file,
+                    ensure_ascii=False,
+                )
+                file.write("\n")
+
+
+class Printer:
+    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. Bytes that are not yet a whole character wait for the next token."""
+
+    def __init__(self, tokenizer: Tokenizer, *, numbered: bool) -> None:
+        self._tokenizer = tokenizer
+        self._numbered = numbered
+        self._shown: int | None = None
+        """Tokens of the present sequence that are out; None before its first line."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(self, sequence: Continuation, final: bool = False) -> None:
+        """Print what is new of ``sequence``."""
+        text = ""
+        if self._shown is None:
+            self._shown = 0
+            text = f"Prompt: {sequence.prompt.text}\n" if sequence.number == 0 else ""
+            text += f"Generation{f' {sequence.number + 1}' if self._numbered else ''}: {sequence.prompt.text}"
+        text += self._decoder.decode(self._tokenizer.decode_bytes(sequence.tokens[self._shown :]), final)
+        self._shown = len(sequence.tokens)
+        encoding = sys.stdout.encoding or "utf-8"  # a terminal that cannot show a character gets a question mark
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+
+    def finish(self, sequence: Continuation, *, last: bool) -> None:
+        """Print the rest of ``sequence`` and end its line; ``last``: of its prompt."""
+        self.show(sequence, final=True)
+        sys.stdout.write("\n\n" if last else "\n")
+        sys.stdout.flush()
+        self._shown = None

@@ -1,0 +1,81 @@
+"""Prompts from the configuration and from files, as tokens that fit the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.schema import RunConfig
+from common.errors import ConfigError, DataError
+from common.tokenizer import Tokenizer
+
+DEFAULT_NEW_TOKENS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    new_tokens: int
+    """Most tokens to add."""
+
+
+def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model together with what is to be added.
+
+    Raises ConfigError or DataError, with the line of a file.
+    """
+    settings, positions = config.predict, config.model.max_positions
+    assert positions is not None
+    found = [("predict.prompt", text) for text in settings.prompt]
+    if settings.prompt_file is not None:
+        found += read_prompts(Path(settings.prompt_file))
+    if not found:
+        raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE")
+    return [_encode(text, where, config, tokenizer, positions) for where, text in found]
+
+
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """Where each prompt of a file stands, and its text. A blank line is no prompt. Raises DataError."""
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"predict.prompt_file={path}: cannot be read: {error.strerror}; give a text or .jsonl file of prompts") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8") from None
+    lines = [(f"{path}, line {number}", line.removesuffix("\r")) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    prompts = list(_from_json(lines)) if path.suffix == ".jsonl" else lines
+    if not prompts:
+        raise DataError(f"predict.prompt_file={path}: holds no prompt; write one a line")
+    return prompts
+
+
+def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for where, line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise DataError(f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}') from None
+        text = entry.get("prompt", entry.get("text")) if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f"{where}: expected an object with the text field prompt (or text), found {line[:60]}")
+        yield where, text
+
+
+def _encode(text: str, where: str, config: RunConfig, tokenizer: Tokenizer, positions: int) -> Prompt:
+    ids = tokenizer.encode(text).tolist()
+    if not ids:
+        raise ConfigError(f"{where} is empty; give at least one token of text")
+    room, most, least = positions - len(ids), config.predict.max_new_tokens, config.predict.min_new_tokens
+    wanted = most or max(least, 1)
+    if room < wanted:
+        key = "max_new_tokens" if most else "min_new_tokens"
+        place = "" if where == "predict.prompt" else f"{where}: "
+        raise ConfigError(
+            f"{place}a prompt of {len(ids)} tokens and {wanted} to add go beyond the model's {positions} positions;"
+            f" shorten the prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
+        )
+    return Prompt(text=text, ids=ids, new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))

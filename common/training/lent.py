@@ -1,0 +1,68 @@
+"""Arrays that a running engine lends to the checkpoint writer, so that saving needs neither a copy nor a wait.
+
+The writer reads them one after the other while the next step goes forward and backward. Before the engine changes them it calls
+``keep``, which copies those that are not written yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import ItemsView, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class LentArrays(Mapping[str, Array]):
+    """Reading ``self[name]`` begins to use that array and ends the use of the one before, which is then forgotten; the end of an
+    iteration ends the use of the last. ``items`` shows all arrays, for their shapes and types, and uses none.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = dict(arrays)
+        self._names = tuple(arrays)
+        self._lent = set(arrays)
+        """Names of the arrays that are still the engine's own memory."""
+        self._used: str | None = None
+        self._change = threading.Condition()
+
+    def __getitem__(self, name: str) -> Array:
+        with self._change:
+            self._forget_used()
+            self._used = name
+            return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._names
+        with self._change:
+            self._forget_used()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def items(self) -> ItemsView[str, Array]:
+        return self._arrays.items()
+
+    def keep(self) -> None:
+        """Return when the engine may change its memory: what is unread is copied, and what is being read has been read."""
+        with self._change:
+            for name in [name for name in self._arrays if name in self._lent and name != self._used]:
+                self._arrays[name] = np.array(self._arrays[name])
+                self._lent.discard(name)
+            self._change.wait_for(lambda: not self._lent)
+
+    def release(self) -> None:
+        """Nothing will be read any more: the reader has finished, or has failed."""
+        with self._change:
+            self._arrays.clear()
+            self._lent.clear()
+            self._change.notify_all()
+
+    def _forget_used(self) -> None:
+        if self._used is not None:
+            self._arrays.pop(self._used, None)
+            self._lent.discard(self._used)
+            self._change.notify_all()

@@ -1,0 +1,71 @@
+"""Steps whose loss or gradient norm stands out from the steps before: limits known before a step, and the history they come from.
+
+After SkipStepOptimizer of OLMo-core, with one difference: only values above the mean count, a small loss harms nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config.schema import LoggingConfig
+from common.training.log import LOG
+from common.training.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest loss and gradient norm of a step that is none; float32 values, so that a device decides as the host does."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+    def exceeded(self, loss: float, grad_norm: float) -> bool:
+        """Never by values that are not finite: those are for the loss scale."""
+        return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
+
+
+NO_LIMITS = Limits()
+
+
+def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
+    """Mean plus ``outlier_deviations`` sample deviations of the history; none when it is off or half a window has not passed."""
+    if not config.outlier_deviations or len(state.losses) < config.outlier_window // 2:
+        return NO_LIMITS
+    return Limits(loss=_limit(state.losses, config.outlier_deviations), grad_norm=_limit(state.grad_norms, config.outlier_deviations))
+
+
+def notice(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
+    """Warn when the step just done is an outlier, and add it to the history unless it was not finite.
+
+    Outliers enter too, as in OLMo-core: the limits then follow a lasting change of level within a few steps, where a history without
+    them would skip for ever. The price is that one spike widens the limits as long as it stays in the window.
+    """
+    if not config.outlier_deviations:  # what a checkpoint remembers would be old news when it is switched on again
+        state.losses, state.grad_norms = [], []
+        return False
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return False
+    limits = limits_of(state, config)
+    outlier = limits.exceeded(loss, grad_norm)
+    if outlier:
+        values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
+        found = " and ".join(f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit)
+        LOG.warning(
+            f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the deviation of {len(state.losses)} steps before"
+            + ("; the update is skipped" if skipped else "")
+        )
+    state.losses = [*state.losses, loss][-config.outlier_window :]
+    state.grad_norms = [*state.grad_norms, grad_norm][-config.outlier_window :]
+    return outlier
+
+
+def _limit(values: list[float], deviations: float) -> float:
+    # fsum rounds once: the same limit on every machine, in whatever way it adds
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    if deviation == 0.0:  # values that never changed say nothing about how far is far
+        return math.inf
+    return float(np.float32(min(mean + deviations * deviation, float(np.finfo(np.float32).max))))

@@ -1,0 +1,86 @@
+"""Which steps are traced, and where the trace goes; a backend's ``profile.py`` does the tracing."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from common.config.schema import RunConfig
+from common.errors import ConfigError, StorageError
+from common.files import atomic_write
+from common.training.log import LOG
+from common.training.state import TrainState
+
+Trace = Callable[[Path], AbstractContextManager[None]]
+"""Traces what happens in the context and writes it to the file."""
+
+
+class ProfileWindow:
+    """Opens a trace before step profile.start and ends it after profile.stop, or with the run.
+
+    The loop calls ``begin`` before and ``end`` after the steps that it asks an engine for, and stops at ``boundaries``.
+    """
+
+    def __init__(self, config: RunConfig, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
+        """Raises ConfigError when the window lies beyond the run's end."""
+        self._trace = trace
+        self._open = ExitStack()
+        self._rank = rank
+        self._folder = Path(config.output_dir) / "profile"
+        self._steps = range(0)
+        start, last = config.profile.start, config.train.max_steps
+        if start is None:
+            return
+        assert last is not None
+        if start > last:
+            raise ConfigError(f"profile.start={start} is beyond the last step, {last}: nothing would be traced; lower it")
+        stop = min(config.profile.stop or start, last)
+        self._steps = range(max(start, state.step + 1), stop + 1)
+        if not self._steps:
+            LOG.warning(f"profile: steps {start} to {stop} are done already; nothing is traced")
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Steps after which something begins or ends."""
+        return (self._steps[0] - 1, self._steps[-1]) if self._steps else ()
+
+    def begin(self, step: int) -> None:
+        """``step`` is the next one."""
+        if self._steps and step == self._steps[0]:
+            path = self._folder / f"steps_{step}_{self._steps[-1]}_rank_{self._rank}.json.gz"
+            LOG.info(f"profile: steps {step} to {self._steps[-1]} are traced, which slows them down; the trace goes to {path}")
+            with _warning_only():
+                self._open.enter_context(self._trace(path))
+
+    def end(self, step: int) -> None:
+        """``step`` is done."""
+        if self._steps and step == self._steps[-1]:
+            with _warning_only():
+                self._open.close()
+
+    def __enter__(self) -> ProfileWindow:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        with _warning_only():
+            self._open.close()
+
+
+@contextmanager
+def _warning_only() -> Iterator[None]:
+    """A trace that fails, by a full disk or a driver without a profiler, does not end the training."""
+    try:
+        yield
+    except (OSError, RuntimeError, StorageError) as error:
+        LOG.warning(f"profile: no trace: {error}")
+
+
+def compress(trace: Path, path: Path) -> None:
+    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open. Raises StorageError."""
+    with trace.open("rb") as plain, atomic_write(path) as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+        shutil.copyfileobj(plain, packed)
+    trace.unlink()

@@ -1,0 +1,222 @@
+"""What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is the same in all of them.
+
+Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX or MindFormers read these lines too, so they follow those systems'
+format strings character by character, and come without a time in front where theirs do.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+
+from common.config.schema import RunConfig
+from common.device import GIB
+from common.training.log import LOG
+from common.training.metrics import flops_per_token
+
+Row = dict[str, Any]
+
+WAIT_WORTH_A_WORD = 0.05
+"""Share of a step spent waiting for data above which the line says so."""
+
+
+class Report:
+    """Our own words. A subclass for each other style."""
+
+    prefix = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    line_for_every_skip = True
+    """Whatever the interval."""
+
+    def __init__(self, config: RunConfig, samples_per_epoch: int = 0) -> None:
+        """``samples_per_epoch``: 0 when unknown; all steps are then of one epoch."""
+        steps, batch = config.train.max_steps, config.train.global_batch_size
+        assert steps is not None and batch is not None
+        self.config = config
+        self.last_step = steps
+        self.batch = batch
+        self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
+        self._rows: list[Row] = []
+
+    def step(self, row: Row) -> None:
+        """Log a step when its turn has come; lines that average do so over the steps since the line before."""
+        self._rows.append(row)
+        if (
+            row["step"] % self.config.logging.interval == 0
+            or row["step"] == self.last_step
+            or (self.line_for_every_skip and row["skipped"])
+        ):
+            for line in self.step_lines(self._rows):
+                LOG.info(line)
+            self._rows = []
+
+    def validation(self, row: Row) -> None:
+        for line in self.validation_lines(row):
+            LOG.info(line)
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        """``rows``: the steps since the last line, one at least."""
+        row = rows[-1]
+        parts = [
+            f"step {row['step']}/{self.last_step}",
+            f"loss {row['loss']:.4f}",
+            f"lr {row['learning_rate']:.3e}",
+            f"grad norm {row['grad_norm']:.3f}",
+            f"{row['tokens_per_second']:.0f} tokens/s",
+            f"{row['step_time'] * 1000:.0f} ms",
+        ]
+        if row["data_wait"] > WAIT_WORTH_A_WORD * row["step_time"]:
+            parts.append(f"data wait {row['data_wait'] / row['step_time']:.0%}")
+        if row["mfu"]:
+            parts.append(f"MFU {row['mfu']:.1%}")
+        parts.append(f"{row['peak_memory'] / GIB:.2f} GiB")
+        if row["loss_scale"] != 1.0:
+            parts.append(f"loss scale {row['loss_scale']:g}")
+        if row["skipped"]:
+            parts.append(f"SKIPPED ({'outlier' if row['outlier'] else 'gradient not finite'})")
+        return [" | ".join(parts)]
+
+    def validation_lines(self, row: Row) -> list[str]:
+        loss, perplexity = row["validation_loss"], row["validation_perplexity"]
+        return [f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over {row['validation_tokens']} tokens"]
+
+    def final(self, summary: dict[str, Any]) -> None:
+        """After the run's own summary."""
+
+    def epoch_and_step(self, step: int) -> tuple[int, int]:
+        """Both from 0."""
+        return (step - 1) // self.steps_per_epoch, (step - 1) % self.steps_per_epoch
+
+
+class MegatronReport(Report):
+    """Megatron-DeepSpeed's ``training_log`` and ``evaluate_and_print_results``, and the pipeline engine's ``steps:`` line.
+
+    The ModelZoo scripts take the words 10 of the lines with samples/sec and 15 of those with validation loss, so nothing may come before.
+    """
+
+    prefix = logging.Formatter("%(message)s")
+    line_for_every_skip = False
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        row = rows[-1]
+        seconds = _mean(rows, "step_time")
+        advanced = [row for row in rows if not row["skipped"]]
+        devices = (self.config.parallel.data_parallel or 1) * self.config.parallel.model_parallel * self.config.parallel.pipeline_stage
+        tera_flops = flops_per_token(self.config.model) * self.batch * self.config.model.seq_length / seconds / devices / 1e12
+        parts = [
+            f" iteration {row['step']:8d}/{self.last_step:8d}",
+            f"consumed samples: {row['consumed_samples']:12d}",
+            f"consumed tokens: {row['consumed_samples'] * self.config.model.seq_length:12d}",
+            f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
+            f"learning rate: {row['learning_rate']:.3E}",
+            f"global batch size: {self.batch:5d}",
+            *([f"lm loss: {_mean(advanced, 'loss'):.6E}"] if advanced else []),
+            f"loss scale: {row['loss_scale']:.1f}",
+            f"grad norm: {row['grad_norm']:.3f}",
+            f"number of skipped iterations: {len(rows) - len(advanced):3d}",
+            f"number of nan iterations: {sum(not math.isfinite(row['loss']) for row in rows):3d}",
+            f"samples per second: {self.batch / seconds:.3f}",
+            f"TFLOPs: {tera_flops:.2f}",
+        ]
+        deepspeed = f"steps: {row['step']} loss: {row['loss']:0.4f} iter time (s): {seconds:0.3f} samples/sec: {self.batch / seconds:0.3f}"
+        return [deepspeed, " | ".join(parts) + " |"]
+
+    def validation_lines(self, row: Row) -> list[str]:
+        loss = row["validation_loss"]
+        line = f" validation loss at iteration {row['step']} | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+        dashes = "-" * (len(line) + 1)
+        return [dashes, line, dashes]
+
+    def final(self, summary: dict[str, Any]) -> None:
+        """What the ModelZoo scripts print at their end."""
+        if "seconds" not in summary:
+            return
+        LOG.info("------------------ Final result ------------------")
+        LOG.info(f"Final Performance samples/sec : {summary['samples_per_second_at_end']:g}")
+        if "best_validation_perplexity" in summary:
+            LOG.info(f"Final Train lm loss PPL(accuracy): {summary['best_validation_perplexity']:.6E}")
+        LOG.info(f"E2E Training Duration sec : {summary['seconds']:.0f}")
+
+
+class FleetXReport(Report):
+    """PaddleFleetX's line of 2022-07 (the later ones leave out some of its parts), and its ``[eval]`` line."""
+
+    prefix = logging.Formatter("[%(asctime)s] [%(levelname)8s] - %(message)s")
+    line_for_every_skip = False
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        row = rows[-1]
+        epoch, batch = self.epoch_and_step(row["step"])
+        seconds = _mean(rows, "step_time")
+        tokens = self.batch * self.config.model.seq_length / seconds
+        return [
+            f"global step {row['step']}, epoch: {epoch}, batch: {batch}, loss: {row['loss']:.9f},"
+            f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f} sec, speed: {1 / seconds:.2f} step/s,"
+            f" ips_total: {tokens:.0f} tokens/s, ips: {tokens / (self.config.parallel.data_parallel or 1):.0f} tokens/s,"
+            f" learning rate: {row['learning_rate']:.5e}"
+        ]
+
+    def validation_lines(self, row: Row) -> list[str]:
+        windows = self.config.validation.micro_batch_size
+        assert windows is not None
+        batches = -(-row["validation_tokens"] // (windows * self.config.model.seq_length))
+        seconds = row["validation_time"] / batches
+        epoch, _ = self.epoch_and_step(row["step"])
+        return [
+            f"[eval] epoch: {epoch}, batch: {batches - 1}, loss: {row['validation_loss']:.9f}, avg_eval_cost: {seconds:.5f} sec,"
+            f" speed: {1 / seconds:.2f} step/s"
+        ]
+
+
+class MindFormersReport(Report):
+    """The loss monitor of MindFormers r0.3, and the evaluation line of MindSpore's."""
+
+    prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
+    line_for_every_skip = False
+
+    def __init__(self, config: RunConfig, samples_per_epoch: int = 0) -> None:
+        super().__init__(config, samples_per_epoch)
+        self._epoch = (-1, 0.0, 0)
+        """Its number, and the sum and the number of its losses, of those that this process saw."""
+
+    def step(self, row: Row) -> None:
+        number, total, count = self._epoch
+        epoch, _ = self.epoch_and_step(row["step"])
+        self._epoch = (epoch, total + row["loss"], count + 1) if epoch == number else (epoch, row["loss"], 1)
+        super().step(row)
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        row = rows[-1]
+        epoch, step = self.epoch_and_step(row["step"])
+        epochs = -(-self.last_step // self.steps_per_epoch)
+        return [
+            f"Epoch:[{epoch + 1:3d}/{epochs:3d}], step:[{step + 1:5d}/{self.steps_per_epoch:5d}],"
+            f" loss:[{row['loss']:5.3f}/{self._epoch[1] / self._epoch[2]:5.3f}], time:{row['step_time'] * 1000:5.3f} ms,"
+            f" lr:{np.float32(row['learning_rate'])!s}, overflow cond: {row['skipped'] and not row['outlier']},"
+            f" loss_scale: {row['loss_scale']}"
+        ]
+
+    def validation_lines(self, row: Row) -> list[str]:
+        epoch, _ = self.epoch_and_step(row["step"])
+        metrics = {"loss": row["validation_loss"], "PPL": row["validation_perplexity"]}
+        return [f"Eval result: epoch {epoch + 1}, metrics: {metrics}"]
+
+
+STYLES: dict[str, type[Report]] = {"gpt2": Report, "megatron": MegatronReport, "fleetx": FleetXReport, "mindformers": MindFormersReport}
+
+
+def make_report(config: RunConfig, samples_per_epoch: int = 0) -> Report:
+    return STYLES[config.logging.style](config, samples_per_epoch)
+
+
+def use_style(config: RunConfig) -> None:
+    """From now on what stands in front of every line of the log is that of logging.style."""
+    for handler in LOG.handlers:
+        handler.setFormatter(STYLES[config.logging.style].prefix)
+
+
+def _mean(rows: list[Row], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)

@@ -1,0 +1,126 @@
+"""Rows and figures of the tasks against counts and formulas by hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError, DataError
+from common.evaluation.corpus import read_evaluation_file
+from common.evaluation.lambada import LambadaTask
+from common.evaluation.rows import RowScores
+from common.evaluation.task import open_task
+from common.evaluation.text import TextTask
+from tests.common.evaluation.characters import Characters
+
+
+def make_config(folder: Path, window: int = 8, **evaluation: Any) -> RunConfig:
+    return resolve_config(
+        build_config(
+            {
+                "output_dir": str(folder),
+                "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": window, "vocab_size": 101},
+                "train": {"micro_batch_size": 1},
+                "optimizer": {"learning_rate": 0.1},
+                "evaluation": evaluation,
+            }
+        )
+    )
+
+
+def open_text(folder: Path, name: str, content: str, **settings: Any) -> TextTask:
+    (folder / name).write_text(content, encoding="utf-8")
+    config = make_config(folder, task="text", file=str(folder / name), **settings)
+    return TextTask.open(read_evaluation_file(config.evaluation), Characters(), config)  # type: ignore[arg-type]
+
+
+def open_lambada(folder: Path, passages: list[str], **settings: Any) -> LambadaTask:
+    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+    config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
+    return LambadaTask.open(read_evaluation_file(config.evaluation), Characters(), config)  # type: ignore[arg-type]
+
+
+def scores(nats: list[float], hits: list[int]) -> RowScores:
+    return RowScores(nats=np.array(nats), hits=np.array(hits))
+
+
+def test_figures_of_a_plain_text(tmp_path: Path) -> None:
+    text = "Zwölf  Boxer\n jagen\n"  # 20 characters, 21 bytes, 3 words; 5 between spaces, an empty one and a newline with them
+    task = open_text(tmp_path, "a.txt", text)
+    assert [row.scored for row in task.rows] == [8, 8, 3] and task.tokens == 20
+    record = task.result(scores([10.0, 5.0, 4.0], [0, 0, 0])).record
+    assert (record["text_bytes"], record["words"], record["scored_tokens"], record["documents"]) == (21, 3, 19, 1)
+    assert record["loss"] == 1.0 and record["perplexity"] == pytest.approx(math.e)
+    assert record["word_perplexity"] == pytest.approx(math.exp(19 / 3))
+    assert record["bits_per_byte"] == pytest.approx(19 / math.log(2) / 21)
+    originals = len(text.strip().split(" "))  # Megatron: exp(loss x (tokens - 1) / (words - 1))
+    assert originals == 4
+    assert record["token_ratio"] == pytest.approx((20 - 1) / (originals - 1))
+    assert record["adjusted_perplexity"] == pytest.approx(math.exp(19 / (originals - 1)))
+
+
+def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(tmp_path: Path) -> None:
+    task = open_text(tmp_path, "a.txt", "ab , c<|endoftext|>d", detokenize="wikitext")
+    assert task.rows[0].tokens.tolist() == [*Characters().encode("ab, c").tolist(), 100, *Characters().encode("d").tolist()]
+    assert task.result(scores([1.0], [0])).record["words"] == 3
+
+
+def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None:
+    content = '{"text": "abc"}\n{"text": "  "}\n\n{"text": "0123456789"}\n'
+    task = open_text(tmp_path, "a.jsonl", content, stride=4)
+    assert [row.tokens[0] == 100 for row in task.rows] == [True, True, False]
+    assert sum(row.scored for row in task.rows) == task.tokens == 13
+    record = task.result(scores([1.0, 1.0, 1.0], [0, 0, 0])).record
+    assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
+    assert record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
+
+
+def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
+    task = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2)
+    record = task.result(scores([8.0, 8.0], [0, 0])).record
+    assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
+    assert [record[key] for key in ("word_perplexity", "bits_per_byte", "adjusted_perplexity", "token_ratio")] == [None] * 4
+    assert open_text(tmp_path, "a.txt", "x" * 17, max_samples=2).whole
+
+
+def test_last_words(tmp_path: Path) -> None:
+    """The word keeps its space, a run of white space before it counts to the word, and the beginning is what gets cut."""
+    task = open_lambada(tmp_path, ["to be or", "a b ", "so\n then", "ab cd ef gh"], window=6)
+    spaced = [" or", " b", "\n then", " gh"]
+    assert [row.tokens[-row.scored :].tolist() for row in task.rows] == [Characters().encode(word).tolist() for word in spaced]
+    assert [len(row.tokens) for row in task.rows] == [7, 3, 7, 7] and task.cut == 3
+    result = task.result(scores([1.0, 2.0, 3.0, 6.0], [3, 1, 6, 2]))
+    record = result.record
+    assert (record["correct"], record["accuracy"], record["passages"]) == (2, 0.5, 4)
+    assert record["loss"] == 3.0 and record["perplexity"] == pytest.approx(math.exp(3.0))
+    assert "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01" in result.lines[-1]
+    assert len(open_lambada(tmp_path, ["a b", "c d", "e"], max_samples=2).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("passages", "message"),
+    [(["a b", "word"], "passage 2 is one word, 'word'"), (["a bcdefghi"], "passage 1 has 9 tokens, expected 1 to model.seq_length=8")],
+)
+def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_lambada(tmp_path, passages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"file": "a.txt"}, r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation"),
+        ({"task": "lambada", "file": "a", "stride": 3}, "evaluation.stride=3 is for task text,"),
+        ({"task": "text"}, "evaluation.task=text needs a file"),
+        ({"task": "text", "file": "a", "stride": 9}, "evaluation.stride=9 is above model.seq_length=8"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_task(make_config(tmp_path, **settings))

@@ -1,0 +1,143 @@
+"""What reaches the terminal and the file: numbered lines, characters that are split over tokens, and a file that is whole or absent."""
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config
+from common.config.schema import RunConfig
+from common.errors import StorageError
+from common.generation.output import write_continuations
+from common.generation.prompts import Prompt
+
+END = 256
+
+
+class Bytes:
+    """A tokenizer of one id a byte."""
+
+    eod_id, vocab_size = END, 257
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return bytes(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Script:
+    """A decoder that says a text after every prompt, then the end."""
+
+    def __init__(self, text: bytes, rows: int) -> None:
+        self.ids, self.rows = [*text, END], rows
+
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Any:
+        self.at, self.size = -1, len(prompts)
+        return self.step([])
+
+    def step(self, tokens: Sequence[int]) -> Any:
+        self.at += 1
+        logits = np.zeros((self.size, 300), np.float32)  # beyond 257 the tokenizer has no ids
+        logits[:, 280] = 50.0
+        logits[:, self.ids[min(self.at, len(self.ids) - 1)]] = 40.0
+        return logits
+
+
+class Terminal(io.StringIO):
+    """Keeps what each write added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+def config(**predict: Any) -> RunConfig:
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 64, "vocab_size": 257}
+    tree = {"output_dir": "out", "model": model, "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
+    return resolve_config(build_config(tree | {"predict": predict}))
+
+
+def say(text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, **predict: Any) -> None:
+    raw = text.encode() if isinstance(text, str) else text
+    prompts = [Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)]
+    write_continuations(Script(raw, rows), prompts, config(**predict), Bytes())  # type: ignore[arg-type]
+
+
+def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    say(" is it", count=2, rows=2)
+    assert capsys.readouterr().out == "Prompt: p0\nGeneration: p0 is it\n\nPrompt: p1\nGeneration: p1 is it\n\n"
+    say("!", count=2, rows=3, strategy="sampling", num_sequences=2, temperature=0.1)
+    two = "Prompt: p{0}\nGeneration 1: p{0}!\nGeneration 2: p{0}!\n\n"
+    assert capsys.readouterr().out == two.format(0) + two.format(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"), [("aé跑🙂.", ["a", "é", "跑", "🙂", "."]), (b"a\xf0\x9f", ["a", "\ufffd"]), (b"\xe8b", ["\ufffdb"])]
+)
+def test_a_character_is_printed_when_it_is_whole(monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    say(text)
+    streamed, writes = sys.stdout.getvalue(), sys.stdout.writes  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    say(text, stream=False)
+    assert streamed == sys.stdout.getvalue()  # type: ignore[attr-defined]
+    head = "Prompt: p0\nGeneration: p0"
+    assert [each for each in "".join(writes[:-1]).removeprefix(head)] == list("".join(pieces))
+    assert [each.removeprefix(head) for each in writes[:-1] if each.removeprefix(head)] == pieces
+
+
+def test_nothing_is_streamed_from_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    say("abc", count=2, rows=2)
+    assert sys.stdout.writes == ["Prompt: p0\nGeneration: p0abc", "\n\n", "Prompt: p1\nGeneration: p1abc", "\n\n"]  # type: ignore[attr-defined]
+
+
+def test_a_terminal_without_the_character_gets_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say("é")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"Prompt: p0\nGeneration: p0?\n\n"
+
+
+def test_the_file_of_results(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "out.jsonl"
+    say("é!", count=2, rows=2, new_tokens=2, output_file=str(path))
+    say("é!", new_tokens=3, output_file=str(tmp_path / "ended.jsonl"), strategy="sampling", temperature=0.1, num_sequences=2)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    one = {"prompt": "p0", "sequence": 1, "continuation": "é", "text": "p0é", "tokens": [195, 169], "finish_reason": "length"}
+    assert rows == [one, one | {"prompt": "p1", "text": "p1é"}]
+    ended = [json.loads(line) for line in (tmp_path / "ended.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["sequence"], row["continuation"], row["finish_reason"]) for row in ended] == [(1, "é!", "length"), (2, "é!", "length")]
+    say("é", new_tokens=3, output_file=str(path))
+    assert json.loads(path.read_text(encoding="utf-8"))["finish_reason"] == "end_of_text"
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="could not be written"):
+        say("abc", output_file=str(tmp_path / "file" / "out.jsonl"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_broken_generation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old")
+    monkeypatch.setattr(Script, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        say("abc", output_file=str(path))
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,70 @@
+"""Limits against numpy, what enters the history, and a checkpoint's state with it and from before it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from common.config.schema import LoggingConfig
+from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
+from common.training.state import TrainState
+
+
+def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:
+    """The state after steps of these losses, whose gradient norms are twice as large, and which of them were outliers."""
+    state = TrainState()
+    return state, [notice(state, config, loss, 2 * loss, skipped=False) for loss in losses]
+
+
+def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> None:
+    config = LoggingConfig(outlier_deviations=3.0, outlier_window=16)
+    losses = np.random.default_rng(0).normal(5.0, 0.1, 40).tolist()
+    state, _ = after(losses, config)
+    found = limits_of(state, config)
+    for value, history in ((found.loss, np.array(losses[-16:])), (found.grad_norm, 2 * np.array(losses[-16:]))):
+        assert value == pytest.approx(history.mean() + 3 * history.std(ddof=1), rel=1e-6)
+        assert value == np.float32(value)
+
+
+def test_no_limits_before_half_a_window_without_spread_and_when_off() -> None:
+    config = LoggingConfig(outlier_deviations=6.0, outlier_window=8)
+    assert limits_of(after([1.0, 2.0, 3.0], config)[0], config) == NO_LIMITS
+    assert limits_of(after([1.0, 2.0, 3.0, 4.0], config)[0], config).loss < 20.0
+    assert limits_of(after([1.0] * 8, config)[0], config) == NO_LIMITS
+    state, found = after([1.0, 2.0, 1.0, 2.0, 1e9], LoggingConfig())
+    assert not any(found) and state == TrainState()
+    remembering = TrainState(losses=[1.0] * 8, grad_norms=[1.0] * 8)
+    assert not notice(remembering, LoggingConfig(), 2.0, 2.0, skipped=False) and remembering == TrainState()
+
+
+def test_only_what_is_far_above_is_an_outlier_and_it_enters_the_history() -> None:
+    """A lasting change of level is let through once the history knows it."""
+    config = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
+    calm = [5.0, 5.1] * 4
+    state, found = after([*calm, 0.1, *calm, 50.0], config)
+    assert found == [False] * 17 + [True]
+    assert state.losses == [*calm[1:], 50.0]
+    assert after([*calm, *[9.0, 9.1] * 4], config)[1] == [False] * 8 + [True] + [False] * 7
+
+
+def test_values_that_are_not_finite_are_for_the_loss_scale() -> None:
+    config = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
+    state, found = after([*[5.0, 5.1] * 4, math.nan, math.inf], config)
+    assert not any(found) and state.losses == [5.0, 5.1] * 4
+    limits = Limits(loss=1.0, grad_norm=1.0)
+    assert not limits.exceeded(math.inf, 2.0) and not limits.exceeded(2.0, math.nan)
+    assert limits.exceeded(2.0, 0.5) and limits.exceeded(0.5, 2.0) and not limits.exceeded(1.0, 1.0)
+
+
+def test_the_history_survives_a_manifest_and_older_manifests_load() -> None:
+    state = TrainState(step=3, losses=[0.1 + 0.2, 1 / 3], grad_norms=[1e-30, 7.0])
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert TrainState.from_dict(saved) == state
+    old = {name: value for name, value in saved.items() if name not in ("losses", "grad_norms")}
+    assert TrainState.from_dict(old) == TrainState(step=3)
+    with pytest.raises(KeyError):
+        TrainState.from_dict({"step": 3})
+    for broken in ({"losses": ["x", 1.0]}, {"losses": 3}, {"losses": [1.0]}):
+        with pytest.raises((TypeError, ValueError)):
+            TrainState.from_dict(saved | broken)

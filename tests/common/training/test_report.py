@@ -1,0 +1,185 @@
+"""Lines of each style against the format strings, the scripts and a line of the log of the system they come from."""
+
+import logging
+import math
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config, resolve_length
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.training.log import LOG, start_log
+from common.training.report import STYLES, make_report, use_style
+from tests.changes import changed
+
+
+def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "model": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "seq_length": 1024, "vocab_size": 50257},
+        "train": {"max_steps": 500000, "micro_batch_size": 1, "global_batch_size": 8},
+        "optimizer": {"learning_rate": 1e-5},
+        "logging": {"style": style},
+    }
+    return resolve_length(resolve_config(build_config(changed(tree, changes)), world_size=world_size), 800)
+
+
+def make_row(step: int, **values: Any) -> dict[str, Any]:
+    seconds = values.get("step_time", 2.0)
+    row = {"loss": 3.25, "learning_rate": 1.5e-4, "grad_norm": 1.25, "step_time": seconds, "data_wait": 0.25, "mfu": 0.0}
+    row |= {"tokens_per_second": 8192 / seconds, "peak_memory": 3 * 2**29, "loss_scale": 65536.0, "skipped": False, "outlier": False}
+    return row | {"step": step, "consumed_samples": 8 * step} | values
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """What the report of a config says of rows."""
+
+    def say(config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
+        start_log()
+        report = make_report(config, samples_per_epoch)
+        LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
+        for row in rows:
+            report.validation(row) if "validation_loss" in row else report.step(row)
+        return capsys.readouterr().out.splitlines()
+
+    yield say
+    LOG.handlers.clear()
+
+
+def test_megatron(lines: Any) -> None:
+    """training_log of Megatron-DeepSpeed b4d4a0e: averages over the steps since the line before; DeepSpeed's line before it."""
+    rows = [make_row(1, loss=5.0, step_time=1.0), make_row(2, loss=math.inf, grad_norm=math.nan, skipped=True), make_row(3, loss=4.0)]
+    found = lines(make_config("megatron", logging__interval=3), rows)
+    seconds = (1.0 + 2.0 + 2.0) / 3
+    tera = (6 * (50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024) + 12 * 24 * 1024 * 1024) * 8192 / seconds / 1e12
+    parts = [
+        (" iteration {:8d}/{:8d} |", (3, 500000)),
+        (" consumed samples: {:12d} |", (24,)),
+        (" consumed tokens: {:12d} |", (24 * 1024,)),
+        (" elapsed time per iteration (ms): {:.1f} |", (seconds * 1000,)),
+        (" learning rate: {:.3E} |", (1.5e-4,)),
+        (" global batch size: {:5d} |", (8,)),
+        (" {}: {:.6E} |", ("lm loss", 4.5)),
+        (" loss scale: {:.1f} |", (65536,)),
+        (" grad norm: {:.3f} |", (1.25,)),
+        (" number of skipped iterations: {:3d} |", (1,)),
+        (" number of nan iterations: {:3d} |", (1,)),
+        (" samples per second: {:.3f} |", (8 / seconds,)),
+        (" TFLOPs: {:.2f} |", (tera,)),
+    ]
+    expected = "".join(form.format(*values) for form, values in parts)
+    assert found == ["steps: 3 loss: 4.0000 iter time (s): 1.667 samples/sec: 4.800", expected]
+
+
+def test_megatron_validation(lines: Any) -> None:
+    [dashes, line, again] = lines(make_config("megatron"), [{"step": 1000, "validation_loss": 3.2765}])
+    assert line == f" validation loss at iteration 1000 | lm loss value: 3.276500E+00 | lm loss PPL: {math.exp(3.2765):.6E} | "
+    assert dashes == again == "-" * (len(line) + 1)
+
+
+def test_the_modelzoo_scripts_read_the_log(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own grep and awk: mean of the samples/sec of DeepSpeed's lines, smallest perplexity."""
+    config = make_config("megatron")
+    rows = [make_row(1, step_time=2.0), make_row(2, step_time=4.0)]
+    validations = [{"step": 1, "validation_loss": 4.0}, {"step": 2, "validation_loss": 3.0}]
+    log = "\n".join(lines(config, [*rows, *validations]))
+
+    def shell(command: str) -> str:
+        return subprocess.run(["bash", "-c", command], input=log, text=True, capture_output=True, check=True).stdout.strip()
+
+    speed = "grep 'samples/sec' | tail -n 100 | awk '{print $10}' | awk '{sum+=$1} END {print sum/NR}'"
+    perplexity = "awk '{print $15}' | awk 'BEGIN {min = 65536} {if ($1+0 < min+0) min=$1} END {print min}'"
+    assert float(shell(speed)) == 3.0
+    assert float(shell("grep 'validation loss at iteration' | " + perplexity)) == pytest.approx(math.exp(3.0), rel=1e-6)
+    start_log()
+    use_style(config)
+    make_report(config).final({"seconds": 12.4, "samples_per_second_at_end": 59.712345, "best_validation_perplexity": 26.485})
+    make_report(config).final({})  # a run that was complete already
+    assert capsys.readouterr().out.splitlines() == [
+        "------------------ Final result ------------------",
+        "Final Performance samples/sec : 59.7123",
+        "Final Train lm loss PPL(accuracy): 2.648500E+01",
+        "E2E Training Duration sec : 12",
+    ]
+
+
+def test_fleetx_says_the_line_of_its_documentation(lines: Any) -> None:
+    """hybrid_parallel.md of 2022-07: 8 devices, 8 windows of 1024 tokens a step."""
+    row = make_row(1, loss=11.083364487, data_wait=0.23392, step_time=2.05344, learning_rate=5.55556e-09)
+    assert lines(make_config("fleetx", world_size=8), [row]) == [
+        "global step 1, epoch: 0, batch: 0, loss: 11.083364487, avg_reader_cost: 0.23392 sec, avg_batch_cost: 2.05344 sec,"
+        " speed: 0.49 step/s, ips_total: 3989 tokens/s, ips: 499 tokens/s, learning rate: 5.55556e-09"
+    ]
+
+
+def test_fleetx_counts_epochs_and_validates(lines: Any) -> None:
+    """release/2.4's validation_step_end; 100 steps an epoch."""
+    row = {"step": 250, "validation_loss": 3.5, "validation_tokens": 5 * 1024, "validation_time": 2.0}
+    first, second = lines(make_config("fleetx", logging__interval=250), [make_row(250), row])
+    assert first.startswith("global step 250, epoch: 2, batch: 49, loss: 3.250000000,")
+    form = "[eval] epoch: %d, batch: %d, loss: %.9f, avg_eval_cost: %.5f sec, speed: %.2f step/s"
+    assert second == form % (2, 4, 3.5, 0.4, 2.5)
+
+
+def test_mindformers(lines: Any) -> None:
+    """MFLossMonitor of r0.3; the second loss is the mean of the epoch so far, of 2 steps."""
+    values = {"learning_rate": 3 * 1e-4}  # 0.00030000000000000003, which their float32 does not know
+    rows = [make_row(step, loss=loss, skipped=step == 4, **values) for step, loss in enumerate((9.0, 7.0, 8.0, 6.0), 1)]
+    found = lines(make_config("mindformers", train__max_steps=5), rows, samples_per_epoch=17)
+    form = "Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], time:%5.3f ms, lr:%s, overflow cond: %s, loss_scale: %s"
+    cells = [(1, 1, 9.0, 9.0, False), (1, 2, 7.0, 8.0, False), (2, 1, 8.0, 8.0, False), (2, 2, 6.0, 7.0, True)]
+    assert found == [form % (e, 3, s, 2, loss, mean, 2000.0, "0.0003", over, 65536.0) for e, s, loss, mean, over in cells]
+
+
+def test_mindformers_validation_is_the_line_of_mindspore(lines: Any) -> None:
+    [line] = lines(make_config("mindformers"), [{"step": 101, "validation_loss": 3.0, "validation_perplexity": 20.0}])
+    form = "Eval result: epoch %d, metrics: %s"
+    assert line == form % (2, {"loss": 3.0, "PPL": 20.0})
+
+
+def test_our_words(lines: Any) -> None:
+    config = make_config("gpt2", logging__interval=2)
+    waiting, skipped = make_row(2, data_wait=0.3, mfu=0.25), make_row(3, skipped=True, outlier=True, data_wait=0.09)
+    first, second = lines(config, [make_row(1), waiting, skipped])
+    head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
+    assert first == head + " | data wait 15% | MFU 25.0% | 1.50 GiB | loss scale 65536"
+    assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: str) -> None:
+    config = make_config(style, logging__interval=4, train__max_steps=10)
+    says = lines(config, [make_row(step) for step in range(1, 11)])
+    numbers = [int(match[1]) for match in (re.search(r"(?:step |iteration +|step:\[ *)(\d+)", line) for line in says) if match]
+    assert numbers == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("style", "prefix"),
+    [
+        ("gpt2", "12:40:00 "),
+        ("megatron", ""),
+        ("fleetx", "[2022-07-27 12:40:00,833] [    INFO] - "),
+        ("mindformers", "2022-07-27 12:40:00,833 - mindformers - INFO - "),
+    ],
+)
+def test_what_stands_in_front_of_a_line(lines: Any, capsys: pytest.CaptureFixture[str], style: str, prefix: str) -> None:
+    start_log()
+    use_style(make_config(style))
+    record = logging.LogRecord("gpt2", logging.INFO, "", 0, "words", None, None)
+    record.created, record.msecs = time.mktime((2022, 7, 27, 12, 40, 0, 0, 0, -1)), 833.0
+    LOG.handle(record)
+    assert capsys.readouterr().out == prefix + "words\n"
+    LOG.handlers.clear()
+
+
+def test_an_unknown_style_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx' or 'mindformers'"):
+        make_config("oneflow")

@@ -1,0 +1,228 @@
+"""Perplexity and last words against transformers' model, one window at a time; the commands, and what they refuse."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import GPT2LMHeadModel
+
+import run_gpt2
+import torch_gpt2.evaluate
+from common.config.load import load_config
+from common.config.resolve import resolve_config
+from common.config.schema import ModelConfig, PrecisionConfig
+from common.evaluation import Row, score_rows, sliding_windows
+from common.tokenizer import load_tokenizer
+from common.training.checkpoint import find_checkpoint
+from tests.reference import hugging_face_model
+from torch_gpt2.device import select_device
+from torch_gpt2.model import GPT2
+
+MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=12, vocab_size=101, ffn_hidden_size=128, max_positions=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    torch.manual_seed(0)
+    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=128)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(model: GPT2) -> GPT2LMHeadModel:
+    return hugging_face_model(MODEL, dict(model.named_parameters()))
+
+
+@torch.no_grad()
+def guide_nats(model: GPT2LMHeadModel, tokens: np.ndarray, max_length: int, stride: int) -> float:
+    """Summed loss of Hugging Face's guide on the perplexity of fixed-length models: labels of the overlap are -100."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    total, previous_end = 0.0, 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + max_length, ids.shape[1])
+        labels = ids[:, begin:end].clone()
+        labels[:, : previous_end - begin] = -100
+        total += model(ids[:, begin:end], labels=labels).loss.item() * int((labels[:, 1:] != -100).sum())
+        previous_end = end
+        if end == ids.shape[1]:
+            break
+    return total
+
+
+@torch.no_grad()
+def alone(model: GPT2LMHeadModel, row: Row) -> tuple[float, int]:
+    """Loss and greedy hits of a row's last targets, from log-probabilities of the unpadded row."""
+    ids = torch.from_numpy(row.tokens.astype(np.int64))
+    found = F.log_softmax(model(ids[None, :-1]).logits[0], -1)[-row.scored :]
+    targets = ids[-row.scored :]
+    return -found.gather(1, targets[:, None]).sum().item(), int((found.argmax(1) == targets).sum())
+
+
+@pytest.mark.parametrize("length", [2, 12, 13, 14, 61])
+@pytest.mark.parametrize("stride", [12, 5, 1])
+def test_text_equals_the_guides_loop(model: GPT2, reference: GPT2LMHeadModel, length: int, stride: int) -> None:
+    tokens = np.random.default_rng(length).integers(0, 101, length).astype(np.int32)
+    rows = sliding_windows(tokens, 12, stride)
+    scorer = torch_gpt2.evaluate.make_scorer(model, select_device("cpu"))
+    expected = guide_nats(reference, tokens, 13, stride)
+    for batch_size in (1, 8):
+        assert score_rows(rows, scorer, batch_size).nats.sum() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("rows_at_once", [1024, 3])
+def test_rows_of_any_length_equal_unpadded_ones(
+    model: GPT2, reference: GPT2LMHeadModel, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
+    """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would go on, or almost."""
+    monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", rows_at_once)
+    generator = np.random.default_rng(0)
+    rows = []
+    for number, length in enumerate(generator.integers(3, 10, 11)):
+        ids = generator.integers(0, 101, (1, length))
+        scored = int(generator.integers(1, 4))
+        if number % 2:
+            with torch.no_grad():
+                mask = torch.ones(1, length, dtype=torch.long)
+                more = reference.generate(
+                    torch.from_numpy(ids), max_new_tokens=scored, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=mask
+                )
+            ids = more.numpy()
+            if number % 4 == 3:
+                ids[0, -1] = (ids[0, -1] + 1) % 101
+        rows.append(Row(tokens=ids[0].astype(np.int32), scored=scored if number % 2 else min(scored, length - 1)))
+    expected = [alone(reference, row) for row in rows]
+    assert {hits - row.scored for (_, hits), row in zip(expected[1::2], rows[1::2], strict=True)} == {0, -1}
+    for batch_size in (1, 4, 32):
+        found = score_rows(rows, torch_gpt2.evaluate.make_scorer(model, select_device("cpu")), batch_size)
+        np.testing.assert_allclose(found.nats, [nats for nats, _ in expected], rtol=1e-5)
+        assert found.hits.tolist() == [hits for _, hits in expected]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> Path:
+    """The config of a run that has a checkpoint, GPT-2's vocabulary and windows of 32."""
+    folder = tmp_path_factory.mktemp("trained")
+    tree: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "device": "cpu",
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "max_positions": 64, "vocab_size": 50257},
+        "train": {"max_steps": 1, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "data": {
+            "train": str(corpus_prefix),
+            "split": "90,10,0",
+            "tokenizer": {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])},
+        },
+        "validation": {"max_samples": 2},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert run_gpt2.main(["--config", str(path), "--run_mode", "train"]) == 0
+    return path
+
+
+def evaluate(config: Path, *words: str) -> int:
+    return run_gpt2.main(["--config", str(config), "--run_mode", "eval", *words])
+
+
+def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolve_config(load_config(trained))
+    settings, run = config.data.tokenizer, Path(config.output_dir)
+    assert settings is not None and settings.vocab_file is not None
+    tokenizer = load_tokenizer(settings.type, settings.vocab_file, settings.merge_file)
+    checkpoint = find_checkpoint(run)
+    assert checkpoint is not None
+    reference = hugging_face_model(config.model, load_file(checkpoint / "model.safetensors"))
+
+    text = (shared_data / "corpora/en/tinyshakespeare.txt").read_text()[:2000]
+    (tmp_path / "part.txt").write_text(text)
+    words = [f"evaluation.file={tmp_path / 'part.txt'}", "evaluation.task=text", "evaluation.stride=20", "evaluation.batch_size=4"]
+    assert evaluate(trained, *words) == 0
+    found = json.loads((run / "evaluation_text.json").read_text())
+    ids = tokenizer.encode(text)
+    nats = guide_nats(reference, ids, 33, 20)
+    assert found["scored_tokens"] == len(ids) - 1 and found["checkpoint"] == str(checkpoint)
+    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 2000, rel=1e-5)
+    out = capsys.readouterr().out
+    assert " validation results on part.txt | avg loss: " in out and " | adjusted ppl: " in out and " | token ratio: " in out
+
+    passages = shared_data / "eval/lambada_test.jsonl"
+    assert evaluate(trained, f"evaluation.file={passages}", "evaluation.task=lambada", "evaluation.max_samples=12") == 0
+    found = json.loads((run / "evaluation_lambada.json").read_text())
+    nats, right, tokens = 0.0, 0, 0
+    for line in passages.read_text().splitlines()[:12]:
+        context, _, word = json.loads(line)["text"].rpartition(" ")
+        target = tokenizer.encode(" " + word)
+        row = Row(tokens=np.concatenate((tokenizer.encode(context), target))[-33:], scored=len(target))
+        loss, hits = alone(reference, row)
+        nats, right, tokens = nats + loss, right + (hits == len(target)), tokens + len(target)
+    assert (found["passages"], found["last_word_tokens"], found["correct"]) == (12, tokens, right) and tokens > 12
+    assert found["loss"] == pytest.approx(nats / 12, rel=1e-5) and found["perplexity"] == pytest.approx(math.exp(nats / 12), rel=1e-4)
+
+    assert evaluate(trained) == 0
+    assert json.loads((run / "evaluation.json").read_text())["tokens"] == 64
+    assert {path.name for path in run.glob("evaluation*.json")} == {
+        "evaluation.json",
+        "evaluation_text.json",
+        "evaluation_lambada.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "words", "message"),
+    [
+        ("text", None, (), "not found; check the path"),
+        ("text", b"", (), "is empty"),
+        ("text", b" \n \n", (), "is empty"),
+        ("text", b"a\xff\xe9 word", (), "is not UTF-8"),
+        ("text", b"Hello", (), "holds a single token"),
+        ("text", b'{"text": "a b"}\n{"body": "c"}\n', (), "line 2, column 1: the key 'text' is missing"),
+        ("text", b'{"text": "a b"}\n{"text": \n', (), "line 2, column 10"),
+        ("text", b"some text", ("evaluation.stride=33",), "evaluation.stride=33 is above model.seq_length=32"),
+        ("text", b"some text", ("data.tokenizer=null",), "data.tokenizer is not given"),
+        ("text", b"some text", ("output_dir={file}.absent",), "no whole checkpoint here"),
+        ("lambada", b"some text", (), "is plain text; LAMBADA is read from JSON Lines"),
+        ("lambada", b'{"text": "word"}\n', (), "passage 1 is one word"),
+        ("validation", b"some text", (), "evaluation.file="),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    content: bytes | None,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    file = tmp_path / ("input.jsonl" if content and content.startswith(b"{") else "input.txt")
+    if content is not None:
+        file.write_bytes(content)
+    given = [word.format(file=file) for word in words]
+    assert evaluate(trained, f"evaluation.task={task}", f"evaluation.file={file}", *given) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def test_another_vocabulary_than_the_checkpoints_is_refused(
+    trained: Path, tmp_path: Path, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocabulary = json.loads(gpt2_vocab_files[0].read_text(encoding="utf-8"))
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "a.txt").write_text("some text")
+    words = ["evaluation.task=text", f"evaluation.file={tmp_path / 'a.txt'}", f"data.tokenizer.vocab_file={tmp_path / 'vocab.json'}"]
+    assert evaluate(trained, *words) == 2
+    assert "give the vocabulary files it was trained with" in capsys.readouterr().err
