@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
-.PHONY: check test campaign golden
+.PHONY: check test campaign golden benchmark
 
 check:  ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -15,3 +15,6 @@ campaign:  ## long fault and size runs; read the figures it prints
 
 golden:  ## rewrite the golden files after a wanted change of a default
 	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py
+
+benchmark:  ## speed beside transformers, tokenizers and cp, half an hour; data: tools/fetch_quickstart_data.py
+	$(PYTHON) benchmarks/run.py

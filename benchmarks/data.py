@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.table import report
+from benchmarks.turns import median_ratio
+
 # What preprocessing is measured against: one process, one document after the other, ids written as uint16.
 BASELINE = """
 import sys
@@ -69,11 +72,17 @@ def preprocess(args: argparse.Namespace) -> None:
         for backend in args.backends:
             same = (Path(folder) / f"{backend}_text_document.bin").read_bytes() == (Path(folder) / "baseline.bin").read_bytes()
             print(f"{backend}: output {'equal to' if same else 'DIFFERENT FROM'} the baseline's")
-    best = min(statistics.median(values) for name, values in seconds.items() if name.startswith("tokenizers,"))
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        spread = f"{min(values):.2f} ... {max(values):.2f}"
-        print(f"{name:32s} {median:7.2f} s ({spread}), {len(data) / median / 1e6:6.1f} MB/s, {best / median:5.1f}x the faster baseline")
+
+    def describe(name: str) -> str:
+        return f"{name}: {len(data) / statistics.median(seconds[name]) / 1e6:.1f} MB/s"
+
+    peers, what = [name for name in seconds if name.startswith("tokenizers,")], f"preprocessing {len(data) / 1e6:.0f} MB, one core"
+    rows = []
+    for backend in args.backends:
+        for peer in peers:
+            ratio, least, greatest = median_ratio(seconds[backend], seconds[peer])
+            rows.append((what, describe(backend), describe(peer), f"{ratio:.1f} ({least:.1f} to {greatest:.1f} in {args.repeats})", ""))
+    report(rows)
 
 
 def read(args: argparse.Namespace) -> None:
@@ -95,7 +104,8 @@ def read(args: argparse.Namespace) -> None:
                 for first in range(0, n, 64):
                     dataset.read(np.arange(first, min(n, first + 64)))
                 rates.append(n * 1025 / (time.perf_counter() - start) / 1e6)
-            print(f"documents of about {length} tokens, batches of 64: median {statistics.median(rates[1:]):.0f} million tokens/s")
+            what = f"loader, documents of about {length} tokens"
+            report([(what, f"{statistics.median(rates[1:]):.0f} million tokens/s", "", "", "")])
 
 
 def index(args: argparse.Namespace) -> None:
