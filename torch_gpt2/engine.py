@@ -59,8 +59,9 @@ class Engine:
         return total, tokens
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        self._lent = take_snapshot(self, state)
-        return self._lent
+        snapshot = take_snapshot(self, state)
+        self._lent = snapshot if self.device.kind == "cpu" else None  # other devices have copied
+        return snapshot
 
     def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
         self.step += 1

@@ -153,11 +153,14 @@ class _Product:
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([part.detach().to(dtype) for part in parts])
+    cast = [part.detach().to(dtype) for part in parts]
+    return cast[0] if len(cast) == 1 else torch.cat(cast)  # no copy of what already has the form
 
 
 def _has_kernel(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of a type at full speed."""
+    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return dtype == torch.float32
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

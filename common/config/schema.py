@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 Float = Literal["float32", "bfloat16", "float16"]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 Count = Annotated[int, Field(gt=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -272,9 +272,13 @@ def _strategy(value: Any) -> Any:
     return value
 
 
+def _top_p(value: Any) -> Any:
+    return 1.0 if type(value) in (int, float) and value == 0 else value
+
+
 class PredictConfig(Section):
     prompt: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field(default_factory=list)
-    """One prompt or a list of them."""
+    """One prompt or a list of them; <|endoftext|> in it is that token."""
     prompt_file: Text | None = None
     """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt (or text)."""
     output_file: Text | None = None
@@ -283,7 +287,7 @@ class PredictConfig(Section):
     """Print tokens as they come, where standard output is a terminal and one sequence is generated at a time."""
     strategy: Annotated[Literal["greedy", "sampling"], BeforeValidator(_strategy)] = "greedy"
     """greedy takes the most probable token; sampling draws one."""
-    num_sequences: Count = 1
+    num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Continuations of each prompt, drawn independently; above 1 only with sampling."""
     batch_size: Count = 8
     """Sequences generated at once."""
@@ -293,13 +297,13 @@ class PredictConfig(Section):
     """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides the logits before sampling."""
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens; 0 is off."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(lambda value: value or 1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is 0."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
     stop_at_end_of_text: bool = True
     """End a sequence at the end-of-text token."""

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from common.config.schema import RunConfig
+from common.errors import ConfigError, RunError
 from common.files import atomic_write
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
@@ -19,6 +20,8 @@ from common.tokenizer import Tokenizer
 def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer) -> None:
     """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when the file cannot be written."""
     settings = config.predict
+    if settings.output_file and Path(settings.output_file).exists() and not Path(settings.output_file).is_file():
+        raise ConfigError(f"predict.output_file={settings.output_file}: is no regular file; give the name of a file")
     printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
     with ExitStack() as stack:
         file = stack.enter_context(atomic_write(Path(settings.output_file), "w")) if settings.output_file else None
@@ -69,12 +72,18 @@ class Printer:
         text += self._decoder.decode(self._tokenizer.decode_bytes(sequence.tokens[self._shown :]), final)
         self._shown = len(sequence.tokens)
         encoding = sys.stdout.encoding or "utf-8"  # a terminal that cannot show a character gets a question mark
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        _say(text.encode(encoding, "replace").decode(encoding))
 
     def finish(self, sequence: Continuation, *, last: bool) -> None:
         """Print the rest of ``sequence`` and end its line; ``last``: of its prompt."""
         self.show(sequence, final=True)
-        sys.stdout.write("\n\n" if last else "\n")
-        sys.stdout.flush()
+        _say("\n\n" if last else "\n")
         self._shown = None
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise RunError(f"standard output: {error.strerror}") from None

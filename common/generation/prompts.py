@@ -47,7 +47,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8") from None
     lines = [(f"{path}, line {number}", line.removesuffix("\r")) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
-    prompts = list(_from_json(lines)) if path.suffix == ".jsonl" else lines
+    if path.suffix.lower() == ".json":
+        raise DataError(f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl")
+    prompts = list(_from_json(lines)) if path.suffix.lower() in (".jsonl", ".ndjson") else lines
     if not prompts:
         raise DataError(f"predict.prompt_file={path}: holds no prompt; write one a line")
     return prompts
@@ -57,16 +59,16 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for where, line in lines:
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}') from None
-        text = entry.get("prompt", entry.get("text")) if isinstance(entry, dict) else None
+        text = next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None) if isinstance(entry, dict) else None
         if not isinstance(text, str):
             raise DataError(f"{where}: expected an object with the text field prompt (or text), found {line[:60]}")
         yield where, text
 
 
 def _encode(text: str, where: str, config: RunConfig, tokenizer: Tokenizer, positions: int) -> Prompt:
-    ids = tokenizer.encode(text).tolist()
+    ids = tokenizer.encode(text, allow_special=True).tolist()  # as transformers' tokenizer does
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     room, most, least = positions - len(ids), config.predict.max_new_tokens, config.predict.min_new_tokens

@@ -17,8 +17,8 @@ Array = NDArray[Any]
 
 
 class LentArrays(Mapping[str, Array]):
-    """Reading ``self[name]`` begins to use that array and ends the use of the one before, which is then forgotten; the end of an
-    iteration ends the use of the last. ``items`` shows all arrays, for their shapes and types, and uses none.
+    """``values`` is for the writer: taking an array begins its use and ends that of the one before, which is then forgotten.
+    Everything else only looks.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -30,21 +30,26 @@ class LentArrays(Mapping[str, Array]):
         self._change = threading.Condition()
 
     def __getitem__(self, name: str) -> Array:
-        with self._change:
-            self._forget_used()
-            self._used = name
-            return self._arrays[name]
+        return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._names
-        with self._change:
-            self._forget_used()
+        return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     def items(self) -> ItemsView[str, Array]:
         return self._arrays.items()
+
+    def values(self) -> Iterator[Array]:  # type: ignore[override]
+        for name in self._names:
+            with self._change:
+                self._forget_used()
+                self._used = name
+                array = self._arrays[name]
+            yield array
+        with self._change:
+            self._forget_used()
 
     def keep(self) -> None:
         """Return when the engine may change its memory: what is unread is copied, and what is being read has been read."""

@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        """A copy of everything needed to go on from ``state``."""
+        """Everything needed to go on from ``state``; tensors may be lent until the next update."""
         ...
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from common.config.schema import RunConfig
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError
 from common.files import atomic_write
 from common.training.log import LOG
 from common.training.state import TrainState
@@ -72,10 +72,10 @@ class ProfileWindow:
 
 @contextmanager
 def _warning_only() -> Iterator[None]:
-    """A trace that fails, by a full disk or a driver without a profiler, does not end the training."""
+    """A trace that fails, by a full disk or a driver without a profiler, does not end the training, whatever it raises."""
     try:
         yield
-    except (OSError, RuntimeError, StorageError) as error:
+    except Exception as error:
         LOG.warning(f"profile: no trace: {error}")
 
 

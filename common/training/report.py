@@ -43,6 +43,8 @@ class Report:
 
     def step(self, row: Row) -> None:
         """Log a step when its turn has come; lines that average do so over the steps since the line before."""
+        if self._rows:  # of older rows only what is averaged is kept
+            self._rows[-1] = {name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")}
         self._rows.append(row)
         if (
             row["step"] % self.config.logging.interval == 0

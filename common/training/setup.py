@@ -161,9 +161,11 @@ def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingDat
     if manifest.get("data") != data.fingerprint:
         LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
-    for key, value in now.items():
-        if key.partition(".")[0] not in ("predict", "evaluation", "logging", "profile", "checkpoint") and before.get(key) != value:
-            LOG.info(f"changed since the checkpoint: {key} {before.get(key)} -> {value}")
+    silent = {"predict", "evaluation", "logging", "profile", "checkpoint"}
+    decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.skip_outliers else set()
+    for key in before.keys() & now.keys():
+        if (key in decisive or key.partition(".")[0] not in silent) and before[key] != now[key]:
+            LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {now[key]}")
 
 
 def _check_model(manifest: dict[str, Any], config: RunConfig, checkpoint: Path) -> None:

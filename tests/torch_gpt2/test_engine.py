@@ -13,6 +13,7 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.training.outliers import Limits
 from common.training.schedule import learning_rate
+from common.training.state import TrainState
 from common.weights.names import decays
 from tests.changes import changed
 from tests.reference import hugging_face_model, hugging_face_names
@@ -236,3 +237,24 @@ def test_evaluation_is_the_summed_cross_entropy() -> None:
     total, count = engine.evaluate(batches)
     assert count == 16 * (6 + 6 + 1)
     assert total == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", {"parameters": "float16", "compute": "float16"}], ids=["float32", "float16 weights"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_snapshot_holds_what_was_when_it_was_taken(optimizer: str, precision: Any) -> None:
+    """Nobody has read it yet when the next step changes the weights."""
+    changes = {"precision": precision, "loss_scale": {"initial": 64.0}, "optimizer": {"name": optimizer, "learning_rate": 0.1}}
+    engine, batches = make_engine(make_config(**changes)), token_batches(make_config())
+    engine.optimizer.param_groups[0]["momentum"] = engine.optimizer.param_groups[1]["momentum"] = 0.9
+    run(engine, batches[:1])
+    before = {name: tensor.detach().clone() for name, tensor in engine.master.tensors.items()}
+    states = {name: {part: value.clone() for part, value in engine.optimizer.state[t].items()} for name, t in engine.master.tensors.items()}
+    snapshot = engine.snapshot(TrainState(step=1))
+    run(engine, batches[1:2])
+    assert not torch.equal(engine.master.tensors["wte.weight"].detach(), before["wte.weight"]), "the step was skipped"
+    weights, moments = (snapshot.files[name] for name in ("model.safetensors", "optimizer.safetensors"))
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(weights[name], tensor[: len(weights[name])].numpy(), err_msg=name)
+        for part in [part for part in states[name] if part != "step"]:
+            np.testing.assert_array_equal(moments[f"{name}.{part}"], states[name][part][: len(weights[name])].numpy(), err_msg=name)
+    assert len(moments) == len(before) * (2 if optimizer == "adamw" else 1)

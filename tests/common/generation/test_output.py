@@ -13,7 +13,7 @@ import pytest
 from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
-from common.errors import StorageError
+from common.errors import ConfigError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 
@@ -131,6 +131,8 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, c
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="could not be written"):
         say("abc", output_file=str(tmp_path / "file" / "out.jsonl"))
+    with pytest.raises(ConfigError, match="is no regular file"):
+        say("abc", output_file=str(tmp_path))
     assert capsys.readouterr().out == ""
 
 

@@ -10,13 +10,13 @@ from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
-from common.generation.prompts import encode_prompts
+from common.generation.prompts import encode_prompts, read_prompts
 
 
 class Letters:
     """A tokenizer of one id a byte."""
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
@@ -62,7 +62,7 @@ def test_how_many_tokens_may_follow(words: dict[str, Any], expected: int) -> Non
         ({"prompt": "abc", "num_sequences": 2}, r"predict: num_sequences=2: greedy has one continuation.*strategy=sampling"),
         ({"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4}, r"min_new_tokens=5 is above max_new_tokens=4"),
         ({"prompt": "abc", "strategy": "beam"}, r"'beam': expected greedy or sampling"),
-        ({"prompt": "abc", "temperature": -1.0}, r"predict\.temperature: .*greater than 0, found -1"),
+        ({"prompt": "abc", "temperature": -1.0}, r"predict\.temperature: .*greater than or equal to 0.000001, found -1"),
     ],
 )
 def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> None:
@@ -92,3 +92,14 @@ def test_a_bad_file_is_one_message_with_the_line(tmp_path: Path, name: str, cont
     with pytest.raises(UserError, match=message) as caught:
         read(prompt_file=str(tmp_path / name))
     assert caught.value.exit_code == 2 and isinstance(caught.value, DataError | ConfigError)
+
+
+def test_other_files_and_odd_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.NDJSON").write_text('{"prompt": null, "text": "one"}\n')
+    assert [text for _, text in read_prompts(tmp_path / "a.NDJSON")] == ["one"]
+    (tmp_path / "b.json").write_text('["one"]')
+    with pytest.raises(DataError, match=r"b\.json: expected one object a line; name such a file \.jsonl"):
+        read_prompts(tmp_path / "b.json")
+    (tmp_path / "c.jsonl").write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1: not JSON"):
+        read_prompts(tmp_path / "c.jsonl")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 import common.training.checkpoint as module
 from common.errors import CheckpointError, StorageError
 from common.training.checkpoint import CheckpointWriter, Snapshot, find_checkpoint, read_manifest, whole_checkpoints
+from common.training.lent import LentArrays
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -215,3 +217,22 @@ def test_a_lost_latest_file_is_no_loss(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
     (tmp_path / "latest").unlink()
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
+
+
+def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next update would wait for ever."""
+
+    def fails(path: Path, tensors: LentArrays) -> int:
+        next(iter(tensors.values()))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("common.training.checkpoint.write_safetensors", fails)
+    lent = Snapshot(files={"model.safetensors": LentArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
+    writer = CheckpointWriter(tmp_path)
+    writer.save(lent)
+    owner = threading.Thread(target=lent.keep, daemon=True)
+    owner.start()
+    owner.join(10)
+    assert not owner.is_alive()
+    with pytest.raises(StorageError, match="No space left on device"):
+        writer.wait()

@@ -21,7 +21,8 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
     mine = arrays()
     lent = LentArrays(mine)
     assert [(name, array.shape) for name, array in lent.items()] == [(name, (1000,)) for name in "abcd"]
-    iterator = iter(lent.values())
+    assert [float(lent[name][0]) for name in lent] == [0.0, 1.0, 2.0, 3.0], "looking uses nothing"
+    iterator = lent.values()
     used = [next(iterator) for _ in range(read)]
     owner = threading.Thread(target=lent.keep)
     owner.start()
@@ -42,7 +43,7 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
 
 def test_release_frees_an_owner_whose_writer_has_failed() -> None:
     lent = LentArrays(arrays())
-    lent["a"]
+    next(lent.values())
     owner = threading.Thread(target=lent.keep)
     owner.start()
     lent.release()
