@@ -33,7 +33,7 @@ def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
     token_scores = device.compile(_TokenScores(model))
 
     def score(batch: RowBatch) -> TokenScores:
-        losses, hits = token_scores(Tensor(batch.ids), Tensor(batch.places.reshape(-1)), Tensor(batch.targets.reshape(-1)))
+        losses, hits = token_scores(Tensor(batch.ids), Tensor(batch.places), Tensor(batch.targets))
         return TokenScores(losses=losses.asnumpy(), hits=hits.asnumpy())
 
     return score
@@ -57,7 +57,7 @@ class _TokenScores(nn.Cell):
             rows, target = hidden[start : start + ROWS_AT_ONCE], targets[start : start + ROWS_AT_ONCE]
             if start:
                 rows = ops.depend(rows, losses[-1])  # one chunk after the other
-            logits = self.model.logits(rows)  # (n, vocab_size)
+            logits = self.model.logits(rows)  # (ROWS_AT_ONCE, vocab_size)
             losses = (*losses, -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape((-1,)))
             hits = (*hits, self.most_probable(logits) == target)
         return ops.concat(losses), ops.concat(hits)

@@ -29,19 +29,21 @@ def evaluate(config: RunConfig) -> None:
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
-    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time."""
+    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time, for padding never."""
 
     @torch.no_grad()
     def score(batch: RowBatch) -> TokenScores:
+        count = len(batch.owners)
         ids, places, targets = (
-            torch.from_numpy(values).to(device.torch_device, torch.int64) for values in (batch.ids, batch.places, batch.targets)
+            torch.from_numpy(values).to(device.torch_device, torch.int64)
+            for values in (batch.ids, batch.places[:count], batch.targets[:count])
         )
-        hidden = model(ids).flatten(0, 1)[places.flatten()]  # (B P, C)
+        hidden = model(ids).flatten(0, 1)[places]  # (n, C)
         losses: list[Tensor] = []
         hits: list[Tensor] = []
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            logits = model.logits(hidden[start : start + ROWS_AT_ONCE])  # (n, vocab_size)
-            target = targets.flatten()[start : start + ROWS_AT_ONCE]
+            logits = model.logits(hidden[start : start + ROWS_AT_ONCE])  # (ROWS_AT_ONCE, vocab_size)
+            target = targets[start : start + ROWS_AT_ONCE]
             losses.append(logits.logsumexp(1) - logits.gather(1, target[:, None])[:, 0])
             hits.append(logits.argmax(1) == target)
         return TokenScores(losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy())

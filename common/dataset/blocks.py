@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.dataset.corpus import Corpus, Format
+from common.dataset.corpus import Corpus, Format, json_problem
 from common.dataset.json_array import JsonArrayReader
 from common.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
+
+
+class MissingKeyError(DataError):
+    """An item without the key asked for. problem: the message without its advice, which is preprocessing's."""
+
+    @property
+    def problem(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.problem}; rename it, or name it with --json-keys"
 
 
 class DocumentRule(enum.Enum):
@@ -47,7 +58,7 @@ class Block:
 def read_blocks(corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``: always the whole file).
 
-    Raises DataError for a broken array, an item without its key, or a broken gzip stream.
+    Raises DataError for a broken array, an item without its key (MissingKeyError), or a broken gzip stream.
     """
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
@@ -90,7 +101,7 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}; rename it, or name it with --json-keys")
+            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
         if not isinstance(item[key], str):
             raise DataError(f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or remove this item")
         texts.append(item[key])
@@ -107,13 +118,17 @@ def _array_blocks(file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes
     reader = JsonArrayReader(file, path)
     items: list[tuple[str, ...]] = []
     size = 0
-    for item in reader:
-        texts = texts_of(item, keys, path, reader.line, reader.column)
-        items.append(texts)
-        size += sum(map(len, texts))
-        if size >= block_bytes:
-            yield items
-            items, size = [], 0
+    try:
+        for item in reader:
+            texts = texts_of(item, keys, path, reader.line, reader.column)
+            items.append(texts)
+            size += sum(map(len, texts))
+            if size >= block_bytes:
+                yield items
+                items, size = [], 0
+    except (ValueError, RecursionError) as error:
+        where = f"{path}: line {reader.line}, column {reader.column}"
+        raise DataError(f"{where}: the item after this place cannot be read: {json_problem(error)}; mend or remove it") from None
     if items:
         yield items
 

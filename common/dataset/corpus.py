@@ -108,7 +108,7 @@ def _is_array(text: str, complete: bool) -> bool:
         return True
     try:
         _, end = json.JSONDecoder().raw_decode(rest)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return not complete and "\n" not in rest  # the first item may be longer than the head
     return rest[end:].lstrip()[:1] in ("", ",", "]")
 
@@ -116,9 +116,14 @@ def _is_array(text: str, complete: bool) -> bool:
 def _parses(text: str) -> bool:
     try:
         json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """What the module json says of a text: a JSONDecodeError, but ValueError of a number too long and RecursionError of deep brackets."""
+    return str(getattr(error, "msg", str(error).partition(";")[0]))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
-from common.dataset.corpus import Format
+from common.dataset.corpus import Format, json_problem
 from common.errors import DataError
 
 _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
@@ -76,10 +76,9 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
             continue
         try:
             item = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{block.path}: line {number}, column {error.colno}: {error.msg}; expected one JSON object per line, mend or remove it"
-            ) from None
+        except (ValueError, RecursionError) as error:
+            where = f"{block.path}: line {number}, column {getattr(error, 'colno', 1)}"
+            raise DataError(f"{where}: {json_problem(error)}; expected one JSON object per line, mend or remove it") from None
         items.append(texts_of(item, keys, block.path, number))
     return items
 

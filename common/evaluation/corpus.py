@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import EvaluationConfig
-from common.dataset.blocks import DocumentRule, read_blocks
+from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
 from common.dataset.corpus import Format, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
@@ -32,13 +32,18 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
     if config.file is None:
         raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")
     path = Path(config.file)
-    if not path.exists():
-        raise DataError(f"evaluation.file={path}: not found; check the path")
-    corpus = open_corpus(path)
+    if not path.is_file():
+        raise DataError(f"evaluation.file={path}: {'is not a file' if path.exists() else 'not found'}; check the path")
     texts: list[str] = []
-    for block in read_blocks(corpus, DocumentRule.FILE, ("text",)):
-        for documents in documents_of(block, ("text",)):
-            texts += documents.texts
+    try:
+        corpus = open_corpus(path)
+        for block in read_blocks(corpus, DocumentRule.FILE, ("text",)):
+            for documents in documents_of(block, ("text",)):
+                texts += documents.texts
+    except MissingKeyError as error:
+        raise DataError(f"evaluation.file={error.problem}; evaluation reads the field text, rename yours") from None
+    except DataError as error:
+        raise DataError(f"evaluation.file={error}") from None
     if not texts:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:

@@ -22,21 +22,21 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowBatch:
-    """B rows padded on the right to T inputs and P scored targets.
+    """B rows padded on the right to T inputs, and their scored targets one row after the other, padded to N.
 
-    ids: int32 (B, T). targets: int32 (B, P), the scored ones. places: int32 (B, P), where each is predicted among the B x T inputs
-    laid end to end. scored: bool (B, P), False where P is padding.
+    ids: int32 (B, T). targets: int32 (N,), the scored ones. places: int32 (N,), where each is predicted among the B x T inputs laid end
+    to end. owners: int64 (n,), the row of each of the first n targets; those behind are padding, for a backend that compiles a shape.
     """
 
     ids: Ids
     places: Ids
     targets: Ids
-    scored: NDArray[np.bool_]
+    owners: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """Of each target of a RowBatch, in any shape of B x P: its loss in nats, float32, and whether it is the most probable token."""
+    """Of each target of a RowBatch, (n,) or with the padding (N,): its loss in nats, float32, and whether it is the most probable token."""
 
     losses: NDArray[np.float32]
     hits: NDArray[np.bool_]
@@ -76,29 +76,30 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[Row]:
 def score_rows(rows: Sequence[Row], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
     """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
     size = min(batch_size, len(rows))
-    length, width = max(len(row.tokens) - 1 for row in rows), max(row.scored for row in rows)
+    batches = [rows[first : first + size] for first in range(0, len(rows), size)]
+    length = max(len(row.tokens) - 1 for row in rows)
+    width = max(sum(row.scored for row in batch) for batch in batches)
     nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     with progress_bar(total=len(rows), unit=unit, description="evaluation") as bar:
-        for first in range(0, len(rows), size):
-            some = rows[first : first + size]
+        for first, some in zip(range(0, len(rows), size), batches, strict=True):
             batch = _pack(some, size, length, width)
-            scores = scorer(batch)
-            losses = np.where(batch.scored, scores.losses.reshape(batch.scored.shape).astype(np.float64), 0.0)
-            nats[first : first + size] = losses.sum(1)[: len(some)]
-            hits[first : first + size] = (batch.scored & scores.hits.reshape(batch.scored.shape)).sum(1)[: len(some)]
+            scores, owners = scorer(batch), first + batch.owners
+            np.add.at(nats, owners, scores.losses[: len(owners)])
+            np.add.at(hits, owners, scores.hits[: len(owners)])
             bar.update(len(some))
     return RowScores(nats=nats, hits=hits)
 
 
 def _pack(rows: Sequence[Row], size: int, length: int, width: int) -> RowBatch:
-    """``rows`` and empty ones up to ``size``; padding is id 0, which no earlier position sees."""
+    """``rows`` and empty ones up to ``size``, their targets up to ``width``; padding is 0, which no earlier position sees."""
     ids = np.zeros((size, length), np.int32)
-    places, targets = np.zeros((size, width), np.int32), np.zeros((size, width), np.int32)
-    scored = np.zeros((size, width), np.bool_)
+    places, targets = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    done = 0
     for index, row in enumerate(rows):
-        inputs = len(row.tokens) - 1
+        inputs, mine = len(row.tokens) - 1, slice(done, done + row.scored)
         ids[index, :inputs] = row.tokens[:-1]
-        places[index, : row.scored] = index * length + np.arange(inputs - row.scored, inputs)
-        targets[index, : row.scored] = row.tokens[-row.scored :]
-        scored[index, : row.scored] = True
-    return RowBatch(ids=ids, places=places, targets=targets, scored=scored)
+        places[mine] = index * length + np.arange(inputs - row.scored, inputs)
+        targets[mine] = row.tokens[-row.scored :]
+        done += row.scored
+    owners = np.repeat(np.arange(len(rows)), [row.scored for row in rows])
+    return RowBatch(ids=ids, places=places, targets=targets, owners=owners)

@@ -25,8 +25,9 @@ class TextTask:
     """Perplexity of a text in sliding windows.
 
     A plain text is one stream of tokens, ``<|endoftext|>`` in it is that token, and its first token is context alone, as in
-    Hugging Face's guide and in Megatron. The texts of a .jsonl are scored one by one, each with the end-of-text token as its first
-    context, so that all their tokens are scored, as lm-eval does.
+    Hugging Face's guide and in Megatron: every token but the first of a plain text is scored once, after more than window - stride
+    tokens where there are so many. The texts of a .jsonl are scored one by one, each with the end-of-text token as its first context,
+    so that all their tokens are scored, as lm-eval, but for the last window of a long document, which lm-eval moves back to full length.
     """
 
     file: EvaluationFile

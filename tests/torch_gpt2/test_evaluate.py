@@ -78,6 +78,15 @@ def test_text_equals_the_guides_loop(model: GPT2, reference: GPT2LMHeadModel, le
         assert score_rows(rows, scorer, batch_size).nats.sum() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_the_head_sees_the_scored_positions_alone(model: GPT2, monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    seen, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
+    rows = sliding_windows(np.arange(100, dtype=np.int32), 12, 3)
+    score_rows(rows, torch_gpt2.evaluate.make_scorer(model, select_device("cpu")), batch_size)
+    assert sum(seen) == 99
+
+
 @pytest.mark.parametrize("rows_at_once", [1024, 3])
 def test_rows_of_any_length_equal_unpadded_ones(
     model: GPT2, reference: GPT2LMHeadModel, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
@@ -190,6 +199,8 @@ def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path:
         ("text", b"Hello", (), "holds a single token"),
         ("text", b'{"text": "a b"}\n{"body": "c"}\n', (), "line 2, column 1: the key 'text' is missing"),
         ("text", b'{"text": "a b"}\n{"text": \n', (), "line 2, column 10"),
+        ("text", b'{"text": "a b"}\n' + b"[" * 200_000, (), "line 2, column 1: maximum recursion depth exceeded"),
+        ("text", b'{"n": ' + b"9" * 5000 + b"}", (), "line 1, column 1: Exceeds the limit (4300 digits)"),
         ("text", b"some text", ("evaluation.stride=33",), "evaluation.stride=33 is above model.seq_length=32"),
         ("text", b"some text", ("data.tokenizer=null",), "data.tokenizer is not given"),
         ("text", b"some text", ("output_dir={file}.absent",), "no whole checkpoint here"),

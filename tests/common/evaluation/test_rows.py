@@ -38,8 +38,10 @@ def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(length: 
 def numpy_scores(batch: RowBatch) -> TokenScores:
     """A model that predicts from the running sum of its inputs; it gives nonsense for padding."""
     state = np.cumsum(batch.ids, axis=1, dtype=np.int64).reshape(-1)[batch.places]
-    losses = np.where(batch.scored, (state * 7 + batch.targets) % 13, np.nan).astype(np.float32)
-    return TokenScores(losses=losses.reshape(-1), hits=(losses < 4).reshape(-1) | ~batch.scored.reshape(-1))
+    losses = ((state * 7 + batch.targets) % 13).astype(np.float32)
+    hits = losses < 4
+    losses[len(batch.owners) :], hits[len(batch.owners) :] = np.nan, True
+    return TokenScores(losses=losses, hits=hits)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
@@ -60,3 +62,20 @@ def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
         each = [(int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13 for at in range(1, len(row.tokens))][-row.scored :]
         assert nats == sum(each) and hits == sum(loss < 4 for loss in each)
     assert len(shapes) == 1, "a graph is compiled for one shape"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_few_positions_without_a_target_pass_the_head(batch_size: int) -> None:
+    """Padding is up to the batch with the most targets: the one with the first window, which is scored whole."""
+    rows = sliding_windows(np.arange(1000, dtype=np.int32), 64, 16)
+    sizes, scored = [], 0
+
+    def scorer(batch: RowBatch) -> TokenScores:
+        nonlocal scored
+        sizes.append(len(batch.targets))
+        scored += len(batch.owners)
+        return numpy_scores(batch)
+
+    score_rows(rows, scorer, batch_size)
+    assert scored == 999 and set(sizes) == {64 + (batch_size - 1) * 16}
+    assert batch_size == 1 or sum(sizes) < 2 * scored

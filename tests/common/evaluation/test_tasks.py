@@ -113,6 +113,28 @@ def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: 
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"body": "a"}', "line 1, column 1: the key 'text' is missing, the keys present are 'body'; evaluation reads the field text"),
+        ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
+        ('[{"text": "a"}, {"body": "b"}]', "line 1, column 17: the key 'text' is missing, the keys present are 'body'; evaluation reads"),
+        ("", "is empty"),
+    ],
+)
+def test_errors_speak_of_the_evaluations_own_settings(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_evaluation_file(make_config(tmp_path, task="text", file=str(tmp_path / "a.jsonl")).evaluation)
+    assert str(caught.value).startswith(f"evaluation.file={tmp_path / 'a.jsonl'}: {message}") and "--" not in str(caught.value)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for path, problem in (("/dev/null", "is not a file"), (tmp_path, "is not a file"), (tmp_path / "absent", "not found")):
+        with pytest.raises(DataError, match=f"^evaluation.file={path}: {problem}; check the path$"):
+            read_evaluation_file(make_config(tmp_path, task="text", file=str(path)).evaluation)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"file": "a.txt"}, r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation"),
