@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-RUN_MODES = ("train", "finetune", "eval", "predict", "export")
+RUN_MODES = ("train", "finetune", "eval", "predict", "export", "plan")
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -27,9 +27,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML, for example configs/gpt2/run_gpt2.yaml")
-    parser.add_argument("--run_mode", required=True, choices=RUN_MODES, help="what to do")
+    parser.add_argument(
+        "--run_mode", required=True, choices=RUN_MODES, help="what to do; plan shows ranks, batch and memory and starts nothing"
+    )
+    parser.add_argument("--all_ranks", action="store_true", help="plan lists every rank, of more than 64 too")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
-    return parser.parse_intermixed_args(words)
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.all_ranks and arguments.run_mode != "plan":
+        parser.error(f"--all_ranks is for --run_mode plan, not {arguments.run_mode}; leave it out")
+    return arguments
 
 
 def main(words: list[str] | None = None) -> int:
@@ -61,6 +67,14 @@ def run(arguments: argparse.Namespace) -> None:
     from common.training.stop import receive_interrupts
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.run_mode == "plan":
+        from common.parallel.planner import describe_plan, make_plan
+        from common.parallel.topology import Topology
+
+        written = Topology.from_config(config.parallel)
+        config = resolve_config(config, world_size=_world_size(otherwise=written.world_size))
+        sys.stdout.write(describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks))
+        return
     config = resolve_config(config, world_size=_world_size())
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
@@ -78,8 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
     getattr(importlib.import_module(f"{package}.{name}"), name)(config)
 
 
-def _world_size() -> int:
-    """Processes of this run, as launchers announce them."""
+def _world_size(*, otherwise: int = 1) -> int:
+    """Processes of this run, as launchers announce them; ``otherwise`` where none does."""
     from common.errors import ConfigError
 
     for name in ("WORLD_SIZE", "RANK_SIZE"):
@@ -88,7 +102,7 @@ def _world_size() -> int:
             if not value.isdigit() or int(value) < 1:
                 raise ConfigError(f"environment: {name}={value}: expected the number of processes")
             return int(value)
-    return 1
+    return otherwise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Ranks and groups against Megatron's own generator; layers of a stage against the rule."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.parallel.topology import Coordinates, GroupKind, Topology
+
+# data, tensor, pipeline
+LAYOUTS = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (4, 2, 4), (4, 8, 1), (8, 1, 16), (1, 8, 16), (3, 2, 5), (5, 3, 2)]
+MEGATRON = {GroupKind.TENSOR: "tp", GroupKind.DATA: "dp", GroupKind.PIPELINE: "pp", GroupKind.MODEL: "tp-pp"}
+
+
+def parallel_state() -> Any:
+    pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("megatron.core.parallel_state", reason="megatron-core is not installed")
+
+
+def megatron(data: int, tensor: int, pipeline: int) -> Any:
+    return parallel_state().RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_groups_are_megatrons(layout: tuple[int, int, int], kind: GroupKind) -> None:
+    data, tensor, pipeline = layout
+    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    wanted = megatron(*layout).get_ranks(MEGATRON[kind])
+    assert topology.groups(kind) == wanted
+    for group in wanted:
+        for rank in group:
+            assert [*topology.group(kind, rank)] == group
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_coordinates_are_places_in_megatrons_groups(layout: tuple[int, int, int]) -> None:
+    data, tensor, pipeline = layout
+    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    places = {
+        axis: {rank: place for group in megatron(*layout).get_ranks(axis) for place, rank in enumerate(group)}
+        for axis in ("tp", "dp", "pp")
+    }
+    for rank in range(topology.world_size):
+        at = Coordinates(data=places["dp"][rank], tensor=places["tp"][rank], pipeline=places["pp"][rank])
+        assert topology.coordinates(rank) == at and topology.rank(at) == rank
+        assert topology.holds_embedding(rank) == (places["pp"][rank] == 0)
+        assert topology.holds_head(rank) == (places["pp"][rank] == pipeline - 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(layout: tuple[int, int, int]) -> None:
+    data, tensor, pipeline = layout
+    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    wanted = [parallel_state().default_embedding_ranks(ranks) for ranks in megatron(*layout).get_ranks("pp")]
+    assert topology.groups(GroupKind.EMBEDDING) == wanted
+    holders = {rank for group in wanted for rank in group}
+    for rank in range(topology.world_size):
+        assert (rank in topology.group(GroupKind.EMBEDDING, rank)) == (rank in holders)
+
+
+def test_a_stage_is_a_contiguous_range_of_ranks() -> None:
+    """As MindSpore cuts them."""
+    topology = Topology(data=4, tensor=2, pipeline=4)
+    assert [topology.coordinates(rank).pipeline for rank in range(32)] == sorted([0, 1, 2, 3] * 8)
+
+
+def test_layers_are_spread_evenly_in_order() -> None:
+    topology = Topology(pipeline=4)
+    assert [list(topology.layers_of_stage(stage, 8)) for stage in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)] == [0, 0, 1, 2, 3, 3]
+    assert Topology().layers_of_stage(0, 3) == range(3)
+
+
+def test_layers_that_do_not_divide() -> None:
+    message = r"parallel\.pipeline_stage=3 does not divide model\.num_layers=16; choose 1, 2, 4, 8 or 16"
+    with pytest.raises(ConfigError, match=message):
+        Topology(pipeline=3).layers_of_stage(0, 16)
+    with pytest.raises(ConfigError, match=message):
+        Topology(pipeline=3).stage_of_layer(5, 16)
+
+
+@pytest.mark.parametrize("rank", [-1, 32, 1000])
+def test_a_rank_outside_the_world(rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"rank {rank} is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"):
+        Topology(data=4, tensor=2, pipeline=4).coordinates(rank)

@@ -1,0 +1,72 @@
+"""--run_mode plan as a user starts it: no framework is loaded, contradictions exit with 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKED = """
+import runpy, sys
+for name in ("torch", "mindspore", "deepspeed", "torch_npu", "transformers"):
+    sys.modules[name] = None
+sys.argv = ["run_gpt2.py", *sys.argv[1:]]
+runpy.run_path("run_gpt2.py", run_name="__main__")
+"""
+
+
+def plan(preset: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK_SIZE")}
+    command = [sys.executable, "-c", BLOCKED, "--config", f"configs/gpt2/{preset}.yaml", "--run_mode", "plan", *words]
+    return subprocess.run(command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "variables", "world"),
+    [
+        ("run_gpt2", [], {}, "1 rank = data 1 x tensor 1 x pipeline 1"),
+        ("run_gpt2", ["parallel.model_parallel=2", "parallel.pipeline_stage=3"], {}, "6 ranks = data 1 x tensor 2 x pipeline 3"),
+        ("run_gpt2", ["parallel.model_parallel=2"], {"WORLD_SIZE": "8"}, "8 ranks = data 4 x tensor 2 x pipeline 1"),
+        ("run_gpt2_13b", [], {}, "32 ranks = data 4 x tensor 2 x pipeline 4"),
+        ("run_gpt2_13b", [], {"RANK_SIZE": "32"}, "32 ranks = data 4 x tensor 2 x pipeline 4"),
+        ("run_gpt2_175b", [], {}, "128 ranks = data 1 x tensor 8 x pipeline 16"),
+    ],
+)
+def test_the_world_is_the_launchers_else_the_layouts(preset: str, words: list[str], variables: dict[str, str], world: str) -> None:
+    done = plan(preset, *words, **variables)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(f"world: {world}\n")
+
+
+def test_all_ranks() -> None:
+    assert "\n ...\n" in plan("run_gpt2_175b").stdout
+    done = plan("run_gpt2_175b", "--all_ranks")
+    assert done.returncode == 0 and "\n ...\n" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (
+            ["parallel.model_parallel=3"],
+            {},
+            "parallel.model_parallel=3 does not divide model.num_heads=40; choose 1, 2, 4, 5, 8, 10, 20 or 40",
+        ),
+        (["parallel.pipeline_stage=3"], {}, "parallel.pipeline_stage=3 does not divide model.num_layers=40; choose"),
+        (["train.global_batch_size=100"], {}, "train.global_batch_size=100 is not micro batch 2 x data parallel 4 x accumulation 24 = 192"),
+        ([], {"WORLD_SIZE": "16"}, "= 32 processes, but 16 are running"),
+        ([], {"WORLD_SIZE": "many"}, "WORLD_SIZE=many: expected the number of processes"),
+    ],
+)
+def test_contradictions_are_one_message_and_exit_code_2(words: list[str], variables: dict[str, str], message: str) -> None:
+    done = plan("run_gpt2_13b", *words, **variables)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_all_ranks_is_for_plans_alone() -> None:
+    command = [sys.executable, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2.yaml", "--run_mode", "train", "--all_ranks"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--all_ranks is for --run_mode plan, not train" in done.stderr
