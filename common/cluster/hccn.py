@@ -1,0 +1,90 @@
+"""Network addresses of this machine's Ascend devices: from the driver's hccn_tool, else from its file hccn.conf."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.cluster.rank_table import parse_address
+from common.errors import DataError
+
+DEFAULT_CONF = Path("/etc/hccn.conf")
+_TOOL_SECONDS = 20.0
+_log = logging.getLogger(__name__)
+_ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
+
+
+def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[int, str]:
+    """Physical device number -> address, for each of ``devices``.
+
+    conf: read this file and do not ask hccn_tool; None: ask ``hccn_tool -i N -ip -g`` when it is on PATH, and read /etc/hccn.conf
+    when it is absent or fails for any device (addresses of the two are never mixed).
+    Raises DataError when a device has no address, saying what was tried.
+    """
+    tried = ""
+    if conf is None:
+        tool = shutil.which("hccn_tool")
+        try:
+            if tool is not None:
+                return {device: _ask(tool, device) for device in devices}
+            tried = "hccn_tool is not on PATH, and "
+        except DataError as error:
+            _log.warning("%s; reading %s instead", error, DEFAULT_CONF)
+            tried = f"{error}, and "
+    found = _read_conf(conf or DEFAULT_CONF, tried)
+    for device in devices:
+        if device not in found:
+            listed = ", ".join(map(str, sorted(found))) or "none"
+            raise DataError(
+                f"{tried}{conf or DEFAULT_CONF}: no line address_{device}=...; devices with an address there: {listed}; "
+                f"add the line, or leave device {device} out of --device_num or --visible_devices"
+            )
+    return {device: found[device] for device in devices}
+
+
+def _ask(tool: str, device: int) -> str:
+    command = [tool, "-i", str(device), "-ip", "-g"]
+    shown = f"`hccn_tool {' '.join(command[1:])}`"
+    try:
+        done = subprocess.run(  # noqa: S603 - no shell; the number is an int
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TOOL_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(f"{shown} gave no answer in {_TOOL_SECONDS:g} s") from None
+    except OSError as error:
+        raise DataError(f"{shown} could not be started: {error.strerror or error}") from None
+    output = done.stdout.decode(errors="replace")
+    for line in output.splitlines():
+        key, colon, value = line.partition(":")
+        if done.returncode == 0 and colon and key.strip().lower() in ("ipaddr", "ipv6addr"):
+            return str(parse_address(value.strip(), shown))
+    said = " ".join((done.stderr.decode(errors="replace") + " " + output).split())[:200]
+    raise DataError(f"{shown} ended with code {done.returncode} and no line `ipaddr:ADDRESS`{f': {said}' if said else ''}")
+
+
+def _read_conf(conf: Path, tried: str) -> dict[int, str]:
+    """Lines KEY=VALUE; a device's IPv4 address wins over its IPv6 address."""
+    try:
+        lines = conf.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{tried}{conf}: is no UTF-8 text; expected lines such as address_0=192.168.1.10") from None
+    except OSError as error:
+        raise DataError(
+            f"{tried}{conf}: cannot be read: {error.strerror or error}; name a file with lines address_0=192.168.1.10 by --hccn_conf"
+        ) from None
+    found: dict[tuple[bool, int], str] = {}
+    for number, line in enumerate(lines, 1):
+        key, _, value = (part.strip() for part in line.partition("="))
+        match = _ADDRESS_KEY.fullmatch(key)
+        if match is None:
+            continue
+        address = str(parse_address(value, f"{conf}, line {number}: {key}"))
+        if found.setdefault((match[1] is None, int(match[2])), address) != address:
+            raise DataError(
+                f"{conf}, line {number}: {key} has two addresses, {found[match[1] is None, int(match[2])]} and {address}; keep one"
+            )
+    return {device: found[version_4, device] for version_4, device in sorted(found)}

@@ -1,0 +1,13 @@
+"""Where the sample rank tables are."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def samples(shared_data: Path) -> Path:
+    folder = shared_data / "ranktables"
+    if not folder.is_dir():
+        pytest.skip(f"no test data: {folder} is absent; set GPT2_TEST_DATA")
+    return folder

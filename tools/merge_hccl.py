@@ -1,0 +1,42 @@
+"""Merge the rank tables of several machines into one, which each of them then gets a copy of.
+
+    python tools/merge_hccl.py hccl_8p_01234567_10.0.0.1.json hccl_8p_01234567_10.0.0.2.json     hccl_2s_16p.json
+
+Ranks are counted on in the order of the files. Exit code 0: written; 2: bad tables or arguments; 1: the file could not be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.cluster import merge_tables, write_table
+from common.errors import DataError, GPT2Error
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="rank table of one machine (version 0, 1.0 or 1.2)")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    try:
+        table = merge_tables(arguments.files)
+        path = Path.cwd() / f"hccl_{len(table.servers)}s_{table.world_size}p.json"
+        if path in [file.resolve() for file in arguments.files]:
+            raise DataError(f"{path} is both an input and the output; name the tables of single machines only")
+        write_table(table, path)
+    except GPT2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print("Completed: hccl file was save in :", path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
