@@ -16,5 +16,5 @@ campaign:  ## long fault and size runs; read the figures it prints
 golden:  ## rewrite the golden files after a wanted change of a default
 	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py
 
-benchmark:  ## speed beside transformers, tokenizers and cp, half an hour; data: tools/fetch_quickstart_data.py
+benchmark:  ## speed beside transformers, tokenizers and cp, half an hour or more; data: tools/fetch_quickstart_data.py
 	$(PYTHON) benchmarks/run.py

@@ -2,7 +2,7 @@
 
 python benchmarks/run.py [--device cpu] [--data data/quickstart] [--mindspore]
 
-Takes about half an hour on two cores; the machine should do nothing else. --data: a folder with corpus.txt, vocab.json and merges.txt,
+Takes half an hour or more on two cores; the machine should do nothing else. --data: a folder with corpus.txt, vocab.json and merges.txt,
 as tools/fetch_quickstart_data.py makes. --device cuda trains 124M to 1558M in bfloat16 beside transformers, compiled.
 """
 

@@ -163,9 +163,9 @@ def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingDat
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     silent = {"predict", "evaluation", "logging", "profile", "checkpoint"}
     decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.skip_outliers else set()
-    for key in before.keys() & now.keys():
-        if (key in decisive or key.partition(".")[0] not in silent) and before[key] != now[key]:
-            LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {now[key]}")
+    for key, value in now.items():
+        if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
+            LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
 
 
 def _check_model(manifest: dict[str, Any], config: RunConfig, checkpoint: Path) -> None:

@@ -114,3 +114,12 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
     with torch.no_grad():
         model.wte.weight[101:] = 100.0 * model.wte.weight[0]
     assert max(ours(model, [[1, 2, 3]], strategy="sampling", temperature=50.0)[0]) < 101
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cpu_without_onednn_generates_the_same(model: GPT2, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    expected = theirs(model, prompts())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert ours(model, prompts(), batch) == expected
+    narrow = make_model(PrecisionConfig(compute="bfloat16"))
+    assert len(ours(narrow, [[1, 2, 3]], new_tokens=4)[0]) == 4

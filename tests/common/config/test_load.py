@@ -78,12 +78,19 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
         ("predict.strategy=beam", "expected greedy or sampling; beam search"),
+        ("predict.top_p=null", "predict.top_p: input should be a valid number"),
+        ("predict.top_p=[]", "predict.top_p: input should be a valid number"),
         ("max_steps", "expected section.key=value"),
         ("data.train=[a", "not valid YAML"),
     ],
 )
 def test_one_clear_message(config_file: Path, word: str, message: str) -> None:
     assert message in error_of(config_file, word)
+
+
+def test_a_path_holds_no_null_byte(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + 'predict:\n  output_file: "a\\0b"\n')
+    assert "predict.output_file: " in error_of(config_file)
 
 
 def test_errors_name_file_and_line(config_file: Path) -> None:

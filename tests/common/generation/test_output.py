@@ -13,7 +13,7 @@ import pytest
 from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 
@@ -134,6 +134,19 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, c
     with pytest.raises(ConfigError, match="is no regular file"):
         say("abc", output_file=str(tmp_path))
     assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_goes_away_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a fault of the file, which is not written."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(RunError, match="standard output: Broken pipe"):
+        say("abc", output_file=str(tmp_path / "out.jsonl"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_generation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
     used = [next(iterator) for _ in range(read)]
     owner = threading.Thread(target=lent.keep)
     owner.start()
-    owner.join(0.2)
+    owner.join(0.2 if read else 10)
     assert owner.is_alive() == (read > 0), "an array in use cannot be given back"
     found = [array.copy() for array in used[-1:]]
     if read == 4:

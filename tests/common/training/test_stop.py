@@ -16,7 +16,9 @@ receive_interrupts()
 with StopSignal() as stop:
     print("ready", flush=True)
     time.sleep(float(sys.argv[2]))  # the thread holds the signal, so that nothing cuts this short
-    time.sleep(0)
+    end = time.monotonic() + 20
+    while stop.number is None and time.monotonic() < end:
+        time.sleep(0.05)
     print("number", stop.number, flush=True)
 """
 
@@ -31,5 +33,5 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(timeout=0.5)
             child.send_signal(signal.SIGINT)
-        rest = child.communicate(timeout=20)[0]
+        rest = child.communicate(timeout=40)[0]
     assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
