@@ -411,6 +411,9 @@ class ContextConfig(Section):
 class RuntimeConfig(Section):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """CPU threads of the framework; its own choice when left out."""
+    stall_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 3600.0
+    """Seconds in which every rank must get on: a rank of a launched run that takes longer for one step, for its start or for one
+    message to the others has failed."""
 
 
 class RunConfig(Section):
