@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.cluster.environment import Process
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+
 TERA = 1e12
 GIB = 2**30
 
@@ -117,6 +121,19 @@ class Device(Protocol):
     def seed(self, seed: int) -> None: ...
     def rng_state(self) -> dict[str, Any]: ...
     def set_rng_state(self, state: dict[str, Any]) -> None: ...
+
+
+def device_index(config: RunConfig, process: Process) -> int:
+    """Which of this machine's devices is the process's: the one it was started for, else context.device_id. Raises ConfigError."""
+    written = config.context.device_id
+    started_for = process.device_id
+    if started_for is None and process.world_size > 1:
+        started_for = process.local_rank
+    if started_for is None:
+        return written
+    if written not in (0, started_for):
+        raise ConfigError(f"context.device_id={written}, but rank {process.rank} was started for device {started_for}; leave the key out")
+    return started_for
 
 
 def processor_name() -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.config.vendor import mindspore_context
-from common.device import accelerator_flops, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import accelerator_flops, device_index, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -74,9 +75,9 @@ class MindSporeDevice:
         pass
 
 
-def open_device(config: RunConfig) -> MindSporeDevice:
-    """The device of a run, checked against its config, and MindSpore's context set. Raises ConfigError or DeviceError."""
-    device = select_device(config.device, index=config.context.device_id, threads=config.runtime.threads)
+def open_device(config: RunConfig, process: Process = ALONE) -> MindSporeDevice:
+    """The device of a process, checked against the config, and MindSpore's context set. Raises ConfigError or DeviceError."""
+    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
     check_support(config, device)
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
@@ -104,7 +105,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
         )
     if kind == "cpu":
         keep_freed_memory()
-    ms.set_device(_TARGETS[kind], index)
+    ms.set_device(_TARGETS[kind], 0 if kind == "cpu" else index)
     ms.set_context(mode=ms.GRAPH_MODE)
     if threads is not None:
         ms.device_context.cpu.op_tuning.threads_num(threads)

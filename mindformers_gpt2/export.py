@@ -25,6 +25,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from common.cluster.environment import ALONE, Process
 from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
 from common.errors import RunError, StorageError
@@ -41,8 +42,8 @@ TOLERANCE = 1e-6
 """Largest difference allowed between a file and the model; on a CPU it is 0."""
 
 
-def export(config: RunConfig) -> None:
-    device = open_device(config)
+def export(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
     checkpoint = setup.weights_to_use(config, None)
     manifest = read_manifest(checkpoint)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")

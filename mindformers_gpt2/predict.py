@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from mindspore import Tensor
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
@@ -18,8 +19,8 @@ from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2, build_model
 
 
-def predict(config: RunConfig) -> None:
-    device = open_device(config)
+def predict(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))

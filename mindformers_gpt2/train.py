@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
@@ -20,8 +21,8 @@ from mindformers_gpt2.model import build_model, initialise
 from mindformers_gpt2.profile import make_trace
 
 
-def train(config: RunConfig) -> None:
-    device = open_device(config)
+def train(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
     data, config = open_data(config)
     folder = Path(config.output_dir)
     with setup.owned_folder(folder):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch_gpt2.engine import Engine
 
 
-def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
-    """Weights and optimizer state, lent by a CPU and copied from other devices; generators and counters, copied."""
+def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, Any]]) -> Snapshot:
+    """Weights and optimizer state, lent by a CPU and copied from other devices; counters, and the random generators of all ranks."""
     model = engine.config.model
     weights = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.master.tensors.items()}
     moments: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
         state,
         weights=LentArrays(weights),
         moments=LentArrays(moments),
-        engine=EngineState(optimizer_steps=steps, loss_scale=engine.loss_scale.state(), rng={"torch": engine.device.rng_state()}),
+        engine=EngineState(optimizer_steps=steps, loss_scale=engine.loss_scale.state(), rng={"torch": generators}),
         versions={"backend": "torch", "torch": torch.__version__},
         record=engine.record,
     )
@@ -72,9 +72,10 @@ def restore(engine: Engine, checkpoint: Path) -> TrainState:
             on = tensor.device if engine.device.fused_optimizer else "cpu"
             moments["step"] = torch.tensor(float(saved.optimizer_steps), dtype=torch.float32, device=on)
     try:
-        if "torch" in saved.rng:
-            engine.device.set_rng_state(saved.rng["torch"])
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        generators = saved.rng.get("torch", [])
+        if len(generators) == engine.world.size:  # other ranks would draw other masks whatever is done
+            engine.device.set_rng_state(generators[engine.world.rank])
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint}: the state of the random generators is broken ({error}); use another checkpoint") from None
     engine.step = state.step
     return state

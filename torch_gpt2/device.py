@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
-from common.device import GIB, accelerator_flops, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import GIB, accelerator_flops, device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,9 +88,9 @@ class TorchDevice:
                 self.module.set_rng_state(tensor)
 
 
-def open_device(config: RunConfig) -> TorchDevice:
-    """The device of a run, checked against its config. Raises ConfigError or DeviceError."""
-    device = select_device(config.device, index=config.context.device_id, threads=config.runtime.threads)
+def open_device(config: RunConfig, process: Process = ALONE) -> TorchDevice:
+    """The device of a process, checked against the config. Raises ConfigError or DeviceError."""
+    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
     check_support(config, device)
     if config.context.max_device_memory:
         limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
@@ -121,20 +122,21 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> T
     module = getattr(torch, kind)
     count = module.device_count()
     if index >= count:
-        raise DeviceError(f"device={kind}: index {index} asked for, but {count} found")
+        raise DeviceError(f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or choose others")
     module.set_device(index)
     return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
 
 
 def check_support(config: RunConfig, device: TorchDevice) -> None:
-    """Refuse what one torch device cannot do. Raises ConfigError or DeviceError."""
+    """Refuse what torch devices cannot do in this version. Raises ConfigError or DeviceError."""
     parallel = config.parallel
-    if (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage > 1:
-        raise ConfigError("this version of torch_gpt2 trains on one device; start one process")
+    for name in ("model_parallel", "pipeline_stage"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: this version of torch_gpt2 is data parallel alone; set 1")
     if parallel.sequence_parallel:
         raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
     if parallel.zero_stage:
-        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} needs several devices; set 0")
+        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage}: this version of torch_gpt2 splits no state over ranks; set 0")
     if device.kind == "cpu" and config.context.max_device_memory:
         raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
     for part, float_name in config.precision.model_dump().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
 from common.training import setup
@@ -15,8 +16,8 @@ from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2, build_model
 
 
-def evaluate(config: RunConfig) -> None:
-    device = open_device(config)
+def evaluate(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
     task, config = open_task(config)
     checkpoint = setup.weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)

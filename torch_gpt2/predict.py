@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
@@ -20,8 +21,8 @@ from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.model import GPT2, Block, build_model
 
 
-def predict(config: RunConfig) -> None:
-    device = open_device(config)
+def predict(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))

@@ -1,9 +1,10 @@
-"""Train or finetune on one device, from a resolved config to a checkpoint."""
+"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
@@ -16,19 +17,21 @@ from torch_gpt2.checkpoint import load_weights, restore
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model, initialise
+from torch_gpt2.parallel import open_world
 from torch_gpt2.profile import make_trace
 
 
-def train(config: RunConfig) -> None:
-    device = open_device(config)
-    data, config = open_data(config)
+def train(config: RunConfig, process: Process = ALONE) -> None:
+    device = open_device(config, process)
+    data, config = open_data(config, rank=process.rank)
     folder = Path(config.output_dir)
-    with setup.owned_folder(folder):
-        start = setup.where_to_start(config, data)
+    writes = process.rank == 0
+    with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
+        start = world.from_first(lambda: setup.where_to_start(config, data))
         model = build_model(config, device)
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
-        engine = Engine(model, config, device, record)
-        device.seed(config.seed)
+        engine = Engine(model, config, device, record, world)
+        device.seed(config.seed + process.rank)
         state = TrainState(sample_hash=data.fingerprint)
         if start.resume is not None:
             state = restore(engine, start.resume)
@@ -37,14 +40,16 @@ def train(config: RunConfig) -> None:
         else:
             initialise(engine.master.tensors, config)
         engine.master.write_back()
-        profile = ProfileWindow(config, state, make_trace(config, device))
+        world.require_equal(engine.identity(state))
+        profile = ProfileWindow(config, state, make_trace(config, device), rank=process.rank)
         setup.announce(config, data, device.name, start, state)
-        setup.begin(config, start)
+        if writes:
+            setup.begin(config, start)
         with (
             CheckpointWriter(
-                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous, active=writes
             ) as checkpoints,
-            MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
+            MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             data.training_batches(state) as batches,
             profile,
         ):
@@ -55,11 +60,13 @@ def train(config: RunConfig) -> None:
                 validation=data.validation,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=device.peak_flops(config.precision.compute),
+                peak_flops=device.peak_flops(config.precision.compute) * world.size,
                 taken_up=start.in_folder(folder),
                 samples_per_epoch=data.samples_per_epoch,
                 peak_memory=device.peak_memory,
                 profile=profile,
+                agree=world.largest,
             )
             summary = train_loop(run, state)
-        setup.finish(config, state, summary, peak_memory=device.peak_memory())
+        if writes:
+            setup.finish(config, state, summary, peak_memory=device.peak_memory())

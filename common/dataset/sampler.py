@@ -84,11 +84,20 @@ class ShardedSampler:
             yield Batch(tokens=tokens, consumed_samples=consumed_samples, sample_hash=state)
 
 
-def ordered_batches(samples: Samples, batch_size: int, limit: int | None = None) -> Iterator[npt.NDArray[np.int32]]:
-    """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first ``limit`` samples of it."""
+def ordered_batches(
+    samples: Samples, batch_size: int, limit: int | None = None, *, rank: int = 0, ranks: int = 1, vocab_size: int | None = None
+) -> Iterator[npt.NDArray[np.int32]]:
+    """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first ``limit`` samples of it.
+
+    Of several ranks each gets every ``ranks``-th batch. vocab_size: as in ShardedSampler.
+    """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
-    for first in range(0, end, batch_size):
-        yield samples.read(np.arange(first, min(first + batch_size, end)))
+    for first in range(rank * batch_size, end, ranks * batch_size):
+        ids = np.arange(first, min(first + batch_size, end))
+        tokens = samples.read(ids)
+        if vocab_size is not None:
+            check_tokens(tokens, ids, samples, vocab_size)
+        yield tokens
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:

@@ -60,13 +60,15 @@ class Snapshot:
 class CheckpointWriter:
     """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False."""
 
-    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True) -> None:
+    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True, active: bool = True) -> None:
+        """``active``: False on ranks that write nothing, and must leave the folder alone."""
         self.folder = Path(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        clean_up(self.folder, "step_*")
+        if active:
+            clean_up(self.folder, "step_*")
 
     def __enter__(self) -> CheckpointWriter:
         return self

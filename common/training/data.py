@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from common.config.resolve import require_length, resolve_length, resolve_vocabulary
 from common.config.schema import RunConfig
@@ -26,7 +25,6 @@ from common.dataset import (
 )
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
-from common.dataset.sampler import check_tokens
 from common.errors import ConfigError, DataError
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.training.log import LOG
@@ -39,7 +37,7 @@ class TrainingData:
     sampler: ShardedSampler | None
     """None when only the validation part was asked for."""
     validation: Callable[[], Iterator[Tokens]] | None
-    """Starts a pass over the validation windows; None when there are none."""
+    """Starts a pass over the rank's share of the validation windows; None when there are none."""
     no_validation: str | None
     """Why not."""
     tokenizer_record: dict[str, Any] | None
@@ -73,7 +71,7 @@ class TrainingData:
 def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tuple[TrainingData, RunConfig]:
     """Open the data of a resolved config; also settles the vocabulary and the length of the run.
 
-    rank: data-parallel rank. Raises DataError and ConfigError.
+    rank: data-parallel rank. Validation windows are divided over ranks in training alone. Raises DataError and ConfigError.
     """
     record = _tokenizer_record(config)
     if record is not None:
@@ -95,7 +93,7 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
         )
     validation, reason = None, None
     try:
-        validation = _validation(config)
+        validation = _validation(config, rank, (config.parallel.data_parallel or 1) if training else 1)
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -106,21 +104,13 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
     return data, config
 
 
-def _validation(config: RunConfig) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
     samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
     assert batch_size is not None
-
-    def start() -> Iterator[Tokens]:
-        first = 0
-        for tokens in ordered_batches(samples, batch_size, limit):
-            check_tokens(tokens, np.arange(first, first + len(tokens)), samples, config.model.vocab_size)
-            first += len(tokens)
-            yield tokens
-
-    return start
+    return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
 
 
 def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.cluster.heartbeat import beat
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.device import peak_resident_bytes
@@ -58,11 +59,11 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Sum of the losses over all predicted tokens, in nats, and their number."""
+        """Sum of the losses over all predicted tokens of all ranks, in nats, and their number."""
         ...
 
-    def snapshot(self, state: TrainState) -> Snapshot:
-        """Everything needed to go on from ``state``; tensors may be lent until the next update."""
+    def snapshot(self, state: TrainState) -> Snapshot | None:
+        """Everything needed to go on from ``state``; tensors may be lent until the next update. None on ranks that need not write."""
         ...
 
 
@@ -86,6 +87,8 @@ class Run:
     peak_memory: Callable[[], int] = peak_resident_bytes
     """Most bytes held so far."""
     profile: ProfileWindow | None = None
+    agree: Callable[[int], int] = int
+    """The largest of the numbers of all ranks. Without it a rank could stop at another step than the others."""
 
 
 def train(run: Run, state: TrainState) -> dict[str, Any]:
@@ -104,8 +107,9 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     saved_step = state.step if run.taken_up else None
     speeds: list[float] = []
     start = time.perf_counter()
+    stopping = 0
     with StopSignal() as stop, progress_bar(total=last_step, initial=state.step) as bar:
-        while state.step < last_step:
+        while state.step < last_step and not stopping:
             for row in _steps(run, state, _steps_to_boundary(run, state.step, last_step)):
                 summary |= row
                 speeds.append(row["samples_per_second"])
@@ -115,28 +119,27 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 report.step(row)
                 _check_divergence(config, state)
             run.checkpoints.raise_failure()
-            if stop.number is None and _due(config.checkpoint.interval, state.step) and state.step < last_step:
-                run.checkpoints.save(run.engine.snapshot(state))
+            stopping = run.agree(stop.number or 0)
+            if not stopping and _due(config.checkpoint.interval, state.step) and state.step < last_step:
+                _save(run, state)
                 saved_step = state.step
-            if stop.number is None and (_due(config.validation.interval, state.step) or state.step == last_step):
-                row = validate(run, state.step, stop)
+            if not stopping and (_due(config.validation.interval, state.step) or state.step == last_step):
+                row, stopping = validate(run, state.step, stop)
                 if row:
                     report.validation(row)
                     best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
                     summary |= row | {"best_validation_perplexity": best}
-            if stop.number is not None:
-                break
-        if stop.number is None and not math.isfinite(summary.get("loss", 0.0)):
+        if not stopping and not math.isfinite(summary.get("loss", 0.0)):
             raise DivergedError(
                 f"step {state.step}: the loss is {summary['loss']}, so this step is not saved; lower optimizer.learning_rate,"
                 " and go on from an earlier checkpoint"
             )
         if saved_step != state.step:
-            run.checkpoints.save(run.engine.snapshot(state))
+            _save(run, state)
         run.checkpoints.wait()
-        if stop.number is not None and state.step < last_step:
-            where = f"stopped by signal {stop.number} after step {state.step}; saved in {run.checkpoints.folder}"
-            raise StopRequested(stop.number, f"{where}; checkpoint.resume=auto goes on")
+        if stopping and state.step < last_step:
+            where = f"stopped by signal {stopping} after step {state.step}; saved in {run.checkpoints.folder}"
+            raise StopRequested(stopping, f"{where}; checkpoint.resume=auto goes on")
     if speeds:
         summary |= {
             "seconds": time.perf_counter() - start,
@@ -146,14 +149,23 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     return summary
 
 
-def validate(run: Run, step: int, stop: StopSignal) -> dict[str, Any]:
-    """One pass over the validation windows, if there are any; writes and returns its row, unless a stop is asked for meanwhile."""
+def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
+    """One pass over the validation windows, if there are any; writes and returns its row.
+
+    A signal, whose number is returned too, ends it without a row.
+    """
     if run.validation is None:
-        return {}
+        return {}, 0
+
+    def go_on(_: Tokens) -> bool:
+        beat(step, "validating")
+        return stop.number is None
+
     start = time.perf_counter()
-    total, tokens = run.engine.evaluate(itertools.takewhile(lambda _: stop.number is None, run.validation()))
-    if stop.number is not None:
-        return {}
+    total, tokens = run.engine.evaluate(itertools.takewhile(go_on, run.validation()))
+    stopping = run.agree(stop.number or 0)
+    if stopping:
+        return {}, stopping
     loss = total / tokens
     row: dict[str, Any] = {
         "step": step,
@@ -163,7 +175,14 @@ def validate(run: Run, step: int, stop: StopSignal) -> dict[str, Any]:
         "validation_time": time.perf_counter() - start,
     }
     run.metrics.write(row)
-    return row
+    return row, 0
+
+
+def _save(run: Run, state: TrainState) -> None:
+    beat(state.step, "saving")
+    snapshot = run.engine.snapshot(state)
+    if snapshot is not None:
+        run.checkpoints.save(snapshot)
 
 
 def perplexity(loss: float) -> float:
@@ -175,7 +194,7 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
     config = run.config
     samples = config.train.global_batch_size
     assert samples is not None
-    batches = _WatchedBatches(run.batches)
+    batches = _WatchedBatches(run.batches, state.step)
     if run.profile is not None:
         run.profile.begin(state.step + 1)
     start = time.perf_counter()
@@ -215,8 +234,9 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
 class _WatchedBatches:
     """The batches that pass, their hashes noted, and the seconds in which there was none."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    def __init__(self, batches: Iterator[Batch], step: int) -> None:
         self._batches = batches
+        self._step = step
         self.hashes: list[str] = []
         self.waited = 0.0
 
@@ -225,7 +245,10 @@ class _WatchedBatches:
 
     def __next__(self) -> Batch:
         start = time.perf_counter()
+        step = self._step + len(self.hashes) + 1
+        beat(step, "reading data")
         batch = next(self._batches)
+        beat(step, "computing")
         self.waited += time.perf_counter() - start
         self.hashes.append(batch.sample_hash)
         return batch

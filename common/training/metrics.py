@@ -28,8 +28,13 @@ def flops_per_token(model: ModelConfig) -> float:
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly; NaN and infinity are null."""
 
-    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
-        """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped."""
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True, active: bool = True) -> None:
+        """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped. ``active``: False on ranks
+        whose rows another rank writes."""
+        self._file: IO[str] | None = None
+        self._board: EventFile | None = None
+        if not active:
+            return
         path = folder / METRICS_FILE
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -37,11 +42,13 @@ class MetricsWriter:
             if kept != lines:
                 with atomic_write(path, "w") as file:
                     file.writelines(line + "\n" for line in kept)
-        self._file: IO[str] = path.open("a", encoding="utf-8")  # closed by close
+        self._file = path.open("a", encoding="utf-8")  # closed by close
         self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
 
     def write(self, row: dict[str, Any]) -> None:
         """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
+        if self._file is None:
+            return
         try:
             self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
@@ -53,7 +60,8 @@ class MetricsWriter:
             self._board.write(row["step"], {name: value for name, value in row.items() if isinstance(value, float)})
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

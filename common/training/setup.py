@@ -35,8 +35,11 @@ class Start:
 
 
 @contextmanager
-def owned_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder and hold it against a second run. The hold ends with the process, however it ends."""
+def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
+    """Make the run folder and hold it against a second run, for all ranks. The hold ends with the process, however it ends."""
+    if not active:
+        yield
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ONE_SIDED_FILES = {
     "export.py": "MindIR is MindSpore's; torch has no export in this version",
+    "parallel.py": "MindSpore trains on one device in this version",
 }
 
 DIFFERENCES = {
@@ -53,7 +54,7 @@ def test_same_files() -> None:
     assert torch ^ mindspore == set(ONE_SIDED_FILES)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "torch_gpt2").glob("*.py")))
+@pytest.mark.parametrize("name", sorted({path.name for path in (ROOT / "torch_gpt2").glob("*.py")} - set(ONE_SIDED_FILES)))
 def test_same_public_names(name: str) -> None:
     different = public_names(ROOT / "torch_gpt2" / name) ^ public_names(ROOT / "mindformers_gpt2" / name)
     assert different == set(DIFFERENCES.get(name, {}))

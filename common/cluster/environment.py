@@ -1,0 +1,343 @@
+"""Who this process is among those of its run, by the variables of whoever started it. Nothing is started or connected here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.cluster.rank_table import RankTable, is_loopback
+from common.cluster.rank_table_files import read_table, wait_for_table
+from common.errors import ConfigError
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+_PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One of ``world_size`` processes."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Among those of this host."""
+    local_world_size: int = 1
+    """Processes of this host. msrun does not tell it: with several hosts it is a lower bound there."""
+    device_id: int | None = None
+    """The device that was assigned; None where none was: local_rank then."""
+    master: str | None = None
+    """Address of the host of rank 0, where it is known."""
+    port: int | None = None
+    launcher: str = "none"
+    """launch (ours), torchrun, msrun, mpirun, srun, rank table, none."""
+
+
+ALONE = Process()
+"""A process that nobody started as one of several."""
+
+
+def find_process(environ: Mapping[str, str]) -> Process:
+    """Ask each launcher's variables in turn: ours and torchrun's, msrun's, Ascend's, those of MPI, Slurm's. Default: alone.
+
+    Raises ConfigError for a value that is no number, for a pair of which one is missing, and where two contradict each other.
+    """
+    for source in (_torchrun, _msrun, _ascend, _mpirun, _srun):
+        process = source(environ)
+        if process is not None:
+            return _checked(process)
+    return ALONE
+
+
+def announced_world_size(environ: Mapping[str, str]) -> int | None:
+    """Processes of the run as far as any launcher says, for those who only want to know that: a size without a rank is enough.
+
+    Raises ConfigError where two say something else.
+    """
+    sizes = {name: _size(environ, name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)}
+    if environ.get("RANK_TABLE_FILE"):
+        sizes[f"the ranks in RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"] = _table(environ).world_size
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())} differ; make them agree")
+    if sizes:
+        return next(iter(sizes.values()))
+    found = find_process(environ)
+    return None if found.launcher == "none" else found.world_size
+
+
+def torch_variables(process: Process) -> dict[str, str]:
+    """What ``torch.distributed`` reads with ``env://``. Raises ConfigError when nobody said where the processes meet."""
+    if process.world_size > 1 and process.master is None:
+        raise ConfigError(
+            f"environment: rank {process.rank} of {process.world_size} does not know where to meet the others; set MASTER_ADDR to the"
+            " address of the host of rank 0"
+        )
+    return {
+        "RANK": str(process.rank),
+        "WORLD_SIZE": str(process.world_size),
+        "LOCAL_RANK": str(process.local_rank),
+        "LOCAL_WORLD_SIZE": str(process.local_world_size),
+        "MASTER_ADDR": process.master or LOOPBACK,
+        "MASTER_PORT": str(process.port or DEFAULT_PORT),
+    }
+
+
+def is_scheduler(environ: Mapping[str, str]) -> bool:
+    """Whether this is the process with which msrun lets the ranks find each other: it starts the same script, but is no rank."""
+    return environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def in_modelarts(environ: Mapping[str, str]) -> bool:
+    """Whether the platform's own path variables are set; users are told not to define names that start with MA_."""
+    return any(environ.get(name) for name in _PLATFORM)
+
+
+# ---- one function a launcher: a Process, or None where its variables are absent ----
+
+
+def _torchrun(environ: Mapping[str, str]) -> Process | None:
+    rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+    if rank is None:
+        return None
+    ours = "GPT2_LAUNCHER_PID" in environ
+    return Process(
+        rank=rank[0],
+        world_size=rank[1],
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1, least=1),
+        # another launcher's DEVICE_ID may be the container's, the same for all its ranks
+        device_id=_optional(environ, "DEVICE_ID") if ours else None,
+        master=_master(environ),
+        port=_port(environ),
+        launcher="launch" if ours else "torchrun",
+    )
+
+
+def _msrun(environ: Mapping[str, str]) -> Process | None:
+    """Variables: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10. DEVICE_ID is the number on the host."""
+    if environ.get("MS_ROLE") not in ("MS_WORKER", "MS_SCHED"):
+        return None
+    world = _size(environ, "MS_WORKER_NUM")
+    host = _master(environ) or environ.get("MS_SCHED_HOST") or None
+    port = _port(environ) or _optional(environ, "MS_SCHED_PORT")
+    if is_scheduler(environ):
+        return Process(world_size=world, master=host, port=port, launcher="msrun")
+    if not environ.get("MS_NODE_ID"):
+        raise ConfigError("environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on every host")
+    rank = _number(environ, "MS_NODE_ID")
+    local = _number(environ, "DEVICE_ID", rank)
+    together = host is not None and is_loopback(host)
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=local,
+        local_world_size=world if together else max(local + 1, 1),
+        device_id=local,
+        master=host,
+        port=port,
+        launcher="msrun",
+    )
+
+
+def _ascend(environ: Mapping[str, str]) -> Process | None:
+    """RANK_ID with RANK_SIZE, or with the rank table in place of it."""
+    has_table = bool(environ.get("RANK_TABLE_FILE"))
+    if not has_table:
+        pair = _rank_and_size(environ, "RANK_ID", "RANK_SIZE")
+        return None if pair is None else _without_table(environ, *pair)
+    table = _table(environ)
+    world = _size(environ, "RANK_SIZE") if environ.get("RANK_SIZE") else table.world_size
+    if world != table.world_size:
+        raise ConfigError(
+            f"environment: RANK_SIZE={world}, but RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {table.world_size}; make them agree"
+        )
+    if not environ.get("RANK_ID") and world > 1:
+        raise ConfigError(
+            f"environment: RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {world} ranks, but RANK_ID is not set, which says which of"
+            " them this is; start with scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
+        )
+    rank = _number(environ, "RANK_ID", 0)
+    _check_rank(rank, world, "RANK_ID")
+    server, device = table.place(rank)
+    assigned = _assigned_device(environ)
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=[item.rank_id for item in server.devices].index(rank),
+        local_world_size=len(server.devices),
+        device_id=device.device_id if assigned is None else assigned,
+        master=_master(environ) or _first_worker(environ) or (table.place(0)[0].server_id if len(table.servers) > 1 else LOOPBACK),
+        port=_port(environ) or DEFAULT_PORT,
+        launcher="rank table",
+    )
+
+
+def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process:
+    """Equally many on each of MA_NUM_HOSTS hosts, one where that is not said."""
+    hosts = _number(environ, "MA_NUM_HOSTS", 1, least=1)
+    if world % hosts:
+        raise ConfigError(f"environment: RANK_SIZE={world} ranks are not the same number on each of MA_NUM_HOSTS={hosts} hosts")
+    here = world // hosts
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=rank % here,
+        local_world_size=here,
+        device_id=_assigned_device(environ),
+        master=_master(environ) or _first_worker(environ) or (LOOPBACK if hosts == 1 else None),
+        port=_port(environ) or DEFAULT_PORT,
+        launcher="rank table",
+    )
+
+
+# rank, size, rank on the host, size on the host. Open MPI; MPICH and Intel MPI (hydra); MVAPICH2.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+def _mpirun(environ: Mapping[str, str]) -> Process | None:
+    for names in _MPI:
+        # srun --mpi=pmi2 sets PMI_RANK too, without a rank on the host: then Slurm's variables are the ones to read
+        if not environ.get(names[2]):
+            continue
+        pair = _rank_and_size(environ, names[0], names[1])
+        if pair is None:
+            continue
+        rank, world = pair
+        here = _size(environ, names[3])
+        master = _master(environ) or (LOOPBACK if here == world else None)
+        if master is None:
+            raise ConfigError(
+                f"environment: mpirun started {world} processes, {here} of them here, and MASTER_ADDR is not set; say where they meet:"
+                " mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ... (Open MPI), or -genv MASTER_ADDR HOST_OF_RANK_0 (MPICH, Intel MPI)"
+            )
+        local = _number(environ, names[2])
+        port = _port(environ) or DEFAULT_PORT
+        return Process(rank=rank, world_size=world, local_rank=local, local_world_size=here, master=master, port=port, launcher="mpirun")
+    return None
+
+
+_RESERVED_STEPS = 0xFFFFFFF0  # Slurm's numbers of the batch script, of an interactive shell, of what is outside of steps
+
+
+def _srun(environ: Mapping[str, str]) -> Process | None:
+    """Only inside a step that srun started: a batch script has SLURM_PROCID=0 as well, but no step. Source: srun(1), sbatch(1)."""
+    if not environ.get("SLURM_STEP_NODELIST") or _number(environ, "SLURM_STEP_ID", _RESERVED_STEPS) >= _RESERVED_STEPS:
+        return None
+    size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pair = _rank_and_size(environ, "SLURM_PROCID", size)
+    if pair is None:
+        return None
+    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node, local = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_LOCALID", 0)
+    job = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
+    return Process(
+        rank=pair[0],
+        world_size=pair[1],
+        local_rank=local,
+        local_world_size=counts[node] if node < len(counts) else local + 1,
+        master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
+        # above the ports that the system gives out by itself; steps of one job that run side by side do not share one
+        port=_port(environ) or 61440 + job % 4095,
+        launcher="srun",
+    )
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a Slurm list: ``gpu[03-05,9],login1`` -> ``gpu03``. Raises ConfigError."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodes.strip())
+    name = re.sub(r"\[(\w+)(?:[-,][\w,-]*)?\]", r"\1", first.group()) if first else ""
+    if not name or "[" in name:
+        raise ConfigError(f"environment: SLURM_STEP_NODELIST={nodes}: expected names such as gpu[03-05,9],login1; set MASTER_ADDR")
+    return name
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form."""
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
+
+
+# ---- values ----
+
+
+def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int] | None:
+    given = [name for name in (rank_name, size_name) if environ.get(name)]
+    if not given:
+        return None
+    if len(given) == 1:
+        missing = size_name if given == [rank_name] else rank_name
+        if given == [size_name]:
+            _size(environ, size_name)
+        raise ConfigError(f"environment: {given[0]}={environ[given[0]]}, but {missing} is not set; set both, or unset {given[0]}")
+    rank, world = _number(environ, rank_name), _size(environ, size_name)
+    _check_rank(rank, world, rank_name)
+    return rank, world
+
+
+def _check_rank(rank: int, world: int, name: str) -> None:
+    if rank >= world:
+        raise ConfigError(f"environment: {name}={rank}, but there are {world} processes: expected 0 to {world - 1}")
+
+
+def _checked(process: Process) -> Process:
+    if process.local_rank >= process.local_world_size:
+        raise ConfigError(
+            f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK) of {process.local_world_size}"
+            f" (LOCAL_WORLD_SIZE): expected 0 to {process.local_world_size - 1}"
+        )
+    if process.local_world_size > process.world_size:
+        raise ConfigError(
+            f"environment: {process.launcher}: {process.local_world_size} processes on this host, but {process.world_size} in all;"
+            " unset what is left of an earlier launch"
+        )
+    return process
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None, *, least: int = 0, what: str = "a number") -> int:
+    text = environ.get(name, "")
+    if not text and otherwise is not None:
+        return otherwise
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < least:
+        found = f"{name}={text}" if text else f"{name} is not set"
+        raise ConfigError(f"environment: {found}: expected {what}, {least} or more")
+    return int(text)
+
+
+def _optional(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name) if environ.get(name) else None
+
+
+def _size(environ: Mapping[str, str], name: str) -> int:
+    return _number(environ, name, least=1, what="the number of processes")
+
+
+def _assigned_device(environ: Mapping[str, str]) -> int | None:
+    device = _optional(environ, "DEVICE_ID")
+    return _optional(environ, "ASCEND_DEVICE_ID") if device is None else device
+
+
+def _master(environ: Mapping[str, str]) -> str | None:
+    return environ.get("MASTER_ADDR") or None
+
+
+def _port(environ: Mapping[str, str]) -> int | None:
+    port = _optional(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 65536:
+        raise ConfigError(f"environment: MASTER_PORT={port}: expected 1 to 65535")
+    return port
+
+
+def _first_worker(environ: Mapping[str, str]) -> str | None:
+    return environ.get("VC_WORKER_HOSTS", "").partition(",")[0].strip() or None
+
+
+def _table(environ: Mapping[str, str]) -> RankTable:
+    """RANK_TABLE_FILE; a platform fills it while the processes start, so there it is waited for as long as HCCL waits."""
+    path = Path(environ["RANK_TABLE_FILE"])
+    return wait_for_table(path, _number(environ, "HCCL_CONNECT_TIMEOUT", 1800)) if in_modelarts(environ) else read_table(path)

@@ -1,0 +1,87 @@
+"""A launched rank tells its launcher that it lives and how far it is, and ends when the launcher does.
+
+Lines over the pipe GPT2_HEARTBEAT_FD: ``alive`` every two seconds, and ``STEP DOING`` as the run gets on. Nothing of it happens in a
+process that was not launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+
+ALIVE = "alive"
+ALIVE_SECONDS = 2.0
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a launched rank write the stacks of its threads to standard error: where it hangs, when it hangs."""
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_pipe: int | None = None
+
+
+def start_heartbeat() -> None:
+    """Call it first thing in the process. Exits with code 1 where the launcher has gone already.
+
+    The kernel kills this process when its launcher dies, however that dies. GPT2_HEARTBEAT_FD is taken out of the environment, and
+    the pipe is closed in children, so that none of them speaks for the rank.
+    """
+    global _pipe
+    words = [os.environ.pop("GPT2_HEARTBEAT_FD", ""), os.environ.get("GPT2_LAUNCHER_PID", "")]
+    if _pipe is not None or not all(word.isdecimal() for word in words):
+        return
+    pipe, launcher = map(int, words)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:  # it died before the line above
+        sys.stderr.write(f"error: the launcher of this rank, process {launcher}, is gone\n")
+        sys.stderr.flush()
+        os._exit(1)
+    try:
+        if not stat.S_ISFIFO(os.fstat(pipe).st_mode):
+            return
+    except OSError:
+        return
+    os.set_inheritable(pipe, False)
+    os.set_blocking(pipe, False)
+    _pipe = pipe
+    os.register_at_fork(after_in_child=_forget)
+    with suppress(AttributeError, OSError, ValueError):  # standard error may be no file
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    threading.Thread(target=_live, name="heartbeat", daemon=True).start()
+
+
+def beat(step: int, doing: str) -> None:
+    """Tell how far the rank is. A word of DOING_ORDER in progress.py lets the launcher tell which of several ranks is behind."""
+    _send(f"{step} {doing}")
+
+
+def _live() -> None:
+    while _pipe is not None:
+        _send(ALIVE)
+        time.sleep(ALIVE_SECONDS)
+
+
+def _send(line: str) -> None:
+    if _pipe is None:
+        return
+    try:
+        os.write(_pipe, line.encode() + b"\n")  # shorter than PIPE_BUF: whole, or not at all
+    except BlockingIOError:
+        pass  # the launcher is slow; the next line tells it as much
+    except BrokenPipeError:  # the launcher is gone, and nobody would end this rank
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+
+def _forget() -> None:
+    global _pipe
+    if _pipe is not None:
+        with suppress(OSError):
+            os.close(_pipe)
+        _pipe = None
