@@ -2,10 +2,11 @@ PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
 .PHONY: check test campaign golden benchmark
 
-check:  ## lint, format, types
+check:  ## lint, format, types, shell
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh .ci/run
 
 test:  ## the whole suite
 	bash scripts/test.sh

@@ -11,7 +11,14 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.cluster.environment import Process
+    from common.config.schema import RunConfig
+    from common.modelarts.arguments import Job
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -23,7 +30,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         prog="run_gpt2.py",
         description="Train, evaluate, generate with and export GPT-2 from one YAML.",
         epilog="Any key of the configuration can follow as section.key=value, for example train.max_steps=100."
-        " All keys: configs/schema.json, or any run folder's config.yaml.",
+        " All keys: configs/schema.json, or any run folder's config.yaml. ModelArts jobs and MindFormers' arguments: docs/modelarts.md.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML, for example configs/gpt2/run_gpt2.yaml")
@@ -39,14 +46,17 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
-    # The parser above answers --help without loading what follows.
-    from common.errors import GPT2Error
-    from common.training.log import start_log
+    environ = dict(os.environ)  # the launcher's variables, some of which the next line removes
+    # What is imported here loads no library, so that --help answers at once.
+    from common.launcher.heartbeat import start_heartbeat
 
-    start_log()
+    start_heartbeat()
+    from common.errors import GPT2Error
+    from common.modelarts.arguments import translate
+
     try:
-        run(arguments)
+        job = translate(sys.argv[1:] if words is None else words, environ)
+        return run(parse_arguments(list(job.words)), job, environ)
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -56,29 +66,84 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> int:
+    """Find out who this process is, bring its input here, read the config, run the mode, bring the output back."""
+    from common.cluster.environment import ALONE, find_process, is_scheduler
+    from common.cluster.rank_environment import rank_command
+    from common.config.load import load_config
+    from common.config.resolve import resolve_config
+    from common.modelarts import job as platform
+    from common.training.log import LOG, start_log
+
+    if arguments.run_mode == "plan":
+        plan(arguments, environ)
+        return 0
+    unranked = platform.must_start_ranks(environ)
+    starts_ranks = unranked and not job.one_process
+    process = ALONE if unranked else find_process(environ)
+    start_log(rank=process.rank)
+    for remark in job.remarks if process.rank == 0 else ():
+        LOG.warning(remark)
+    os.environ.update(platform.platform_variables(process, environ))
+    overrides = platform.bring_input(arguments.overrides, job.output_url, environ)
+    config = load_config(arguments.config, overrides)
+    if is_scheduler(environ) and config.backend == "torch":  # msrun's scheduler is MindSpore's
+        return 0
+    with platform.output_copied(job.output_url, Path(config.output_dir), process, environ):
+        world_size = platform.world_size_of_job(environ) if starts_ranks else process.world_size
+        config = resolve_config(config, world_size=world_size)
+        if starts_ranks:
+            code = platform.start_ranks(rank_command(Path(arguments.config), arguments.run_mode, overrides), config, environ)
+            if code:
+                sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
+        else:
+            start_backend(arguments.run_mode, config, process)
     return 0
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Read the config, pick the backend, run the mode."""
+def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Print what the run would be: of the processes that a launcher announces, else of those that the layout needs."""
+    from common.cluster.environment import announced_world_size
     from common.config.load import load_config
     from common.config.resolve import resolve_config
-    from common.errors import ConfigError
-    from common.training.stop import receive_interrupts
+    from common.parallel.topology import Topology
 
     config = load_config(arguments.config, arguments.overrides)
-    if arguments.run_mode == "plan":
-        from common.parallel.planner import describe_plan, make_plan
-        from common.parallel.topology import Topology
+    written = Topology.from_config(config.parallel)
+    config = resolve_config(config, world_size=announced_world_size(environ) or written.world_size)
+    if environ.get("RANK_TABLE_FILE"):
+        from common.cluster import read_table
+        from common.cluster.plan import describe_cluster, places_of_plan
 
-        written = Topology.from_config(config.parallel)
-        config = resolve_config(config, world_size=_world_size(otherwise=written.world_size))
-        sys.stdout.write(describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks))
-        return
-    config = resolve_config(config, world_size=_world_size())
+        path = Path(environ["RANK_TABLE_FILE"]).absolute()
+        table = read_table(path)
+        text = describe_cluster(
+            config,
+            places_of_plan(table),
+            config_path=Path(arguments.config).absolute(),
+            overrides=arguments.overrides,
+            table=(path, table),
+            all_ranks=arguments.all_ranks,
+            environ=environ,
+        )
+    else:
+        from common.parallel.planner import describe_plan, make_plan
+
+        text = describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks)
+    sys.stdout.write(text)
+
+
+def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
+    """Import the backend of a resolved config, and run the mode in it."""
+    from common.errors import ConfigError
+    from common.training.log import LOG
+    from common.training.stop import receive_interrupts
+
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
-    if arguments.run_mode == "export" and config.backend != "mindspore":
+    if run_mode == "export" and config.backend != "mindspore":
         raise ConfigError("--run_mode export is for backend mindspore in this version (it writes MindIR); add backend=mindspore")
     if config.backend == "mindspore":
         receive_interrupts()
@@ -86,23 +151,13 @@ def run(arguments: argparse.Namespace) -> None:
         importlib.import_module(config.backend)
     except ImportError as error:
         raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
-    if arguments.run_mode == "finetune" and config.checkpoint.init_from is None:
+    if run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[arguments.run_mode]
-    getattr(importlib.import_module(f"{package}.{name}"), name)(config)
-
-
-def _world_size(*, otherwise: int = 1) -> int:
-    """Processes of this run, as launchers announce them; ``otherwise`` where none does."""
-    from common.errors import ConfigError
-
-    for name in ("WORLD_SIZE", "RANK_SIZE"):
-        value = os.environ.get(name)
-        if value:
-            if not value.isdigit() or int(value) < 1:
-                raise ConfigError(f"environment: {name}={value}: expected the number of processes")
-            return int(value)
-    return otherwise
+    if process.rank > 0 and run_mode in ("eval", "predict", "export"):
+        LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
+        return
+    name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[run_mode]
+    getattr(importlib.import_module(f"{package}.{name}"), name)(config, process)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it: one way to find or make the Python environment.
 # Order: $PYTHON, else the active virtual environment, else the repository's .venv.
 
@@ -47,6 +48,6 @@ install_project() {
     wanted="$extras $(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
     if grep -qxF "$wanted" "$stamp" 2>/dev/null; then return; fi
     echo "installing the project with [$extras] into .venv (minutes, the first time)"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extras]" || return 1
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]" || return 1
     echo "$wanted" >>"$stamp"
 }

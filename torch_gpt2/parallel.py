@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cluster.environment import Process, torch_variables
 from common.config.schema import RunConfig
-from common.errors import GPT2Error, RunError
+from common.errors import GPT2Error, RunError, StopRequested
 from torch_gpt2.device import DTYPES, TorchDevice
 
 T = TypeVar("T")
@@ -93,8 +93,8 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
     backends = "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     try:
         dist.init_process_group(backends, timeout=limit)
-        yield World(rank=process.rank, size=process.world_size)
-        dist.barrier()  # nobody leaves before rank 0 has saved: it keeps the others' addresses
+        with _leaving_together():
+            yield World(rank=process.rank, size=process.world_size)
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_contact(error):
             raise
@@ -103,6 +103,18 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
         ) from error
     dist.destroy_process_group()
+
+
+@contextmanager
+def _leaving_together() -> Iterator[None]:
+    """Nobody leaves before rank 0 has saved, at the end of the run or after a stop, which every rank obeys at the same step: rank 0 keeps
+    the others' addresses, and some launchers end a job as soon as one rank has left with a code other than 0."""
+    try:
+        yield
+    except StopRequested:
+        dist.barrier()
+        raise
+    dist.barrier()
 
 
 def _is_lost_contact(error: Exception) -> bool:
@@ -151,10 +163,10 @@ class DataParallel:
                 work.wait()
 
 
-def _sum_bucket(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
     """Sums where DDP would average, in ``dtype``: a micro batch then has the same gradient, and overflows at the same loss scale, on any
     number of ranks."""
-    sent = dist.all_reduce(bucket.buffer().to(dtype), async_op=True).get_future()
+    sent: torch.futures.Future[list[Tensor]] = dist.all_reduce(bucket.buffer().to(dtype), async_op=True).get_future()
     return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 

@@ -101,7 +101,7 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     if rank is None:
         return None
-    ours = "GPT2_LAUNCHER_PID" in environ
+    ours = "GPT2_LAUNCHER_PID" in environ or (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
     return Process(
         rank=rank[0],
         world_size=rank[1],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from common.launcher.heartbeat import beat
 from common.tokenizer.base import Ids
 from common.training.log import progress_bar
 
@@ -82,6 +83,7 @@ def score_rows(rows: Sequence[Row], scorer: Scorer, batch_size: int, unit: str =
     nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     with progress_bar(total=len(rows), unit=unit, description="evaluation") as bar:
         for first, some in zip(range(0, len(rows), size), batches, strict=True):
+            beat(first, "evaluating")
             batch = _pack(some, size, length, width)
             scores, owners = scorer(batch), first + batch.owners
             np.add.at(nats, owners, scores.losses[: len(owners)])

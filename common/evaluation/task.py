@@ -12,6 +12,7 @@ from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import Result
 from common.evaluation.text import TextTask
+from common.launcher.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import Tokens, perplexity
 
@@ -65,7 +66,9 @@ class ValidationTask:
 
     def windows(self) -> Iterator[Tokens]:
         """Raises DataError when there are none."""
-        return self.data.require_validation()
+        for number, tokens in enumerate(self.data.require_validation()):
+            beat(number, "evaluating")
+            yield tokens
 
     def result(self, total_loss: float, tokens: int) -> Result:
         """total_loss: in nats, over ``tokens``."""

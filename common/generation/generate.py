@@ -11,6 +11,7 @@ import numpy as np
 from common.config.schema import PredictConfig
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, choose_token
+from common.launcher.heartbeat import beat
 
 
 class Decoder(Protocol):
@@ -67,6 +68,7 @@ def generate(
                 on_token(batch[0])
             if all(each.finish_reason for each in batch):
                 break
+            beat(first, "generating")
             logits = decoder.step([each.tokens[-1] if each.tokens else end_of_text for each in batch])
         yield from batch
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from common.cluster.places import Place
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
 from common.parallel.batch import BatchPlan, plan_batch
@@ -110,8 +111,11 @@ def _plan_stage(config: RunConfig, layers: range, elements: int) -> StagePlan:
     )
 
 
-def describe_plan(plan: Plan, config: RunConfig, *, all_ranks: bool = False) -> str:
-    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``."""
+def describe_plan(plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[Place] = ()) -> str:
+    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
+
+    places: of every rank in order, where they are known: its host and device are shown too.
+    """
     topology, batch = plan.topology, plan.batch
     lines = [
         f"world: {topology}",
@@ -130,11 +134,13 @@ def describe_plan(plan: Plan, config: RunConfig, *, all_ranks: bool = False) -> 
         *_table(("stage", "ranks", "layers", "parameters", "weights", "gradients", "optimizer", "GB"), _stage_rows(plan)),
         *_room(plan, config),
         "",
-        *_table(("rank", "stage", "data", "tensor", *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks)),
+        *_table((*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks, places)),
     ]
     return "\n".join(lines) + "\n"
 
 
+_RANK = ("rank", "stage", "data", "tensor")
+_PLACE = ("host", "device")
 _SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
 
 
@@ -159,7 +165,7 @@ def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
         yield str(number), _ranks(ranks), _ranks(stage.layers), f"{stage.parameters:,}", *sizes
 
 
-def _rank_rows(topology: Topology, all_ranks: bool) -> Iterable[tuple[str, ...]]:
+def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[Place]) -> Iterable[tuple[str, ...]]:
     world, cut = topology.world_size, _LISTED // 2
     shorten = world > _LISTED and not all_ranks
     for rank in chain(range(cut), (None,), range(world - cut, world)) if shorten else range(world):
@@ -168,7 +174,8 @@ def _rank_rows(topology: Topology, all_ranks: bool) -> Iterable[tuple[str, ...]]
             continue
         at = topology.coordinates(rank)
         groups = (_ranks(topology.group(kind, rank)) for kind in _SHOWN)
-        yield str(rank), str(at.pipeline), str(at.data), str(at.tensor), *groups
+        where = (places[rank].host, str(places[rank].device_id)) if places else ()
+        yield str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cluster.heartbeat import beat
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
+from common.launcher.heartbeat import beat
 from common.training.checkpoint import CheckpointWriter, Snapshot
 from common.training.log import progress_bar
 from common.training.metrics import MetricsWriter, flops_per_token

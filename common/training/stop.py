@@ -11,7 +11,10 @@ from typing import Any
 
 
 class StopSignal:
-    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once."""
+    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
+
+    Not in a rank of our launcher, which may get the launcher's SIGTERM beside that of a scheduler; the launcher kills with SIGKILL.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -27,7 +30,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self.number is not None and "GPT2_LAUNCHER_PID" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             signal.raise_signal(number)

@@ -106,6 +106,33 @@ def test_bad_input_is_one_message_and_exit_code_2(config: Path, tmp_path: Path, 
     assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "environment: RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
+        ({"RANK_ID": "3", "RANK_SIZE": "2"}, "environment: RANK_ID=3, but there are 2 processes: expected 0 to 1"),
+        ({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"}, "/nowhere/hccl.json: there is no such file"),
+    ],
+)
+def test_what_a_launcher_cannot_mean_is_one_message(
+    config: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, error = run("--config", str(config), "--run_mode", "train")
+    assert code == 2
+    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def test_keys_may_be_flags_too(config: Path) -> None:
+    """As platforms that start jobs by a form write them."""
+    words = [f"--config={config}", "--run_mode=plan", "--train.micro_batch_size=3", "--train.accumulation_steps", "5"]
+    code, out, error = run(*words)
+    assert code == 0 and "15" in out, error
+    code, _, error = run(*words, "--nonsense=1")
+    assert code == 2 and "unrecognized arguments: --nonsense=1" in error
+
+
 def test_usage_errors_exit_with_2(config: Path) -> None:
     assert run("--config", str(config))[0] == 2
     assert run("--config", str(config), "--run_mode", "dance")[0] == 2

@@ -1,0 +1,208 @@
+"""What a rank is started with: its variables, its command, and the network interface that leads to the other hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.cluster.places import HERE, Place, Places
+from common.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_PORT = 29500
+FOREIGN = ("RANK_TABLE_FILE", "MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "GROUP_RANK")
+"""Variables of an earlier run in the user's shell that would mislead a rank where it is given none of its own."""
+SCHEDULER = (sys.executable, "-c", "import mindspore.communication; mindspore.communication.init()")
+"""MindSpore's process that brings the others together where there is no rank table; under MS_ROLE=MS_SCHED it ends when they do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where and how the ranks find each other. table: the rank table's absolute path. own_address: of this host, for the others;
+    None where it needs none or none is known. interface: that which holds it. scheduler: MindSpore meets through its scheduler."""
+
+    address: str = HERE
+    port: int = DEFAULT_PORT
+    table: Path | None = None
+    own_address: str | None = None
+    interface: str | None = None
+    scheduler: bool = False
+
+
+def find_meeting(
+    places: Places, *, port: int | None, table: Path | None, backend: str, environ: Mapping[str, str], host: str | None = None
+) -> Meeting:
+    """For this host; a plan asks for another ``host`` too, whose interface is not known here unless it is this machine's.
+
+    port: else $MASTER_PORT, else a free one, or 29500 where several hosts meet. Raises ConfigError for a MASTER_PORT that is none.
+    """
+    several = len(places.hosts) > 1
+    port = port or given_port(environ) or (DEFAULT_PORT if several else free_port())
+    own = None
+    if several:
+        own = _own_address(places) if host is None else host if is_ip(host) else None
+    interface = interface_of(own) if own else None
+    scheduler = backend == "mindspore" and table is None and places.world_size > 1
+    return Meeting(address=places.master, port=port, table=table, own_address=own, interface=interface, scheduler=scheduler)
+
+
+def rank_variables(place: Place, places: Places, meeting: Meeting, *, cores: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """For MindSpore and for torch, whichever the config names. cores: how many the rank may use; None of a host that is not this.
+
+    What only tunes the network or threads is left as the user set it in ``environ``.
+    """
+    several = len(places.hosts) > 1
+    world, local_world = str(places.world_size), str(len(places.of_host(place.host)))
+    found = {"RANK_ID": str(place.rank), "DEVICE_ID": str(place.device_id), "RANK_SIZE": world}
+    if meeting.table is not None:
+        found["RANK_TABLE_FILE"] = str(meeting.table)
+    if meeting.scheduler:
+        found |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(place.rank), **_scheduler_address(places, meeting)}
+    found |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": local_world, "WORLD_SIZE": world}
+    found |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
+    tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
+    if cores is not None:
+        tuning["OMP_NUM_THREADS"] = str(max(1, cores))
+    if not several:
+        tuning["GLOO_SOCKET_IFNAME"] = "lo"
+    if meeting.own_address and is_ip(meeting.own_address):
+        tuning["HCCL_IF_IP"] = meeting.own_address
+    if meeting.interface:
+        tuning |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}  # =: this name, no prefix
+    return found | {name: environ.get(name) or value for name, value in tuning.items()}
+
+
+def scheduler_variables(places: Places, meeting: Meeting) -> dict[str, str]:
+    """Of MindSpore's scheduler, as msrun sets them."""
+    return {"RANK_ID": "0", "RANK_SIZE": str(places.world_size), "MS_ROLE": "MS_SCHED", **_scheduler_address(places, meeting)}
+
+
+def _scheduler_address(places: Places, meeting: Meeting) -> dict[str, str]:
+    return {"MS_WORKER_NUM": str(places.world_size), "MS_SCHED_HOST": meeting.address, "MS_SCHED_PORT": str(meeting.port)}
+
+
+def rank_command(config: Path, mode: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    return (sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(config), "--run_mode", mode, *overrides)
+
+
+def shell_text(variables: Mapping[str, str], command: Sequence[str]) -> str:
+    """A command that a shell takes as it is: a variable a line, then the command."""
+    lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " \\\n".join([*lines, shlex.join(command)]) + "\n"
+
+
+def given_port(environ: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, where it is set. Raises ConfigError."""
+    text = environ.get("MASTER_PORT")
+    return parse_port(text, "environment: MASTER_PORT") if text else None
+
+
+def parse_port(text: str, where: str) -> int:
+    """Raises ConfigError. The port above it is taken too, by the hosts' launchers."""
+    if not text.isdecimal() or not 0 < int(text) < 65535:
+        raise ConfigError(f"{where}: {text!r} is no port; expected 1024 to 65534, and the one above it free too")
+    return int(text)
+
+
+def parse_master(text: str | None) -> tuple[str | None, int | None]:
+    """Host and port of ``IP:PORT`` or ``[IPv6]:PORT``; of nothing, nothing. Raises ConfigError."""
+    if text is None:
+        return None, None
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host:
+        raise ConfigError(f"--master {text!r}: expected IP:PORT, such as 10.0.0.1:29500")
+    return host, parse_port(port, "--master")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_own(host: str) -> bool:
+    """Whether an address or host name is this machine's."""
+    return any(interface_of(address) for address in _addresses(host))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that holds an address, or the first address of a host name; None where none of this machine does."""
+    wanted = {ipaddress.ip_address(found) for found in _addresses(address)}
+    return next((name for held, name in _interfaces() if held in wanted), None)
+
+
+def _own_address(places: Places) -> str | None:
+    """By which the other hosts know this one; where nothing names it, that from which the master is reached."""
+    if is_ip(places.own_host) or is_own(places.own_host):
+        return places.own_host if is_own(places.own_host) else None
+    for address in _addresses(places.master):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _addresses(host: str) -> list[str]:
+    """Of a host name; an address stands for itself. Empty for a name that is not known."""
+    if is_ip(host):
+        return [host]
+    try:
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+    except (OSError, UnicodeError):
+        return []
+
+
+def is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+class _Entry(ctypes.Structure):
+    """The head of getifaddrs(3)'s struct ifaddrs."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]]:
+    """Every address of this machine with its interface's name; none where the C library cannot tell."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if not hasattr(library, "getifaddrs") or library.getifaddrs(ctypes.byref(first)) != 0:
+        return []
+    found: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]] = []
+    try:
+        entry = first
+        while entry:
+            head = entry.contents
+            # struct sockaddr_in has the address at byte 4, sockaddr_in6 at byte 8; both begin with the family
+            family = ctypes.c_ushort.from_address(head.address).value if head.address else 0
+            if family == socket.AF_INET:
+                found.append((ipaddress.IPv4Address(ctypes.string_at(head.address + 4, 4)), os.fsdecode(head.name)))
+            elif family == socket.AF_INET6:
+                found.append((ipaddress.IPv6Address(ctypes.string_at(head.address + 8, 16)), os.fsdecode(head.name)))
+            entry = head.next
+    finally:
+        library.freeifaddrs(first)
+    return found

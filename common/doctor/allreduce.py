@@ -1,0 +1,280 @@
+"""A real all-reduce over one process a rank: started here, watched by the stages they report, and judged by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cluster.places import Place
+from common.cluster.rank_environment import FOREIGN
+from common.doctor.programs import kill_session
+from common.doctor.report import Check, error, ok
+from common.launcher.heartbeat import DUMP_SIGNAL
+
+STAGES = ("", "started", "imported", "connected", "group made", "reduced")
+"""What a rank has done, in order; "" is not even a started program. MindSpore has no "connected" of its own."""
+MARK = "doctor: "
+"""Opens the lines of a rank's log that are for the doctor: MARK, then a JSON object with "stage"."""
+GRACE_SECONDS = 2.0
+"""How long after a rank's death others may still die: what killed it may be among them."""
+_LOG_LINES = 12
+_STACK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended: when, in seconds after the start.
+
+    state: the kernel's letter for its process (T is stopped). result: what the rank said with its last stage.
+    """
+
+    rank: int
+    stage: str = ""
+    state: str = ""
+    code: int | None = None
+    ended: float = 0.0
+    result: Mapping[str, Any] | None = None
+    log: tuple[str, ...] = ()
+    log_path: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.stage == "wrong sum" or (self.code is not None and self.stage != "reduced")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is tried, for the messages: gloo, nccl, hccl or mccl over ranks at ``places``, which meet at ``address``."""
+
+    places: Sequence[Place]
+    backend: str
+    communication: str
+    address: str
+    limit: float
+
+    def name(self, rank: int) -> str:
+        place = self.places[rank]
+        return f"rank {rank} (device {place.device_id} of {place.host})"
+
+
+class LocalRanks:
+    """The processes of this host. As a context, it leaves none behind.
+
+    environments: rank -> its variables; rank -1 is MindSpore's scheduler. Logs go to ``folder``/rank_N.log.
+    """
+
+    def __init__(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]], folder: Path) -> None:
+        self._command = command
+        self._environments = environments
+        self._folder = folder
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: dict[int, float] = {}
+        self._start = time.monotonic()
+
+    def __enter__(self) -> LocalRanks:
+        base = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        # A rank with these two dies with this process, and shows its stacks when asked; nobody need read the pipe.
+        self._pipe, written = os.pipe()
+        base |= {"GPT2_LAUNCHER_PID": str(os.getpid()), "GPT2_HEARTBEAT_FD": str(written)}
+        try:
+            for rank, environment in self._environments.items():
+                with self._log(rank).open("wb") as log:
+                    self._children[rank] = subprocess.Popen(  # noqa: S603
+                        self._command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**base, **environment},
+                        pass_fds=(written,),
+                        start_new_session=True,
+                    )
+        except BaseException:
+            self.__exit__()
+            raise
+        finally:
+            os.close(written)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children.values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in self._children.values():
+            kill_session(child)
+        os.close(self._pipe)
+
+    def show_stacks(self) -> None:
+        """Let the ranks that have not reduced write to their logs where they are."""
+        waiting = [self._children[state.rank] for state in self.states() if state.stage != "reduced" and state.code is None and state.stage]
+        for child in waiting:
+            with suppress(ProcessLookupError):
+                child.send_signal(DUMP_SIGNAL)
+        if waiting:
+            time.sleep(_STACK_SECONDS)
+
+    def pids(self) -> dict[int, int]:
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    def states(self) -> list[RankState]:
+        """Of each rank as it is now; the scheduler only where it failed."""
+        found = [self._state(rank, child) for rank, child in self._children.items()]
+        return [state for state in found if state.rank >= 0 or state.code]
+
+    def _state(self, rank: int, child: subprocess.Popen[bytes]) -> RankState:
+        code = child.poll()
+        if code is not None:
+            self._ended.setdefault(rank, time.monotonic() - self._start)
+        text = self._log(rank).read_text(encoding="utf-8", errors="replace")
+        stage, result = "", None
+        for line in text.splitlines():
+            if line.startswith(MARK):
+                with suppress(ValueError):  # a line that is only half there yet
+                    result = json.loads(line.removeprefix(MARK))
+                    stage = result["stage"]
+        return RankState(
+            rank=rank,
+            stage=stage,
+            state=_process_state(child.pid) if code is None else "",
+            code=code,
+            ended=self._ended.get(rank, 0.0),
+            result=result,
+            log=tuple(line[:200] for line in text.splitlines() if line.strip() and not line.startswith(MARK))[-_LOG_LINES:],
+            log_path=str(self._log(rank)),
+        )
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / ("scheduler.log" if rank < 0 else f"rank_{rank}.log")
+
+
+def watch(
+    local: LocalRanks, trial: Trial, *, remote: Callable[[], Sequence[RankState]] = tuple, lost: Callable[[], Sequence[str]] = tuple
+) -> Check:
+    """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over; then judge.
+
+    remote: the ranks of other hosts; lost: hosts that have fallen silent, a sentence each.
+    """
+    deadline = time.monotonic() + trial.limit
+    over = deadline
+    while True:
+        seen = [*local.states(), *remote()]
+        if len(seen) >= len(trial.places) and all(state.stage == "reduced" for state in seen):
+            break
+        now = time.monotonic()
+        if over == deadline and (lost() or any(state.failed for state in seen)):
+            over = min(now + GRACE_SECONDS, deadline)
+        if now >= over:
+            local.show_stacks()
+            seen = [*local.states(), *remote()]
+            break
+        time.sleep(_POLL_SECONDS)
+    return judge(seen, trial, lost())
+
+
+def judge(seen: Sequence[RankState], trial: Trial, lost: Sequence[str] = ()) -> Check:
+    """One check that says how fast the ranks were, or names those that failed and what they had done until then."""
+    known = {state.rank: state for state in seen}
+    states = [known.get(place.rank, RankState(rank=place.rank)) for place in trial.places]
+    name = "all-reduce"
+    ranks = f"{len(states)} ranks" if len(states) > 1 else "1 rank"
+    if all(state.stage == "reduced" for state in states):
+        return ok(name, f"{ranks}, {trial.communication}: the sum is right; {_speed(states)}")
+    failed = [state for state in [*states, *(state for state in seen if state.rank < 0)] if state.failed]
+    if lost:  # what failed here may have failed because of it
+        consequences = [_blame_of_failure(failed, trial)[0]] if failed else []
+        return error(name, "\n".join([*lost, *consequences]), "is the doctor still running there? its own report says more")
+    if failed:
+        return error(name, *_blame_of_failure(failed, trial))
+    waiting = [state for state in states if state.stage != "reduced"]
+    stopped = [state for state in waiting if state.state in ("T", "t")]
+    if stopped:
+        named = _listed(stopped, trial)
+        return error(name, f"{named} did not answer within {trial.limit:g} s: stopped by a signal", "kill -CONT its process, or end it")
+    behind = min(STAGES.index(state.stage) for state in waiting)
+    culprits = [state for state in waiting if STAGES.index(state.stage) == behind]
+    what, remedy = _hindrance(STAGES[behind], trial)
+    whom = f"none of {ranks}" if len(culprits) == len(states) > 1 else f"{_listed(culprits, trial)} did not answer"
+    where = "" if len(culprits) == len(states) else f"; the other {len(states) - len(culprits)} got further"
+    return error(name, f"{whom} within {trial.limit:g} s: {what}{where}{_logs(culprits)}", remedy)
+
+
+def _blame_of_failure(failed: Sequence[RankState], trial: Trial) -> tuple[str, str]:
+    """The first that failed, with the end of its log. Peers of a killed rank fail by its closed connections: the signal is the cause."""
+    first = min(state.ended for state in failed)
+    state = min(failed, key=lambda one: (not (one.code and one.code < 0 and one.ended < first + GRACE_SECONDS), one.ended, one.rank))
+    named = trial.name(state.rank) if state.rank >= 0 else "MindSpore's scheduler"
+    if state.stage == "wrong sum":
+        result = state.result or {}
+        remedy = "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may tell which"
+        return f"{named} got {result.get('found')} instead of {result.get('expected')}", remedy
+    how = f"was killed by {_signal_name(-state.code)}" if state.code and state.code < 0 else f"ended with exit code {state.code}"
+    after = f"after '{state.stage}'" if state.stage else "before its program began"
+    others = len(failed) - 1
+    more = f"; {others} more failed after it" if others else ""
+    remedy = "out of memory? `dmesg | grep -i oom`" if state.code == -signal.SIGKILL else "mend what its log says"
+    return f"{named} {how} {after}{more}{_logs([state])}", remedy
+
+
+def _hindrance(stage: str, trial: Trial) -> tuple[str, str]:
+    """What a rank was busy with after ``stage``, and what helps."""
+    if stage == "":
+        return "its program never began", "is its host overloaded, or its file system hanging? more time: --time_limit"
+    if stage == "started":
+        return f"still importing {trial.backend}", "a slow file system or a busy host? more time: --time_limit"
+    link = {
+        "gloo": "GLOO_SOCKET_IFNAME must name the interface that leads to the other hosts",
+        "nccl": "NCCL_DEBUG=INFO tells more; NCCL_SOCKET_IFNAME must name the interface that leads to the other hosts",
+        "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP` reach the others' device_ip",
+        "mccl": "MS_TOPO_TIMEOUT and the scheduler's log tell more",
+    }[trial.communication]
+    if stage == "imported":
+        return f"not connected to {trial.address}", f"can every host reach {trial.address}, past firewalls and by the right route? {link}"
+    if stage == "connected":
+        return f"connected to {trial.address}, but no {trial.communication} group was made", link
+    return "hung in the all-reduce itself", link
+
+
+def _speed(states: Sequence[RankState]) -> str:
+    """By the slowest rank. Each sends and receives 2 (n - 1) / n of the bytes in a ring all-reduce, whatever the algorithm here."""
+    results = [state.result or {} for state in states]
+    first, seconds, ready = (max(float(result.get(key, 0)) for result in results) for key in ("first", "seconds", "ready"))
+    size = float(results[0].get("bytes", 0))
+    ring = 2 * (len(states) - 1) / len(states)
+    rate = f" ({size * ring / seconds / 1e9:.2f} GB/s a rank)" if ring and seconds else ""
+    return f"{size / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms{rate}, the first in {first * 1e3:.0f} ms, group ready after {ready:.1f} s"
+
+
+def _listed(states: Sequence[RankState], trial: Trial) -> str:
+    shown = [trial.name(state.rank) for state in states[:8]]
+    return ", ".join(shown) + (f" and {len(states) - 8} more" if len(states) > 8 else "")
+
+
+def _logs(states: Sequence[RankState]) -> str:
+    """The end of the first one's log, and where the whole is."""
+    state = states[0]
+    if not state.log_path:
+        return ""
+    return "\n".join(["", f"its log, {state.log_path}, ends with:" if state.log else f"its log: {state.log_path}", *state.log])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _process_state(pid: int) -> str:
+    """R, S, D, T, ... by /proc; empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""

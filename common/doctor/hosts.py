@@ -1,0 +1,260 @@
+"""The doctors of several hosts meet at host 0: arguments, versions and clocks compared, and where each host's ranks are.
+
+JSON objects, a line each, over one TCP connection a host, to the port after MASTER_PORT, as the hosts' launchers use it. A host says
+{"host", "job", "facts"}; host 0 asks {"ping"} for its clock, says {"begin"}, hears {"ranks"}, and ends with {"checks"} for all.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from common.cluster.places import Places
+from common.doctor.allreduce import RankState
+from common.doctor.report import Check, State, error, ok, warning
+from common.errors import RunError
+
+SILENCE_SECONDS = 5.0
+"""Hosts tell of their ranks several times a second; after this long without a word one counts as lost."""
+CLOCK_SECONDS = 1.0
+_HELLO_SECONDS = 5.0
+_PINGS = 5
+_LINE_BYTES = 2**20
+
+
+class Line:
+    """One connection: JSON objects in both directions."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_HELLO_SECONDS), 0))
+        self._file = connection.makefile("rb")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, limit: float | None) -> dict[str, Any]:
+        """The next object. Raises OSError at the end, after ``limit`` seconds, and for what is no line of the doctor's."""
+        self._socket.settimeout(limit)
+        line = self._file.readline(_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection ended")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError("no message of a doctor")
+        return message
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._socket.close()
+
+
+class FirstHost:
+    """Host 0's side. job: what must be equal on all hosts; facts: what should be. A context."""
+
+    def __init__(self, address: str, port: int, places: Places, job: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Raises RunError when the port is taken."""
+        self._names = list(places.hosts)
+        self._ranks = [[place.rank for place in places.of_host(host)] for host in places.hosts]
+        self._job, self._facts = dict(job), dict(facts)
+        self._lines: dict[int, Line] = {}
+        self._heard: dict[int, float] = {}
+        self._states: dict[int, list[RankState]] = {}
+        self._gone: set[int] = set()
+        try:
+            family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+            self._server = socket.create_server((address, port), family=family)
+        except OSError as reason:
+            raise RunError(
+                f"cannot listen on {address}:{port} (MASTER_PORT + 1): {reason.strerror or reason}; "
+                "is that address this host's, and the port free? export MASTER_PORT=another on every host"
+            ) from None
+
+    def __enter__(self) -> FirstHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._server.close()
+
+    def gather(self, limit: float) -> list[Check]:
+        """Wait until every host has called, or one with other arguments has, and compare. Only then is ``begin`` of use."""
+        deadline = time.monotonic() + limit
+        checks: list[Check] = []
+        differences: list[tuple[float, str]] = []
+        while len(self._lines) < len(self._names) - 1:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                absent = ", ".join(self._name(host) for host in range(1, len(self._names)) if host not in self._lines)
+                remedy = "start the doctor there too, at about the same time; can it reach this host, past firewalls?"
+                return [*checks, error("hosts", f"no call from {absent} within {limit:g} s", remedy)]
+            self._server.settimeout(left)
+            with suppress(OSError):
+                connection, (peer, *_) = self._server.accept()
+                greeted = self._welcome(Line(connection), str(peer), differences)
+                checks += greeted
+                if any(check.state is State.ERROR for check in greeted):
+                    return checks
+        if differences:
+            seconds, host = max(differences)
+            checks.append(ok("clock", f"within {seconds:.3f} s of this host's (the furthest: {host})"))
+        return [*checks, ok("hosts", f"all {len(self._names)} have called")]
+
+    def begin(self) -> None:
+        """Tell the hosts to start their ranks, and listen to what becomes of these."""
+        for host, line in self._lines.items():
+            self._heard[host] = time.monotonic()
+            with suppress(OSError):
+                line.send({"begin": True})
+            threading.Thread(target=self._listen, args=(host, line), daemon=True).start()
+
+    def states(self) -> list[RankState]:
+        """Of the ranks of the other hosts, as they last told."""
+        return [state for states in list(self._states.values()) for state in states]
+
+    def lost(self) -> list[str]:
+        """The hosts that have left or fallen silent, a sentence each."""
+        now = time.monotonic()
+        return [
+            f"{self._name(host)} {'has left' if host in self._gone else f'has not been heard from for {now - heard:.0f} s'}"
+            for host, heard in sorted(self._heard.items())
+            if host in self._gone or now - heard > SILENCE_SECONDS
+        ]
+
+    def conclude(self, checks: Sequence[Check]) -> None:
+        """Tell every host that called what came out."""
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.send({"checks": [asdict(check) for check in checks]})
+
+    def _welcome(self, line: Line, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
+        """What is wrong with a host that calls; nothing where something else knocked. Adds how far its clock is away."""
+        try:
+            hello = line.receive(_HELLO_SECONDS)
+            host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
+        except (OSError, KeyError, TypeError, ValueError):
+            line.close()
+            return []
+        if job != self._job or not 0 < host < len(self._names) or host in self._lines:
+            found = f"{peer} calls itself host {host}" + (f", with {_differences(job, self._job)}" if job != self._job else "")
+            refusal = [error("hosts", found, "start the doctor with the same arguments on every host, and --node_rank 0, 1, ...")]
+            with suppress(OSError):
+                line.send({"checks": [asdict(check) for check in refusal]})
+            line.close()
+            return refusal
+        self._lines[host] = line
+        if self._names[host] != peer:
+            self._names[host] = f"{self._names[host]} at {peer}"
+        checks = []
+        if facts != self._facts:
+            found = f"{self._name(host)} has {_differences(facts, self._facts)}"
+            checks.append(warning("versions", found, "install the same on every host"))
+        try:
+            way, ahead = min(self._exchange_times(line) for _ in range(_PINGS))
+        except (OSError, KeyError, TypeError, ValueError):
+            return [*checks, warning("clock", f"{self._name(host)} did not tell its time", "try again")]
+        if abs(ahead) - way / 2 > CLOCK_SECONDS:
+            found = f"{self._name(host)} is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+            return [*checks, warning("clock", found, "logs and file times of the hosts will not agree: start chronyd or ntpd")]
+        differences.append((abs(ahead), self._name(host)))
+        return checks
+
+    @staticmethod
+    def _exchange_times(line: Line) -> tuple[float, float]:
+        """Seconds there and back, and how far the other's clock is ahead, known to within half of these: of several the shortest counts."""
+        before, start = time.time(), time.monotonic()
+        line.send({"ping": True})
+        theirs = float(line.receive(_HELLO_SECONDS)["time"])
+        way = time.monotonic() - start
+        return way, theirs - (before + way / 2)
+
+    def _listen(self, host: int, line: Line) -> None:
+        with suppress(OSError, KeyError, TypeError):
+            while True:
+                told = line.receive(None)["ranks"]
+                self._states[host] = [RankState(**{**state, "log": tuple(state["log"])}) for state in told]
+                self._heard[host] = time.monotonic()
+        self._gone.add(host)
+
+    def _name(self, host: int) -> str:
+        ranks = self._ranks[host]
+        return f"{self._names[host]} (rank{f's {ranks[0]}-{ranks[-1]}' if len(ranks) > 1 else f' {ranks[0]}'})"
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    return ", ".join(f"{key} {theirs.get(key)} (here {ours.get(key)})" for key in keys)
+
+
+class OtherHost:
+    """The side of host 1, 2, ... A context."""
+
+    def __init__(self, address: str, port: int, host: int, job: Mapping[str, Any], facts: Mapping[str, Any], limit: float) -> None:
+        """Call host 0 until it answers. Raises RunError after ``limit`` seconds."""
+        self._checks: list[Check] | None = None
+        self._ended = threading.Event()
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                self._line = Line(socket.create_connection((address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))))
+                break
+            except OSError as reason:
+                if time.monotonic() >= deadline:
+                    raise RunError(
+                        f"host 0 does not answer at {address}:{port} (MASTER_PORT + 1) within {limit:g} s: {reason.strerror or reason}; "
+                        "start its doctor too, and open that port and the one before it"
+                    ) from None
+                time.sleep(0.2)
+        self._line.send({"host": host, "job": dict(job), "facts": dict(facts)})
+
+    def __enter__(self) -> OtherHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()
+
+    def wait_for_begin(self, limit: float) -> list[Check] | None:
+        """Answer about the clock until host 0 begins (None) or ends with its checks. Raises RunError."""
+        try:
+            while True:
+                message = self._line.receive(limit)
+                if "ping" in message:
+                    self._line.send({"time": time.time()})
+                elif "begin" in message:
+                    threading.Thread(target=self._listen, daemon=True).start()
+                    return None
+                elif "checks" in message:
+                    return _as_checks(message)
+        except OSError as reason:
+            raise RunError(f"the doctor of host 0 fell silent while it waited for the others: {reason}") from None
+
+    def tell(self, states: Sequence[RankState]) -> list[Check] | None:
+        """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError when it is gone."""
+        with suppress(OSError):  # the listener hears the end too
+            self._line.send({"ranks": [asdict(state) for state in states]})
+        if self._ended.is_set() and self._checks is None:
+            raise RunError("the doctor of host 0 ended before it had judged; its own report says more")
+        return self._checks
+
+    def _listen(self) -> None:
+        with suppress(OSError, KeyError, ValueError):
+            self._checks = _as_checks(self._line.receive(None))
+        self._ended.set()
+
+
+def _as_checks(message: Mapping[str, Any]) -> list[Check]:
+    return [Check(name=str(c["name"]), state=State(c["state"]), found=str(c["found"]), remedy=str(c["remedy"])) for c in message["checks"]]

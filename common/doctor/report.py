@@ -1,0 +1,72 @@
+"""What the doctor says: one check, its state, what was found and what to do; as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report. remedy: what to do about it; empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name=name, state=State.OK, found=found)
+
+
+def warning(name: str, found: str, remedy: str) -> Check:
+    return Check(name=name, state=State.WARNING, found=found, remedy=remedy)
+
+
+def error(name: str, found: str, remedy: str) -> Check:
+    return Check(name=name, state=State.ERROR, found=found, remedy=remedy)
+
+
+def exit_code(checks: Iterable[Check]) -> int:
+    """0 without errors, else 2."""
+    return 2 if any(check.state is State.ERROR for check in checks) else 0
+
+
+def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
+    """A line a check, its remedy below it, the count of each state last. Texts of several lines stay aligned."""
+    width = max((len(check.name) for check in checks), default=0)
+    indent = " " * (width + 11)
+    lines = []
+    for check in checks:
+        state = f"{check.state.value:7}"
+        if colour and check.state is not State.OK:
+            state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
+        lines.append(f"{state}  {check.name:{width}}  " + check.found.replace("\n", "\n" + indent))
+        if check.remedy:
+            lines.append(indent + "-> " + check.remedy.replace("\n", "\n" + indent))
+    states = Counter(check.state for check in checks)
+    lines.append(f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')}, {_counted(states[State.ERROR], 'error')}")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    """An object: the worst state, and the checks in order."""
+    worst = next((state for state in (State.ERROR, State.WARNING) if any(check.state is state for check in checks)), State.OK)
+    return json.dumps({"state": worst, "checks": [asdict(check) for check in checks]}, indent=2, ensure_ascii=False) + "\n"
+
+
+_COLOURS = {State.WARNING: 33, State.ERROR: 31}
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

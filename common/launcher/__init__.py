@@ -1,0 +1,1 @@
+"""Starts the ranks of a host, waits for them, and ends them all when one fails; hosts tell each other."""

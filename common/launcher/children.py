@@ -1,0 +1,49 @@
+"""The processes that a host's launcher starts for its ranks, and the hosts whose launchers it talks to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from common.cluster.places import Places
+from common.cluster.rank_environment import SCHEDULER, Meeting, rank_variables, scheduler_variables
+from common.launcher.control import Host, Hosts
+from common.launcher.cores import cores_of_ranks
+from common.launcher.supervisor import Child
+
+
+def make_children(
+    places: Places, meeting: Meeting, command: tuple[str, ...], *, environ: Mapping[str, str], pinned: bool = True
+) -> tuple[Child, ...]:
+    """One for each rank of this host, all with the same command; on the host of rank 0 MindSpore's scheduler too, where it needs one.
+
+    pinned: each rank has cores of its own, where there are enough.
+    """
+    own = places.own
+    shares = cores_of_ranks(len(own))
+    fair = max(1, len(os.sched_getaffinity(0)) // len(own))
+    children = [
+        Child(
+            rank=place.rank,
+            command=command,
+            environment=rank_variables(place, places, meeting, cores=len(cores) if cores and pinned else fair, environ=environ),
+            cores=cores if pinned else (),
+        )
+        for place, cores in zip(own, shares, strict=True)
+    ]
+    if meeting.scheduler and own[0].rank == 0:
+        children.append(Child(rank=-1, command=SCHEDULER, environment=scheduler_variables(places, meeting), name="scheduler"))
+    return tuple(children)
+
+
+def make_hosts(places: Places, meeting: Meeting) -> Hosts | None:
+    """All hosts, for the channel between their launchers; None where there is one."""
+    if len(places.hosts) == 1:
+        return None
+    addresses = [places.master, *places.hosts[1:]]
+    ranks = [tuple(place.rank for place in places.of_host(host)) for host in places.hosts]
+    return Hosts(
+        all=tuple(Host(address=address, ranks=held) for address, held in zip(addresses, ranks, strict=True)),
+        own=places.hosts.index(places.own_host),
+        port=meeting.port + 1,
+    )

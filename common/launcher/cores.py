@@ -1,0 +1,43 @@
+"""Which processor cores each rank of this host is pinned to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system/cpu")
+
+
+def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
+    """The cores that this process may use, a share for each of ``ranks``; empty shares where there are fewer cores than ranks.
+
+    Neighbours share caches and memory: the cores are ordered by package, core and thread, and cut into runs of equal length, the
+    first ones a core longer where the number does not divide.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return share(in_order(allowed), ranks)
+
+
+def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
+    """Sorted by (package, core, thread) where ``system`` tells them of every core, else by number."""
+    numbers = sorted(cores)
+    try:
+        places = {number: (_read(system, number, "physical_package_id"), _read(system, number, "core_id")) for number in numbers}
+    except (OSError, ValueError):
+        return numbers
+    return sorted(numbers, key=lambda number: (places[number], number))
+
+
+def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
+    """Cut into ``ranks`` runs whose lengths differ by one at most."""
+    if len(cores) < ranks:
+        return [()] * ranks
+    length, longer = divmod(len(cores), ranks)
+    starts = [rank * length + min(rank, longer) for rank in range(ranks + 1)]
+    return [tuple(cores[start:end]) for start, end in pairwise(starts)]
+
+
+def _read(system: Path, number: int, name: str) -> int:
+    return int((system / f"cpu{number}" / "topology" / name).read_text())

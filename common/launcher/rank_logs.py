@@ -1,0 +1,91 @@
+"""The files of a rank: mf_parallel{rank}/mindformer.log, what it writes, and env.log, what it was started with. They only grow."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from common.errors import ConfigError
+from common.launcher.processes import Child
+
+_SECRET = "KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE"  # noqa: S105 - parts of names
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_SECRET_IN_QUERY = re.compile(rf"([?&;][^=&;\s]*(?:{_SECRET})[^=&;\s]*=)[^&;\s]*", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(\w://)\S*@")
+_HIDDEN = "(hidden)"
+_TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLog:
+    """file: open for appending. start: its length before this run."""
+
+    path: Path
+    file: IO[bytes]
+    start: int
+
+
+def open_log(folder: Path, child: Child) -> RankLog:
+    """Make the child's folder and open its log. Raises ConfigError when the folder cannot be written."""
+    path = folder / child.log_folder / "mindformer.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name("env.log").open("ab"):
+            file = path.open("ab", buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose another one by --log_dir"
+        ) from None
+    return RankLog(path=path, file=file, start=file.tell())
+
+
+def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) -> RankLog:
+    """Open this run's part of both files, and return the log as it is then. A full disk is no reason not to start."""
+    header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child.name or f'rank {child.rank}'}\n"
+    lines = [f"{name}={visible(name, value)}" for name, value in sorted(environment.items())]
+    command = shlex.join(_visible_word(word) for word in child.command)
+    with suppress(OSError):
+        log.file.write(header.encode())
+        with log.path.with_name("env.log").open("a", encoding="utf-8", errors="replace") as file:
+            file.write(header + "".join(line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines]))
+    return replace(log, start=log.file.tell())
+
+
+def visible(name: str, value: str) -> str:
+    """The value of a variable, without what others must not read: a secret by its name, and what is secret in a URL."""
+    if _SECRET_NAME.search(name):
+        return _HIDDEN
+    return _SECRET_IN_QUERY.sub(rf"\1{_HIDDEN}", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+
+
+def _visible_word(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{name}={visible(name.rpartition('.')[2], value)}" if equals else visible("", word)
+
+
+def last_lines(log: RankLog) -> list[str]:
+    """What this run wrote last, cut to a size that a terminal and a message can hold."""
+    text = read_new(log, max(log.start, _size(log) - _TAIL_BYTES))[0]
+    lines = [line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")]  # of a progress bar its last state
+    return [line.strip("\r")[:_LINE_LENGTH] for line in lines if line.strip()][-_TAIL_LINES:]
+
+
+def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
+    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read."""
+    with suppress(OSError), log.path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(limit)
+        return data.decode(errors="replace"), offset + len(data)
+    return "", offset
+
+
+def _size(log: RankLog) -> int:
+    with suppress(OSError):
+        return log.path.stat().st_size
+    return 0

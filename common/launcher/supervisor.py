@@ -1,0 +1,321 @@
+"""Starts the ranks of this host, waits for them, and ends them all when one fails: ``supervise``.
+
+The main thread takes events from one queue: exits, signals and messages of other hosts. Nothing that it does waits for a rank, a host
+or the terminal without a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from common.launcher.control import Control, Heard, HostFailed, HostRefused, Hosts, rank_names
+from common.launcher.local_ranks import Exit, LocalRanks
+from common.launcher.processes import Child, adopted_orphans, guard, in_words, signal_name
+from common.launcher.progress import RankState, to_blame
+from common.launcher.terminal import Terminal
+
+__all__ = ["Child", "Job", "supervise"]
+
+_TICK_SECONDS = 0.5
+_SETTLE_SECONDS = 1.0
+"""After a failure that may follow from another one, the other is waited for so long."""
+_SAME_SIGNAL_SECONDS = 0.3
+"""``timeout`` sends its signal twice, to the process and to its group."""
+_REPORT_SECONDS = 2.0
+_CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What runs on this host."""
+
+    children: tuple[Child, ...]
+    log_folder: Path
+    """mf_parallel{rank}/mindformer.log and env.log are made inside, or appended to."""
+    stall_limit: float
+    """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do not tell of theirs."""
+    follow: bool = False
+    """Copy the log of rank 0, else of the lowest rank here, to standard output."""
+    hosts: Hosts | None = None
+
+
+def supervise(job: Job) -> int:
+    """Run the job to its end, and leave no process behind. Returns the exit code of the whole job, the same on every host.
+
+    0: all ranks ended well; the code of the rank that failed first, 128+n when signal n killed it; 128+n when signal n at a launcher
+    stopped the run; 1: a rank stalled or a host was lost; 2: a host runs with another list of hosts. Raises ConfigError, with nothing
+    started, when a log cannot be written or this host's port cannot be had.
+    """
+    return _Supervisor(job).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Signal:
+    number: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """certain: not the consequence of another failure. ranks: those whose logs tell more. stalled: they may still run."""
+
+    text: str
+    code: int
+    certain: bool = True
+    ranks: tuple[int, ...] = ()
+    stalled: bool = False
+
+
+class _Supervisor:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._hosts = job.hosts if job.hosts is not None and len(job.hosts.all) > 1 else None
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        own = None if self._hosts is None else self._hosts.all[self._hosts.own]
+        self._ranks = LocalRanks(job.children, job.log_folder, None if own is None else own.address, self._events)
+        self._here = "" if own is None else f" at {own}"
+        self._control = None if self._hosts is None else Control(self._hosts, self._events, _connect_limit(job.children[0]))
+        self._terminal = Terminal()
+        self._failures: list[_Failure] = []
+        self._failed_at = 0.0
+        self._stop: _Signal | None = None
+        self._told_finished = False
+        self._reported = 0.0
+        self._elsewhere: dict[int, list[RankState]] = {}
+        self._finished: dict[int, bool] = {}
+        """Other hosts whose ranks have all ended by themselves -> whether a signal had stopped them."""
+        self._end: int | None = None
+
+    def run(self) -> int:
+        began = time.monotonic()
+        with ExitStack() as stack:
+            stack.callback(self._terminal.close)
+            if self._control is not None:
+                stack.callback(self._control.close)
+                self._control.start()
+            stack.enter_context(self._signals())
+            guarded = stack.enter_context(guard())
+            before = stack.enter_context(adopted_orphans())
+            try:
+                self._start(guarded)
+                while not self._is_over():
+                    self._take_events()
+                    self._look()
+                if not self._failures:
+                    self._ranks.wait_for_leavers(before)
+                elif self._failure().stalled:
+                    self._ranks.dump_stacks(self._failure().ranks)
+            finally:
+                left = self._ranks.end(before)
+            self._show()
+            if left:
+                pids = ", ".join(map(str, left))
+                self._terminal.say(f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver; see dmesg", error=True)
+            return self._tell_end(time.monotonic() - began)
+
+    def _start(self, guarded: Callable[[int], None]) -> None:
+        why = self._ranks.start(guarded)
+        if why:
+            self._fail(_Failure(text=why, code=1))
+        self._terminal.say(
+            f"started {rank_names(self._ranks.numbers)}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}"
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP become events; those that are ignored, as under nohup, stay so."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, self._note)
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no exit code can be had
+        try:
+            yield
+        finally:
+            for signal_number, handler in before.items():
+                signal.signal(signal_number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(_Signal(number=number, time=time.monotonic()))
+
+    # ---- events ----
+
+    def _take_events(self) -> None:
+        try:
+            event = self._events.get(timeout=_TICK_SECONDS)
+            while True:
+                self._take(event)
+                event = self._events.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, Exit):
+            self._take_exit(event.index, event.code)
+        elif isinstance(event, _Signal):
+            self._take_signal(event)
+        elif isinstance(event, HostFailed):
+            self._fail(_Failure(text=event.text, code=event.code))
+        elif isinstance(event, HostRefused):
+            self._terminal.say(event.text, error=True)
+        elif isinstance(event, Heard):
+            try:
+                self._take_message(event)
+            except (KeyError, TypeError, ValueError):
+                self._terminal.say(f"host {event.host} sent a message {event.kind!r} that this version cannot read", error=True)
+
+    def _take_exit(self, index: int, code: int) -> None:
+        self._ranks.codes[index] = code
+        name = self._ranks.name(index)
+        if self._stop is None and code in _CLEAN_EXITS and code != 0:  # a signal to the rank itself, by which all ranks stop together
+            self._stop = _Signal(number=code - 128, time=time.monotonic())
+            self._terminal.say(f"{name} was stopped by {signal_name(code - 128)}; waiting for the others")
+        if code in _CLEAN_EXITS:
+            return
+        if self._stop is not None and code == -signal.SIGTERM:
+            text = f"stopped by {signal_name(self._stop.number)}; {name} ended before it could save, so the others had to end too"
+            self._fail(_Failure(text=text, code=128 + self._stop.number, certain=False))
+            return
+        text = f"{name} {in_words(code)}; its log: {self._ranks.log(index)}"
+        stopped = [state.rank for state in self._ranks.states() if state.is_stopped]
+        if stopped:
+            text += f"; perhaps because of {rank_names(stopped)}, stopped (state T)"
+        # a closed connection to a dead peer leads to exit code 1 too, or to an abort
+        certain = code not in (1, -signal.SIGABRT)
+        ranks = () if self._ranks.is_helper(index) else (self._ranks.rank(index),)
+        self._fail(_Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks))
+
+    def _take_signal(self, event: _Signal) -> None:
+        if self._stop is None:
+            self._stop_ranks(event)
+        elif event.time - self._stop.time > _SAME_SIGNAL_SECONDS:
+            text = f"killed by a second signal, {signal_name(event.number)}{self._here}"
+            self._fail(_Failure(text=text, code=128 + event.number))
+
+    def _stop_ranks(self, event: _Signal) -> None:
+        self._stop = event
+        self._ranks.terminate()
+        self._terminal.say(f"{signal_name(event.number)}: the ranks save at the next step boundary and end; a second signal kills them")
+        if self._control is not None:
+            self._control.tell("stop", signal=event.number)
+
+    def _take_message(self, event: Heard) -> None:
+        assert self._hosts is not None
+        values = event.values
+        if event.kind == "arrived":
+            self._terminal.say(f"connected to {self._hosts.all[event.host]}")
+        elif event.kind == "ranks":
+            self._elsewhere[event.host] = [RankState(**state) for state in values["states"]]
+        elif event.kind == "stop" and self._stop is None:
+            self._stop_ranks(_Signal(number=int(values["signal"]), time=time.monotonic()))
+        elif event.kind == "failed":
+            self._fail(_Failure(**{**values["failure"], "ranks": tuple(values["failure"]["ranks"])}))
+        elif event.kind == "finished":
+            self._finished[event.host] = bool(values["stopped"])
+            self._elsewhere.pop(event.host, None)
+        elif event.kind == "end":
+            self._end = int(values["code"])
+
+    def _fail(self, failure: _Failure) -> None:
+        """Note it, and tell the other hosts at once: they take the order in which they are told for that of the failures."""
+        if failure in self._failures:
+            return
+        if not self._failures:
+            self._failed_at = time.monotonic()
+        self._failures.append(failure)
+        if self._control is not None:
+            self._control.tell("failed", failure=asdict(failure))
+
+    # ---- what is looked at between events ----
+
+    def _look(self) -> None:
+        self._ranks.read_heartbeats()
+        self._show()
+        if self._failures:
+            return
+        if self._control is not None and self._ranks.done and not self._told_finished:
+            self._told_finished = True
+            self._control.tell("finished", stopped=self._was_stopped())
+        if self._stop is None:
+            self._look_for_stalls()
+        elif time.monotonic() - self._stop.time > self._job.stall_limit:
+            left = tuple(state.rank for state in self._ranks.states())
+            text = f"stopped by {signal_name(self._stop.number)}; {rank_names(left) if left else 'other hosts'} did not end within"
+            text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
+            self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
+
+    def _look_for_stalls(self) -> None:
+        """Host 0 does it for all hosts; each on its own would blame its ranks for another's."""
+        states = self._ranks.states()
+        missing = []
+        if self._control is not None and self._hosts is not None:
+            if self._hosts.own > 0:
+                if time.monotonic() - self._reported > _REPORT_SECONDS:
+                    self._reported = time.monotonic()
+                    self._control.tell("ranks", keep=False, states=[asdict(state) for state in states])
+                return
+            missing = self._control.missing()
+            states += [state for host in self._elsewhere.values() for state in host]
+        if not any(state.idle > self._job.stall_limit for state in states):
+            return
+        text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit)"
+        if missing:
+            self._fail(_Failure(text=f"{text}, and {missing[0]} has not come; look whether the run was started there", code=1))
+            return
+        blamed = to_blame(states)
+        text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed)])
+        self._fail(_Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True))
+
+    def _show(self) -> None:
+        if self._job.follow:
+            self._terminal.copy(self._ranks.new_output())
+        elif self._terminal.has_live_line:
+            self._terminal.live(self._ranks.new_output())
+
+    # ---- end ----
+
+    def _was_stopped(self) -> bool:
+        return any(self._ranks.codes.values()) or any(self._finished.values())
+
+    def _is_over(self) -> bool:
+        if self._failures:
+            return any(failure.certain for failure in self._failures) or time.monotonic() - self._failed_at > _SETTLE_SECONDS
+        if self._hosts is None or not self._ranks.done:
+            return self._ranks.done
+        return self._end is not None if self._hosts.own > 0 else len(self._finished) == len(self._hosts.all) - 1
+
+    def _failure(self) -> _Failure:
+        """The first one that is not the consequence of another, if there is one."""
+        return next((failure for failure in self._failures if failure.certain), self._failures[0])
+
+    def _tell_end(self, seconds: float) -> int:
+        if self._failures:
+            failure = self._failure()
+            lines = [f"error: {failure.text}", *self._ranks.tails(failure.ranks), f"all ranks here were ended; exit code {failure.code}"]
+            self._terminal.say("\n".join(lines), error=True)
+            return failure.code
+        if self._end is not None:
+            code = self._end
+        else:
+            code = 128 + self._stop.number if self._stop is not None and self._was_stopped() else 0
+            if self._control is not None:
+                self._control.tell("end", code=code)
+        how = f"stopped by {signal_name(code - 128)}" if code else "all ranks ended well"
+        self._terminal.say(f"{how}, after {seconds:.0f} s")
+        return code
+
+
+def _connect_limit(child: Child) -> float:
+    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT", "")
+    return float(text) if text.isdecimal() else 1800.0

@@ -1,0 +1,1 @@
+"""Jobs of Huawei ModelArts (AICC): their arguments, files that lie elsewhere, ranks that the platform did not start."""

@@ -1,0 +1,14 @@
+"""run_gpt2.py under the name that MindFormers' users and their ModelArts jobs know, with the arguments of MindFormers r0.3."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common.modelarts.arguments import mindformers_words
+from run_gpt2 import main
+
+if __name__ == "__main__":
+    sys.exit(main(mindformers_words(sys.argv[1:])))

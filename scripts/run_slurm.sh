@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# A Slurm job: one task a device, each of them run_gpt2.py itself, which finds its rank in Slurm's variables.
+#
+#   sbatch scripts/run_slurm.sh CONFIG MODE [section.key=value ...]
+#   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
+#
+# Submit from the repository, or set GPT2_ROOT to it. The lines below are the defaults; options before the script's name win.
+# A failed task ends the job. Ten minutes before the time limit every task is sent SIGTERM: the ranks save and end, exit code 143;
+# the same command submitted again goes on from there.
+#SBATCH --job-name=gpt2
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.log
+set -euo pipefail
+
+# What the cluster asks for, such as:
+# module load cuda/12.4
+# conda activate gpt2
+
+if [ $# -lt 2 ]; then
+    echo "Usage Help: sbatch run_slurm.sh CONFIG MODE [section.key=value ...]" >&2
+    exit 2
+fi
+CONFIG=$1 MODE=$2
+shift 2
+
+# Slurm runs a copy of this file from its own folder, so the repository is where the job was submitted.
+ROOT=${GPT2_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
+if [ ! -f "$ROOT/scripts/environment.sh" ]; then
+    echo "error: $ROOT is not the repository; submit from there, or set GPT2_ROOT=/path/to/it" >&2
+    exit 2
+fi
+# shellcheck source=scripts/environment.sh
+source "$ROOT/scripts/environment.sh"
+find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; set PYTHON to an interpreter" >&2; exit 2; }
+
+# cpus-per-task is not handed on to srun by every version of Slurm.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1800}
+exec srun --kill-on-bad-exit=1 "$PYTHON" "$ROOT/run_gpt2.py" --config "$CONFIG" --run_mode "$MODE" "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Start one process on one device and wait for it, from any folder; its log is mf_standalone/mindformer.log in the run folder:
+#
+#   bash run_standalone.sh CONFIG DEVICE_ID train [section.key=value ...]
+#
+# Options, DRY_RUN=1, DETACH=1 and exit codes as those of run_distribute.sh.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; set PYTHON to an interpreter" >&2; exit 2; }
+exec "$PYTHON" "$ROOT/tools/launch.py" standalone "$@"

@@ -1,0 +1,210 @@
+"""Who a process is: the variables of every launcher, whole and damaged."""
+
+from pathlib import Path
+
+import pytest
+
+from common.cluster.environment import ALONE, Process, announced_world_size, find_process, first_node, torch_variables
+from common.errors import ConfigError, DataError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29501",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+# as msrun of MindSpore 2.10 sets them: mindspore/parallel/cluster/process_entity/_api.py
+MSRUN = {
+    "MS_ROLE": "MS_WORKER",
+    "MS_NODE_ID": "3",
+    "MS_WORKER_NUM": "4",
+    "MS_SCHED_HOST": "127.0.0.1",
+    "MS_SCHED_PORT": "8118",
+    "MS_TOPO_TIMEOUT": "600",
+    "RANK_ID": "3",
+    "RANK_SIZE": "4",
+    "DEVICE_ID": "3",
+}
+# mpirun(1) of Open MPI 4, "Environment Variables"
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "PMIX_RANK": "1",
+}
+# MPICH's and Intel MPI's hydra: pm/hydra/lib/pmiserv_common and the Intel MPI developer reference
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+# a batch script's, after `env | grep SLURM` of a public job of 4 nodes x 1 task: no SLURM_STEP_*
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "200505",
+    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+# srun(1), "OUTPUT ENVIRONMENT VARIABLES": 3 nodes with 2, 2 and 1 tasks
+SRUN = {
+    **BATCH_SCRIPT,
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "gnode[20,25,37]",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+ASCEND = {"RANK_ID": "9", "RANK_SIZE": "16"}
+TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ALONE),
+        (
+            TORCHRUN,
+            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501, launcher="torchrun"),
+        ),
+        (
+            {**TORCHRUN, "DEVICE_ID": "6"},  # the container's, not the rank's
+            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501, launcher="torchrun"),
+        ),
+        (
+            {**TORCHRUN, "DEVICE_ID": "6", "RANK_ID": "5", "RANK_SIZE": "8", "GPT2_LAUNCHER_PID": "77"},
+            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, device_id=6, master="10.0.0.1", port=29501, launcher="launch"),
+        ),
+        (
+            MSRUN,
+            Process(rank=3, world_size=4, local_rank=3, local_world_size=4, device_id=3, master="127.0.0.1", port=8118, launcher="msrun"),
+        ),
+        (
+            {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "DEVICE_ID": "1"},
+            Process(rank=3, world_size=4, local_rank=1, local_world_size=2, device_id=1, master="10.0.0.1", port=8118, launcher="msrun"),
+        ),
+        (
+            OPEN_MPI,
+            Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun"),
+        ),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
+            Process(rank=1, world_size=2, local_rank=0, local_world_size=1, master="a", port=1234, launcher="mpirun"),
+        ),
+        (HYDRA, Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun")),
+        (MVAPICH, Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun")),
+        (BATCH_SCRIPT, ALONE),
+        ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),  # the batch step's own number
+        (
+            SRUN,
+            Process(rank=3, world_size=5, local_rank=1, local_world_size=2, master="gnode20", port=61440 + 200507 % 4095, launcher="srun"),
+        ),
+        (
+            {**SRUN, "PMI_RANK": "3", "PMI_SIZE": "5"},  # srun --mpi=pmi2
+            Process(rank=3, world_size=5, local_rank=1, local_world_size=2, master="gnode20", port=61440 + 200507 % 4095, launcher="srun"),
+        ),
+        (
+            {**SRUN, **OPEN_MPI},
+            Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun"),
+        ),
+        (
+            {**ASCEND, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job", "ASCEND_DEVICE_ID": "1"},
+            Process(
+                rank=9, world_size=16, local_rank=1, local_world_size=8, device_id=1, master="job-0.job", port=29500, launcher="rank table"
+            ),
+        ),
+    ],
+)
+def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
+    assert find_process(environ) == expected
+
+
+def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
+    """Pods are listed 1, 0; rank 9 is the second device of pod 1, on 10.19.1.79, and rank 0 lies on pod 0's 10.19.1.142."""
+    table = str(samples / TABLE)
+    expected = Process(
+        rank=9, world_size=16, local_rank=1, local_world_size=8, device_id=1, master="10.19.1.142", port=29500, launcher="rank table"
+    )
+    assert find_process({"RANK_TABLE_FILE": table, "RANK_ID": "9"}) == expected
+    assert find_process({"RANK_TABLE_FILE": table, **ASCEND, "DEVICE_ID": "1"}) == expected
+    assert announced_world_size({"RANK_TABLE_FILE": table}) == 16
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set; set both"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many: expected the number of processes"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: expected a number, 0 or more"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but there are 2 processes: expected 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected the number of processes, 1 or more"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in all"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
+        ({"RANK_ID": "0"}, "RANK_ID=0, but RANK_SIZE is not set"),
+        ({"RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_ID is not set"),
+        ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
+        ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of processes"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: expected a number"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
+    ],
+)
+def test_what_cannot_be_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_process(environ)
+    assert message in str(caught.value) and str(caught.value).startswith("environment: ")
+
+
+def test_what_contradicts_the_rank_table_is_refused(samples: Path) -> None:
+    table = {"RANK_TABLE_FILE": str(samples / TABLE)}
+    for environ, message in (
+        (table, "holds 16 ranks, but RANK_ID is not set"),
+        ({**table, "RANK_ID": "16"}, "RANK_ID=16, but there are 16 processes"),
+        ({**table, "RANK_ID": "0", "RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_TABLE_FILE="),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find_process(environ)
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match=r"RANK_SIZE: 8 and the ranks in RANK_TABLE_FILE=.*: 16 differ"):
+        announced_world_size({**table, "RANK_SIZE": "8"})
+    with pytest.raises(DataError, match="there is no such file"):
+        find_process({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu03", "gpu03"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("login1,gpu[03-05]", "login1"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("tux-[001-128].cluster", "tux-001.cluster"),
+    ],
+)
+def test_the_first_node_of_slurms_notation(nodes: str, first: str) -> None:
+    """Against the meaning in scontrol(1), "show hostnames"."""
+    assert first_node(nodes) == first
+
+
+def test_variables_for_torch() -> None:
+    process = Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501)
+    assert torch_variables(process) == {name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")}
+    with pytest.raises(ConfigError, match="rank 1 of 2 does not know where to meet the others; set MASTER_ADDR"):
+        torch_variables(Process(rank=1, world_size=2))

@@ -1,0 +1,127 @@
+"""Variables and commands of ranks, read back by a shell; interfaces, against what the ip command says."""
+
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.cluster.environment import find_process
+from common.cluster.places import find_places
+from common.cluster.rank_environment import (
+    ROOT,
+    find_meeting,
+    interface_of,
+    is_own,
+    parse_master,
+    rank_command,
+    rank_variables,
+    scheduler_variables,
+    shell_text,
+)
+from common.errors import ConfigError
+
+
+def variables(places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    meeting = find_meeting(places, port=None, table=table, backend=backend, environ=environ)
+    return rank_variables(places.own[number], places, meeting, cores=3, environ=environ)
+
+
+def test_both_frameworks_are_told_the_same() -> None:
+    found = variables(find_places(range(4, 6)), 1, table=Path("/tables/t.json"), MASTER_PORT="4000")
+    assert found == {
+        "RANK_ID": "1",
+        "DEVICE_ID": "5",
+        "RANK_SIZE": "2",
+        "RANK_TABLE_FILE": "/tables/t.json",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4000",
+        "HCCL_CONNECT_TIMEOUT": "1800",
+        "OMP_NUM_THREADS": "3",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_a_rank_finds_itself_by_them() -> None:
+    process = find_process({**variables(find_places(range(4, 6)), 1), "GPT2_LAUNCHER_PID": "1"})
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size, process.device_id) == (1, 2, 1, 2, 5)
+    assert process.master == "127.0.0.1" and process.launcher == "launch"
+
+
+def test_what_the_user_set_stays() -> None:
+    given = {"HCCL_CONNECT_TIMEOUT": "60", "OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth7"}
+    found = variables(find_places(range(2)), 0, **given)
+    assert {name: found[name] for name in given} == given
+
+
+def test_a_free_port_on_one_host_and_a_known_one_on_several() -> None:
+    first, second = (int(variables(find_places(range(2)), 0)["MASTER_PORT"]) for _ in range(2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", second))
+    assert first > 1023
+    several = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=0)
+    assert variables(several, 0)["MASTER_PORT"] == "29500" and variables(several, 0, MASTER_PORT="4000")["MASTER_PORT"] == "4000"
+
+
+def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
+    places = find_places(range(2))
+    found = variables(places, 1, backend="mindspore", MASTER_PORT="4000")
+    ours = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "4000"}
+    assert found.items() >= {**ours, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}.items()
+    meeting = find_meeting(places, port=4000, table=None, backend="mindspore", environ={})
+    assert scheduler_variables(places, meeting).items() >= {**ours, "MS_ROLE": "MS_SCHED"}.items()
+    for alone in (variables(find_places(range(1)), 0, backend="mindspore"), variables(places, 0, backend="mindspore", table=Path("/t"))):
+        assert not any(name.startswith("MS_") for name in alone)
+
+
+def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
+    places = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1)
+    found = variables(places, 0)
+    assert found["HCCL_IF_IP"] == "127.0.0.1" and found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert found["RANK"] == "2" and found["LOCAL_RANK"] == "0" and found["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command, to compare with, is absent")
+def test_interfaces_are_those_of_the_ip_command() -> None:
+    for link in json.loads(subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout):
+        for address in link.get("addr_info", []):
+            assert interface_of(address["local"]) == link["ifname"], address
+    assert interface_of("192.0.2.254") is None and not is_own("192.0.2.254")
+    assert is_own("localhost")
+    assert ipaddress.ip_address("127.0.0.1").is_loopback
+
+
+WORDS = ['predict.prompt=it\'s a "test"; $HOME `ls` \\n * [0,8]', "a b", "", "new\nline", "小"]
+
+
+def test_the_shell_text_is_what_a_shell_reads_back() -> None:
+    show = "import json, os, sys; print(json.dumps([os.environ['NAME'], *sys.argv[1:]]))"
+    text = shell_text({"NAME": WORDS[0]}, [sys.executable, "-c", show, *WORDS])
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [WORDS[0], *WORDS]
+
+
+def test_the_command() -> None:
+    command = rank_command(Path("/a/b.yaml"), "eval", ["seed=1"])
+    assert command == (sys.executable, str(ROOT / "run_gpt2.py"), "--config", "/a/b.yaml", "--run_mode", "eval", "seed=1")
+    assert os.access(command[1], os.R_OK)
+
+
+def test_master() -> None:
+    assert parse_master("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    assert parse_master("[fd00::1]:29500") == ("fd00::1", 29500)
+    assert parse_master(None) == (None, None)
+    for text in ("10.0.0.1", ":29500", "10.0.0.1:", "10.0.0.1:65535", "10.0.0.1:0", "10.0.0.1:x"):
+        with pytest.raises(ConfigError, match=r"expected IP:PORT|is no port"):
+            parse_master(text)
+    with pytest.raises(ConfigError, match="environment: MASTER_PORT: 'x' is no port"):
+        variables(find_places(range(2)), 0, MASTER_PORT="x")

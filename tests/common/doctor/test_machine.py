@@ -1,0 +1,180 @@
+"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools; ports and names for real."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.doctor import machine
+from common.doctor.machine import (
+    check_devices,
+    check_limits,
+    check_memory,
+    check_names,
+    check_ports,
+    check_storage,
+    check_variables,
+    npu_numbers,
+)
+from common.doctor.report import State
+
+DRIVER = "Version=7.35.23\nascendhal_version=7.35.23\nInnerversion=V100R001C21SPC002B220\npackage_version=25.0.rc1.1\n"
+# the lines of `npu-smi info` that matter; a second line of each device has no health
+NPU_SMI = """#!/bin/sh
+cat <<'END'
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 91.3        46                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3162 / 65536         |
+| 1     910B3               | {health}         | 90.1        45                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3162 / 65536         |
+END
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder before everything else on PATH, for stand-ins."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def ascend_root(tmp_path: Path, *numbers: int, driver: bool = True) -> Path:
+    root = tmp_path / "root"
+    (root / "dev").mkdir(parents=True)
+    for name in (*(f"davinci{number}" for number in numbers), "davinci_manager"):
+        (root / "dev" / name).touch()
+    if driver:
+        (root / "usr/local/Ascend/driver").mkdir(parents=True)
+        (root / "usr/local/Ascend/driver/version.info").write_text(DRIVER)
+    return root
+
+
+def test_ascend_devices_and_driver(tmp_path: Path, tools: Path) -> None:
+    root = ascend_root(tmp_path, 0, 1, 10)
+    put(tools, "npu-smi", NPU_SMI.format(health="OK   "))
+    checks, count = check_devices(root)
+    assert npu_numbers(root) == [0, 1, 10]
+    assert count == 3
+    assert [(check.name, check.state, check.found) for check in checks] == [
+        ("Ascend driver", State.OK, "25.0.rc1.1"),
+        ("devices", State.OK, "3 Ascend devices: 0, 1, 10"),
+    ]
+
+
+def test_a_sick_device_a_dead_driver_and_a_container_without_devices(tmp_path: Path, tools: Path) -> None:
+    root = ascend_root(tmp_path, 0, 1)
+    put(tools, "npu-smi", NPU_SMI.format(health="Alarm"))
+    assert check_devices(root)[0][1].found == "2 Ascend devices: 0, 1; NPU 1 is Alarm"
+    put(tools, "npu-smi", "#!/bin/sh\necho 'dcmi module initialize failed. ret is -8005' >&2; exit 1\n")
+    check = check_devices(root)[0][1]
+    assert check.state is State.ERROR and "ret is -8005" in check.found
+    (check,), count = check_devices(ascend_root(tmp_path / "container"))
+    assert (check.state, count) == (State.WARNING, 0)
+    assert check_devices(ascend_root(tmp_path / "half", 0, driver=False))[0][0].state is State.ERROR
+
+
+def test_gpus(tmp_path: Path, tools: Path) -> None:
+    put(
+        tools,
+        "nvidia-smi",
+        "#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07'\necho '1, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07'\n",
+    )
+    (check,), count = check_devices(tmp_path)
+    assert (check.state, count) == (State.OK, 2)
+    put(tools, "nvidia-smi", '#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9\n')
+    (check,), count = check_devices(tmp_path)
+    assert (check.state, count) == (State.ERROR, 0)
+    assert "couldn't communicate" in check.found
+
+
+def test_ports(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (check,) = check_ports(port, {}, first_host=True, npu=False, several_hosts=True)
+        assert check.state is State.ERROR and str(port) in check.found
+        (check,) = check_ports(port - 1, {}, first_host=True, npu=False, several_hosts=False)
+        assert check.state is State.WARNING
+        assert check_ports(port, {}, first_host=False, npu=False, several_hosts=True) == []
+        environ = {"HCCL_IF_BASE_PORT": str(min(port, 65520))}
+        check = check_ports(port, environ, first_host=False, npu=True, several_hosts=True, root=tmp_path)[-1]
+        assert check.state is State.ERROR
+    (check,) = check_ports(port, {"HCCL_IF_BASE_PORT": "many"}, first_host=False, npu=True, several_hosts=False)
+    assert check.found == "HCCL_IF_BASE_PORT=many"
+
+
+def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_can_listen", lambda port: True)
+    settings = tmp_path / "proc/sys/net/ipv4"
+    settings.mkdir(parents=True)
+    (settings / "ip_local_port_range").write_text("32768\t60999\n")
+    for reserved, state in (("\n", State.WARNING), ("60000-60007\n", State.WARNING), ("8080,60000-60015\n", State.OK)):
+        (settings / "ip_local_reserved_ports").write_text(reserved)
+        (check,) = check_ports(29500, {}, first_host=False, npu=True, several_hosts=True, root=tmp_path)
+        assert check.state is state, reserved
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone", "several"),
+    [
+        (["127.0.1.1"], State.OK, State.WARNING),
+        (["10.0.0.5", "127.0.1.1"], State.OK, State.OK),
+        ([], State.OK, State.WARNING),
+        (None, State.WARNING, State.WARNING),
+    ],
+)
+def test_the_name_of_this_host(addresses: list[str] | None, alone: State, several: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_resolve", lambda name: addresses)
+    assert [check.state for check in check_names(None, several_hosts=False)] == [alone]
+    assert [check.state for check in check_names(None, several_hosts=True)] == [several]
+
+
+def test_whether_an_address_is_this_machines() -> None:
+    assert check_names("127.0.0.1", several_hosts=True)[-1].found == "127.0.0.1 is held by interface lo"
+    check = check_names("203.0.113.1", several_hosts=True)[-1]  # of documentation alone, TEST-NET-3 of RFC 5737
+    assert check.state is State.ERROR
+    assert check_names("203.0.113.1", several_hosts=False)[-1].state is State.WARNING
+
+
+def test_memory_by_the_kernel_and_by_the_control_group(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n")
+    assert check_memory(tmp_path).found == "32.0 GiB available"
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert check_memory(tmp_path).state is State.OK
+    (group / "memory.max").write_text(f"{8 * 2**30}\n")
+    (group / "memory.current").write_text(f"{6 * 2**30}\n")
+    check = check_memory(tmp_path)
+    assert check.state is State.WARNING
+    assert check.found == "2.0 GiB available (this container may hold 8.0 GiB)"
+
+
+def test_limits(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "pids.max").write_text("100\n")
+    check = check_limits(tmp_path)
+    assert check.state is State.WARNING
+    assert "100 in this container" in check.found and "--pids-limit" in check.remedy
+
+
+def test_storage_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    check = check_storage(tmp_path / "output" / "run")[0]
+    assert str(tmp_path) in check.found and "output" not in check.found
+
+
+def test_variables_that_make_a_shell_a_rank() -> None:
+    assert check_variables({"PATH": "/bin"}) == []
+    rank, tuning = check_variables({"RANK": "3", "NCCL_DEBUG": "INFO", "MASTER_PORT": "1", "SECRET": "x"})
+    assert rank.state is State.WARNING and rank.remedy.endswith("unset RANK")
+    assert tuning.found == "MASTER_PORT=1, NCCL_DEBUG=INFO"

@@ -1,0 +1,129 @@
+"""Versions that fail together, CANN's files as its installers write them, and imports that break or hang."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from common.doctor.report import State
+from common.doctor.software import check_cann, check_imports, check_pairs, check_versions, satisfies, wanted_ranges
+
+ROOT = Path(__file__).resolve().parents[3]
+NONE = dict.fromkeys(("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers"))
+
+
+@pytest.mark.parametrize("specifier", [">=1.26,<3", "==1.26.4", ">=2.11,<2.14", ">=0.19.8,<0.20", "!=2.0,>1", "<=2.13"])
+@pytest.mark.parametrize("version", ["1.26.4", "1.26", "2.0.0", "2.11.0", "2.13.1", "2.14", "3.0", "0.19.7", "0.19.10", "0.20.0", "2.13"])
+def test_ranges_as_packaging_understands_them(version: str, specifier: str) -> None:
+    assert satisfies(version, specifier) == SpecifierSet(specifier).contains(version)
+    assert satisfies(version + "+cpu", specifier) == satisfies(version, specifier)
+
+
+def test_the_ranges_of_this_project() -> None:
+    ranges = wanted_ranges(ROOT)
+    assert ranges["python"] == ">=3.11,<3.14"
+    assert ranges["numpy"] == ">=1.26,<3"
+    assert ranges["torch_npu"].startswith(">=")
+    assert {"torch", "mindspore", "deepspeed", "transformers"} <= ranges.keys()
+
+
+def versions_of(**given: str) -> dict[str, str | None]:
+    return {**NONE, **given}
+
+
+def test_versions_out_of_range_and_missing() -> None:
+    ranges = {"python": ">=3.11", "torch": ">=2.11,<2.14", "deepspeed": ">=0.19.8,<0.20"}
+    checks = {check.name: check for check in check_versions(versions_of(torch="2.10.0", deepspeed="0.18.1"), ranges, "torch")}
+    assert checks["python"].state is State.OK
+    assert checks["torch"].state is checks["deepspeed"].state is State.WARNING
+    assert checks["deepspeed"].remedy == "this project is tested with deepspeed>=0.19.8,<0.20"
+    assert checks["mindspore"].state is State.OK
+    assert check_versions(NONE, {"python": ">=3.30"}, None)[0].state is State.ERROR
+    lacking = {check.name: check.state for check in check_versions(versions_of(torch="2.13.0"), ranges, "mindspore")}
+    assert lacking["mindspore"] is State.ERROR
+
+
+@pytest.mark.parametrize(
+    ("versions", "environ", "cann", "words"),
+    [
+        ({"mindspore": "2.10.0", "numpy": "2.1.3"}, {}, None, "pip install numpy==1.26.4"),
+        ({"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"}, {}, "8.2.RC1", "pip install torch==2.6.* or the torch_npu for 2.13"),
+        ({"torch_npu": "2.6.0"}, {}, "8.2.RC1", "pip install torch==2.6.*"),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {}, None, "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+    ],
+)
+def test_known_bad_pairs(versions: dict[str, str], environ: dict[str, str], cann: str | None, words: str) -> None:
+    (check,) = check_pairs(versions_of(**versions), environ, cann)
+    assert check.state is State.ERROR
+    assert words in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("versions", "environ", "cann"),
+    [
+        ({"mindspore": "2.10.0", "numpy": "1.26.4"}, {}, None),
+        ({"torch": "2.13.0", "numpy": "2.3.0"}, {}, None),
+        ({"torch_npu": "2.6.0.post3", "torch": "2.6.0"}, {}, "8.2.RC1"),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, None),
+    ],
+)
+def test_good_pairs(versions: dict[str, str], environ: dict[str, str], cann: str | None) -> None:
+    assert [check.state for check in check_pairs(versions_of(**versions), environ, cann)] == [State.OK]
+
+
+INFO = "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\narch=aarch64\nos=linux\n"
+CONFIG = (
+    "# version: 1.0\nruntime_running_version=[7.0.0.5.242:7.0.RC1]\ntoolkit_installed_version=[7.0.0.5.242:7.0.RC1][7.3.0.1.231:8.0.RC2]\n"
+)
+
+
+def write(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "version"), [("aarch64-linux/ascend_toolkit_install.info", INFO, "8.2.RC1"), ("version.cfg", CONFIG, "8.0.RC2")]
+)
+def test_the_version_of_cann(tmp_path: Path, name: str, text: str, version: str) -> None:
+    write(tmp_path / "cann", {name: text})
+    check, found = check_cann({"ASCEND_TOOLKIT_HOME": str(tmp_path / "cann")}, needed=True, root=tmp_path)
+    assert (check.state, found) == (State.OK, version)
+
+
+def test_cann_that_is_not_there_not_sourced_or_gone(tmp_path: Path) -> None:
+    assert check_cann({}, needed=False, root=tmp_path)[0].state is State.OK
+    assert check_cann({}, needed=True, root=tmp_path)[0].state is State.ERROR
+    check, found = check_cann({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True, root=tmp_path)
+    assert check.state is State.ERROR and found is None
+    write(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", {"version.cfg": CONFIG})
+    check, found = check_cann({}, needed=True, root=tmp_path)
+    assert found is None
+    assert check.remedy == f"source {tmp_path}/usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported here."""
+    library = "libhccl.so: cannot open shared object file: No such file or directory"
+    write(
+        tmp_path,
+        {
+            "torch.py": "class cuda:\n    device_count = staticmethod(lambda: 3)\n",
+            "torch_npu.py": f"raise ImportError({library!r})\n",
+            "crashing.py": "import os; os.kill(os.getpid(), 11)\n",
+            "hanging.py": "import time; time.sleep(60)\n",
+        },
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = ["torch", "torch_npu", "crashing"]
+    checks, counted = check_imports(names, 30)
+    assert [check.state for check in checks] == [State.OK, State.ERROR, State.ERROR]
+    assert counted == {"cuda": 3}
+    assert library in checks[1].found and "set_env.sh" in checks[1].remedy
+    assert checks[2].found == "ended by signal 11"
+    (hanging,), _ = check_imports(["hanging"], 1)
+    assert hanging.found == "failed: no answer within 1 s"
+    assert not {"torch_npu", "crashing", "hanging"} & sys.modules.keys()

@@ -1,0 +1,276 @@
+"""Launchers on two addresses of this machine, as two hosts of one run, tell each other how it goes."""
+
+import json
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.launcher.control import Control, Heard, Host, HostFailed, HostRefused, Hosts, rank_names
+
+ROOT = Path(__file__).resolve().parents[3]
+BEAT = (
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import beat, start_heartbeat;"
+    "start_heartbeat();"
+)
+SLEEP = BEAT + "print('ready'); time.sleep(600)"
+SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: sys.exit(143)); print('ready'); time.sleep(600)"
+SUPERVISOR = """
+import json, sys
+from pathlib import Path
+import common.launcher.control as control
+from common.launcher.supervisor import Child, Job, supervise
+job = json.loads(sys.argv[1])
+control.LIFE_SECONDS, control.LOST_SECONDS = 0.5, job["lost"]
+hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
+children = tuple(
+    Child(rank=rank, command=(sys.executable, "-c", program), environment={"HCCL_CONNECT_TIMEOUT": job["connect"]})
+    for rank, program in zip(hosts.all[hosts.own].ranks, job["programs"])
+)
+sys.exit(supervise(Job(children=children, log_folder=Path(job["log_folder"]), stall_limit=job["stall_limit"], hosts=hosts)))
+"""
+TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
+    started = []
+
+    def begin(own: int, *programs: str, hosts: Any = TWO, lost: float = 30.0, connect: int = 30, stall_limit: float = 1e6) -> Any:
+        job = {"own": own, "programs": programs, "hosts": hosts, "lost": lost, "connect": str(connect), "stall_limit": stall_limit}
+        words = json.dumps({**job, "port": port, "log_folder": str(tmp_path)})
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SUPERVISOR, words], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=40)
+    return process.returncode, output
+
+
+def until_ready(folder: Path, *ranks: int) -> None:
+    logs = [folder / f"mf_parallel{rank}" / "mindformer.log" for rank in ranks]
+    deadline = time.monotonic() + 30
+    while not all(log.exists() and "ready" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def until_said(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    text = ""
+    while words not in text:
+        line = process.stdout.readline()
+        assert line, text
+        text += line
+    return text
+
+
+def ranks_left(folder: Path) -> list[str]:
+    """Processes whose log is still open."""
+    found = subprocess.run(["bash", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null"], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if f"{folder}/mf_parallel" in line]
+
+
+def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
+    """The second comes late, and the first waits for its end."""
+    first = launch(0, "pass", "pass")
+    until_said(first, "started ranks 0-1")
+    second = launch(1, "pass", "pass")
+    assert [end(one)[0] for one in (first, second)] == [0, 0]
+
+
+def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(launch: Launch, tmp_path: Path) -> None:
+    now = tmp_path / "now"
+    first = launch(0, SLEEP, SLEEP)
+    launch(1, SLEEP, f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why'); raise SystemExit(7)")
+    until_said(first, "connected to")
+    now.touch()
+    code, output = end(first)
+    assert code == 7
+    assert "rank 3 (host 127.0.0.2) ended with exit code 7" in output
+    assert ranks_left(tmp_path) == []
+
+
+def test_a_failure_on_host_0_ends_the_other(launch: Launch, tmp_path: Path) -> None:
+    second = launch(1, SLEEP, SLEEP)
+    until_ready(tmp_path, 2, 3)
+    first = launch(0, SLEEP, "raise SystemExit(9)")
+    (code, _), (other_code, output) = end(first), end(second)
+    assert (code, other_code) == (9, 9)
+    assert "rank 1 (host 127.0.0.1) ended with exit code 9" in output
+    assert ranks_left(tmp_path) == []
+
+
+def test_a_failure_before_the_hosts_have_met_is_told_when_they_do(launch: Launch) -> None:
+    second = launch(1, SLEEP, "raise SystemExit(7)")
+    first = launch(0, SLEEP, SLEEP)
+    assert [end(one)[0] for one in (second, first)] == [7, 7]
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_stop_on_one_host_stops_both(launch: Launch, tmp_path: Path, signalled: int) -> None:
+    both = [launch(0, SAVE_AND_LEAVE, SAVE_AND_LEAVE), launch(1, SAVE_AND_LEAVE, SAVE_AND_LEAVE)]
+    until_ready(tmp_path, 0, 1, 2, 3)
+    until_said(both[signalled], "connected to")
+    both[signalled].send_signal(signal.SIGINT)
+    ends = [end(one) for one in both]
+    assert [code for code, _ in ends] == [130, 130]
+    assert all("stopped by SIGINT, after" in output for _, output in ends)
+
+
+def test_a_second_signal_on_one_host_kills_both(launch: Launch, tmp_path: Path) -> None:
+    ignore = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    both = [launch(0, ignore, ignore), launch(1, ignore, ignore)]
+    until_ready(tmp_path, 0, 1, 2, 3)
+    until_said(both[1], "connected to")
+    both[1].send_signal(signal.SIGTERM)
+    until_said(both[0], "SIGTERM: the ranks save")
+    time.sleep(0.4)  # signals closer than that are taken for one
+    both[1].send_signal(signal.SIGTERM)
+    ends = [end(one) for one in both]
+    assert [code for code, _ in ends] == [143, 143]
+    assert "killed by a second signal, SIGTERM at host 127.0.0.2 (ranks 2-3)" in ends[0][1]
+    assert ranks_left(tmp_path) == []
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_launcher_that_is_killed_is_a_lost_host(launch: Launch, tmp_path: Path, killed: int) -> None:
+    both = [launch(0, SLEEP, SLEEP), launch(1, SLEEP, SLEEP)]
+    until_ready(tmp_path, 0, 1, 2, 3)
+    until_said(both[1 - killed], "connected to")
+    both[killed].kill()
+    code, output = end(both[1 - killed])
+    assert code == 1
+    assert f"host 127.0.0.{killed + 1} (ranks {'2-3' if killed else '0-1'}) closed its connection without saying how it ended" in output
+
+
+def test_a_silent_host_is_a_lost_host(launch: Launch, tmp_path: Path) -> None:
+    first, second = launch(0, SLEEP, SLEEP, lost=2.0), launch(1, SLEEP, SLEEP)
+    until_said(first, "connected to")
+    second.send_signal(signal.SIGSTOP)
+    code, output = end(first)
+    assert code == 1
+    assert "host 127.0.0.2 (ranks 2-3) has not been heard from for 2 s" in output
+
+
+def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_path: Path) -> None:
+    wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
+    stop = BEAT + "beat(3, 'computing'); os.kill(os.getpid(), signal.SIGSTOP)"
+    both = [launch(0, wait, wait, stall_limit=5.0), launch(1, stop, wait, stall_limit=5.0)]
+    for code, output in map(end, both):
+        assert code == 1
+        assert re.search(r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)", output)
+        assert not re.search(r"rank [013] .*no progress", output)
+
+
+def test_another_list_of_hosts_is_refused(launch: Launch, tmp_path: Path) -> None:
+    first = launch(0, SAVE_AND_LEAVE, SAVE_AND_LEAVE)
+    second = launch(1, SLEEP, hosts=(TWO[0], ("127.0.0.2", (2,))))
+    code, output = end(second)
+    assert code == 2
+    assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
+    assert "host 127.0.0.2 was refused: this one runs with another list of hosts" in until_said(first, "refused")
+    assert first.poll() is None
+    until_ready(tmp_path, 0, 1)
+    first.send_signal(signal.SIGTERM)
+    first.send_signal(signal.SIGTERM)
+
+
+def test_a_host_that_never_comes(launch: Launch) -> None:
+    code, output = end(launch(0, SLEEP, SLEEP, connect=1))
+    assert code == 1
+    assert "host 127.0.0.2 (ranks 2-3) has not come within 1 s" in output
+
+
+def test_host_0_that_is_not_there(launch: Launch) -> None:
+    code, output = end(launch(1, SLEEP, SLEEP, connect=1))
+    assert code == 1
+    assert re.search(r"host 127.0.0.1 \(ranks 0-1\) could not be reached at port \d+ within 1 s \(Connection refused\)", output)
+
+
+def hosts(own: int, port: int, first: str = "127.0.0.1") -> Hosts:
+    return Hosts(all=(Host(address=first, ranks=(0, 1)), Host(address="127.0.0.2", ranks=(2, 3))), own=own, port=port)
+
+
+def test_a_port_in_use_is_one_clear_error(port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"),
+    ):
+        Control(hosts(0, port), queue.SimpleQueue(), 1.0)
+    with pytest.raises(ConfigError, match=r"198.51.100.7.*Cannot assign requested address"):
+        Control(hosts(0, port, "198.51.100.7"), queue.SimpleQueue(), 1.0)
+
+
+def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
+    events: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    first = Control(hosts(0, port, "localhost"), events[0], 30.0)
+    first.start()
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1, 2]\n",
+        b"\xff" * 100 + b"\n",
+        b'{"kind": "hello", "host": "1"}\n',
+        b"[" * 5000 + b"\n",
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            caller.sendall(garbage)
+            caller.shutdown(socket.SHUT_WR)
+            assert caller.recv(100) == b""
+    second = Control(hosts(1, port, "localhost"), events[1], 30.0)
+    second.start()
+    assert events[0].get(timeout=30) == Heard(host=1, kind="arrived", values={})
+    assert events[1].get(timeout=30) == Heard(host=0, kind="arrived", values={})
+    second.tell("stop", signal=15)
+    heard = events[0].get(timeout=30)
+    assert (heard.kind, heard.values["signal"]) == ("stop", 15)
+    again = Control(hosts(1, port, "localhost"), events[1], 30.0)
+    again.start()
+    refused = events[1].get(timeout=30)
+    assert isinstance(refused, HostFailed)
+    assert "the run was started twice there" in refused.text
+    assert isinstance(events[0].get(timeout=30), HostRefused)
+    second.tell("finished", stopped=False)
+    for control in (again, second, first):
+        control.close()
+    assert events[0].get(timeout=30).kind == "finished"
+    assert events[0].empty()
+
+
+def test_names_of_ranks() -> None:
+    assert [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 0, 1, 8, 9], [])] == [
+        "rank 3",
+        "ranks 0-2",
+        "ranks 0-1, 5, 8-9",
+        "ranks none",
+    ]

@@ -1,0 +1,169 @@
+"""What a rank tells its launcher, and how the launcher reads it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.launcher.heartbeat import beat
+from common.launcher.progress import Monitor, RankState, process_state, to_blame
+
+ROOT = Path(__file__).resolve().parents[3]
+START = "import os, subprocess, sys; from common.launcher.heartbeat import beat, start_heartbeat; "
+
+
+def run(program: str, *, launcher: int | str | None = None, pipe: int | str | None = None) -> subprocess.CompletedProcess[str]:
+    variables = {"GPT2_LAUNCHER_PID": launcher, "GPT2_HEARTBEAT_FD": pipe}
+    return subprocess.run(
+        [sys.executable, "-c", START + program],
+        cwd=ROOT,
+        env={**os.environ, **{name: str(value) for name, value in variables.items() if value is not None}},
+        pass_fds=[pipe] if isinstance(pipe, int) else [],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def told(program: str) -> str:
+    reading, writing = os.pipe()
+    done = run(program, launcher=os.getpid(), pipe=writing)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    assert done.returncode == 0, done.stderr
+    return text
+
+
+def test_beats_and_signs_of_life() -> None:
+    lines = told("start_heartbeat(); beat(3, 'reading data'); beat(3, 'computing')").splitlines()
+    assert [line for line in lines if line != "alive"] == ["3 reading data", "3 computing"]
+    assert "alive" in told("import time; start_heartbeat(); time.sleep(.5)").splitlines()
+
+
+def test_what_a_rank_starts_does_not_speak_for_it() -> None:
+    """Neither by the environment nor by the open pipe, started by exec or by fork."""
+    child = START + "import sys; pipe = sys.argv[1]; start_heartbeat(); beat(1, 'by exec'); print(os.path.exists('/proc/self/fd/' + pipe))"
+    program = f"""
+pipe = os.environ["GPT2_HEARTBEAT_FD"]
+start_heartbeat()
+subprocess.run([sys.executable, "-c", {child!r}, pipe], check=True, close_fds=False)
+pid = os.fork()
+if pid == 0:
+    beat(2, "by fork")
+    print(os.path.exists("/proc/self/fd/" + pipe), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    reading, writing = os.pipe()
+    done = run("\n" + program, launcher=os.getpid(), pipe=writing)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        assert set(file.read().splitlines()) <= {"alive"}
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher() -> None:
+    """Read back by PR_GET_PDEATHSIG = 2 of <linux/prctl.h>."""
+    reading, writing = os.pipe()
+    ask = "start_heartbeat(); import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); print(number.value)"
+    assert run(ask, launcher=os.getpid(), pipe=writing).stdout.split() == [str(int(signal.SIGKILL))]
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
+    reading, writing = os.pipe()
+    done = run("start_heartbeat(); print('went on')", launcher=1, pipe=writing)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the launcher of this rank, process 1, is gone" in done.stderr
+    os.close(reading)
+    done = run("start_heartbeat(); beat(1, 'computing'); print('went on')", launcher=os.getpid(), pipe=writing)  # nobody can read it
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    os.close(writing)
+
+
+@pytest.mark.parametrize(("launcher", "pipe"), [(None, None), ("own", None), (None, "77"), ("x", "77"), ("own", "77"), ("own", "1")])
+def test_a_process_that_was_not_launched_does_nothing(launcher: str | None, pipe: str | None) -> None:
+    """77 is no open file, and 1 is made one that is no pipe."""
+    program = """
+import tempfile, threading
+file = tempfile.TemporaryFile()
+os.dup2(file.fileno(), 1)
+start_heartbeat()
+beat(1, "computing")
+assert threading.active_count() == 1
+assert os.fstat(1).st_size == 0
+"""
+    done = run("\n" + program, launcher=os.getpid() if launcher == "own" else launcher, pipe=pipe)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
+    reading, writing = os.pipe()
+    done = run("start_heartbeat(); [beat(step, 'computing') for step in range(100000)]", launcher=os.getpid(), pipe=writing)
+    assert done.returncode == 0, done.stderr
+    os.close(reading)
+    os.close(writing)
+
+
+def test_beat_in_this_process_is_a_no_op() -> None:
+    beat(1, "computing")
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_launcher_reads_lines_however_they_come() -> None:
+    reading, writing = os.pipe()
+    monitor = Monitor(rank=2, name="rank 2", log=Path("x.log"), pid=os.getpid(), pipe=reading, now=100.0)
+    assert (monitor.state(101.0).step, monitor.state(101.0).idle, monitor.state(101.0).silent) == (-1, 1.0, None)
+    os.write(writing, b"alive\n7 reading da")
+    monitor.read(103.0)
+    assert (monitor.state(104.0).step, monitor.state(104.0).idle, monitor.state(104.0).silent) == (-1, 4.0, 1.0)
+    os.write(writing, b"ta\nrubbish\n\xff\xfe\n")
+    monitor.read(105.0)
+    state = monitor.state(106.0)
+    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (7, "reading data", 1.0, 1.0, "R")
+    os.write(writing, b"alive\n")
+    monitor.read(108.0)
+    assert (monitor.state(108.0).idle, monitor.state(108.0).silent) == (3.0, 0.0)
+    monitor.close()
+    os.close(writing)
+
+
+def test_states_of_processes() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    assert process_state(process.pid) == "T"
+    process.kill()
+    process.wait()
+    assert process_state(process.pid) == ""
+
+
+def rank(number: int, step: int, doing: str = "computing") -> RankState:
+    return RankState(rank=number, name=f"rank {number}", log="", step=step, doing=doing, idle=60.0, silent=1.0, process_state="S")
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([rank(0, 5), replace(rank(1, 5), process_state="T"), rank(2, 4)], [1]),
+        ([rank(0, 5), replace(rank(1, 5), silent=45.0), rank(2, 4)], [1]),
+        ([replace(rank(0, 5), silent=45.0), replace(rank(1, 5), process_state="T", silent=45.0)], [1]),
+        ([rank(0, 5), rank(1, 4, "saving"), rank(2, 5)], [1]),
+        ([rank(0, 5), rank(1, 5, "reading data"), rank(2, 5, "reading data")], [1, 2]),
+        ([rank(0, 5), rank(1, -1, "starting")], [1]),
+        ([rank(0, 5, "saving"), rank(1, 5, "computing")], [1]),
+        ([rank(0, 5, "saving"), rank(1, 5, "validating")], [0, 1]),
+        ([rank(0, 5), rank(1, 5)], [0, 1]),
+        ([replace(rank(0, 5), silent=None), rank(1, 6)], [0]),
+    ],
+)
+def test_who_is_blamed(states: list[RankState], expected: list[int]) -> None:
+    assert [state.rank for state in to_blame(states)] == expected

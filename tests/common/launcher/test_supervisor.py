@@ -1,0 +1,392 @@
+"""Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing is left of them."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.launcher.supervisor import Child, Job, supervise
+
+ROOT = Path(__file__).resolve().parents[3]
+NEVER = 1e6
+BEAT = (
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import beat, start_heartbeat;"
+    "start_heartbeat();"
+)
+SLEEP = BEAT + "time.sleep(600)"
+TELL = (  # its number, in the file that is its first argument
+    "import os, pathlib, sys; path = pathlib.Path(sys.argv[1]); part = path.with_suffix('.part');"
+    "part.write_text(str(os.getpid())); part.rename(path);"
+)
+SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready'); time.sleep(600)"
+SUPERVISOR = """
+import json, sys
+from pathlib import Path
+from common.launcher.supervisor import Child, Job, supervise
+job = json.loads(sys.argv[1])
+children = tuple(Child(**{**child, "command": tuple(child["command"])}) for child in job.pop("children"))
+sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)))
+"""
+
+
+def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[Child, ...]:
+    commands = [(sys.executable, "-c", program, *arguments) for program in programs]
+    return tuple(Child(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)}) for rank, command in enumerate(commands))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def log(folder: Path, rank: int) -> str:
+    path = folder / f"mf_parallel{rank}" / "mindformer.log"
+    return path.read_text() if path.exists() else ""
+
+
+class Started:
+    """``supervise`` in a process of its own."""
+
+    def __init__(self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object) -> None:
+        ranks = [{"rank": child.rank, "command": child.command, "environment": dict(child.environment)} for child in children(*programs)]
+        job = {"children": ranks, "log_folder": str(folder), "stall_limit": stall_limit, "follow": options.pop("follow", False)}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, json.dumps(job)],
+            cwd=ROOT,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
+        )
+
+    def until_ready(self, ranks: int) -> list[int]:
+        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this process's children."""
+        until(lambda: all("ready" in log(self.folder, rank) for rank in range(ranks)))
+        return [int(word) for word in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def begin(*programs: str, **options: object) -> Started:
+        started.append(Started(tmp_path, *programs, **options))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs = ["import os; print('rank', os.environ['RANK_ID'], os.environ['DEVICE_ID'])"] * 2
+    ranks = tuple(
+        Child(rank=child.rank, command=child.command, environment={**child.environment, "RANK_ID": str(child.rank)})
+        for child in children(*programs)
+    )
+    assert supervise(Job(children=ranks, log_folder=tmp_path / "logs", stall_limit=NEVER)) == 0
+    assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [["rank 0 4"], ["rank 1 5"]]
+    said = capsys.readouterr()
+    assert "started ranks 0-1" in said.out
+    assert str(tmp_path / "logs") in said.out
+    assert "all ranks ended well" in said.out
+    assert said.err == ""
+
+
+def test_follow_copies_the_log_of_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(children=children("print('one line')", "print('not this')"), log_folder=tmp_path, stall_limit=NEVER, follow=True)
+    assert supervise(job) == 0
+    out = capsys.readouterr().out
+    assert "one line\n" in out
+    assert "not this" not in out
+
+
+def test_the_first_failure_ends_all_and_what_they_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A grandchild in the same session, and one that has left it and lost its parent."""
+    grandchild, daemon = tmp_path / "grandchild", tmp_path / "daemon"
+    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True)"
+    first = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {TELL + SLEEP!r}, {str(grandchild)!r}])
+subprocess.run([sys.executable, "-c", {leave!r}, {TELL + SLEEP!r}, {str(daemon)!r}])
+{SLEEP}
+"""
+    second = f"""
+import os, sys, time
+while not (os.path.exists({str(grandchild)!r}) and os.path.exists({str(daemon)!r})):
+    time.sleep(.01)
+print("why")
+sys.exit(7)
+"""
+    assert supervise(Job(children=children(first, second), log_folder=tmp_path, stall_limit=NEVER)) == 7
+    assert not is_alive(int(grandchild.read_text()))
+    assert not is_alive(int(daemon.read_text()))
+    error = capsys.readouterr().err
+    assert "rank 1 (device 5) ended with exit code 7" in error
+    assert str(tmp_path / "mf_parallel1" / "mindformer.log") in error
+    assert "    why\n" in error
+
+
+def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection early."""
+    first = TELL + "sys.exit(1)"
+    second = (
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)\npid = open(sys.argv[1]).read()\n"
+        "while open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z': time.sleep(.01)\nos.kill(os.getpid(), 9)"
+    )
+    job = Job(children=children(first, second, arguments=(str(tmp_path / "pid"),)), log_folder=tmp_path, stall_limit=NEVER)
+    assert supervise(job) == 137
+    error = capsys.readouterr().err
+    assert "rank 1 (device 5) was killed by signal 9 (SIGKILL" in error
+    assert "rank 0" not in error
+
+
+def test_a_failure_at_the_start_of_one_of_four(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        supervise(Job(children=children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"), log_folder=tmp_path, stall_limit=NEVER))
+        == 1
+    )
+    error = capsys.readouterr().err
+    assert "rank 3 (device 7) ended with exit code 1" in error
+    assert "RuntimeError: no such card" in error
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = (*children(SLEEP), Child(rank=1, command=("/no/such/program",), environment={}))
+    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 1
+    assert "rank 1 could not be started: No such file or directory: /no/such/program" in capsys.readouterr().err
+
+
+def test_ranks_that_end_early_and_well_are_no_failure(tmp_path: Path) -> None:
+    late = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)"
+    job = Job(children=children(TELL, late, arguments=(str(tmp_path / "done"),)), log_folder=tmp_path, stall_limit=NEVER)
+    assert supervise(job) == 0
+
+
+def test_of_ranks_that_stall_the_stopped_one_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
+    stop = BEAT + "beat(3, 'computing'); os.kill(os.getpid(), signal.SIGSTOP)"
+    assert supervise(Job(children=children(wait, stop, wait), log_folder=tmp_path, stall_limit=2.0)) == 1
+    error = capsys.readouterr().err
+    assert "stalled for 2 s (runtime.stall_limit)" in error
+    assert re.search(r"rank 1 \(device 5\) has made no progress .* step 3, computing; its process is stopped \(state T\)", error)
+    assert "rank 0" not in error
+    assert "rank 2" not in error
+
+
+def test_of_ranks_that_stall_the_one_behind_is_blamed_and_shows_where_it_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ahead = BEAT + "beat(3, 'reading data'); beat(3, 'computing'); time.sleep(600)"
+    behind = BEAT + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
+    assert supervise(Job(children=children(ahead, ahead, behind), log_folder=tmp_path, stall_limit=2.0)) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
+    assert "rank 0" not in error
+    assert "in wait_for_the_disk" in error
+
+
+def test_a_rank_that_never_begins_stalls_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert supervise(Job(children=children(SLEEP), log_folder=tmp_path, stall_limit=1.0)) == 1
+    assert "it has not come to its first step" in capsys.readouterr().err
+
+
+def test_progress_keeps_a_run_alive(tmp_path: Path) -> None:
+    """It goes on for twice the limit."""
+    program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(40)]"
+    assert supervise(Job(children=children(program), log_folder=tmp_path, stall_limit=2.0)) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_every_rank_save(start: Callable[..., Started], number: int) -> None:
+    run = start(SAVE_AND_LEAVE, SAVE_AND_LEAVE)
+    pids = run.until_ready(2)
+    run.process.send_signal(number)
+    code, output = run.end()
+    assert code == 128 + number
+    assert f"stopped by {signal.Signals(number).name}, after" in output
+    assert [log(run.folder, rank).count("saved") for rank in (0, 1)] == [1, 1]
+    assert not any(map(is_alive, pids))
+
+
+def test_a_second_signal_kills(start: Callable[..., Started]) -> None:
+    run = start(*[BEAT + "signal.signal(15, lambda *_: print('no')); print('ready')\nwhile True: time.sleep(600)"] * 2)
+    pids = run.until_ready(2)
+    run.process.send_signal(signal.SIGINT)
+    until(lambda: all("no" in log(run.folder, rank) for rank in (0, 1)))
+    time.sleep(0.4)  # two signals at once, as timeout sends them, are one
+    assert all(map(is_alive, pids))
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.end()
+    assert code == 130
+    assert "killed by a second signal, SIGINT" in output
+    assert not any(map(is_alive, pids))
+
+
+def test_a_rank_that_does_not_end_after_a_signal_is_killed(start: Callable[..., Started]) -> None:
+    ignore = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    run = start(SAVE_AND_LEAVE, ignore, stall_limit=4.0)
+    run.until_ready(2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 143
+    assert "stopped by SIGTERM; rank 1 did not end within 4 s" in output
+
+
+def test_a_rank_that_fails_while_others_are_stopped_is_a_failure(start: Callable[..., Started]) -> None:
+    run = start(SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9"))
+    run.until_ready(2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 9
+    assert "rank 1 (device 5) ended with exit code 9" in output
+
+
+def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(start: Callable[..., Started]) -> None:
+    wait = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time.sleep(600)"
+    run = start(wait, BEAT + "print('ready'); time.sleep(600)")
+    run.until_ready(2)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 143
+    assert "rank 1 (device 5) ended before it could save" in output
+
+
+def test_a_signal_to_one_rank_lets_the_others_save_too(start: Callable[..., Started], tmp_path: Path) -> None:
+    """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which would kill."""
+    now = tmp_path / "now"
+    second = f"""
+import os, signal, sys, time
+signal.signal(15, lambda *_: os._exit(9))
+while not os.path.exists({str(now)!r}):
+    time.sleep(.01)
+print("saved")
+sys.exit(143)
+"""
+    run = start("raise SystemExit(143)", second)
+    assert run.process.stdout is not None
+    while "rank 0 (device 4) was stopped by SIGTERM; waiting for the others" not in run.process.stdout.readline():
+        assert run.process.poll() is None
+    now.touch()
+    assert run.end()[0] == 143
+    assert "saved" in log(run.folder, 1)
+
+
+def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(start: Callable[..., Started], tmp_path: Path) -> None:
+    """With a heartbeat and, as one that hangs in its imports, without."""
+    grandchild = tmp_path / "grandchild"
+    first = BEAT + f"import subprocess; subprocess.Popen([sys.executable, '-c', {TELL + SLEEP!r}, {str(grandchild)!r}]);"
+    run = start(first + "print('ready'); time.sleep(600)", "import time; print('ready'); time.sleep(600)")
+    pids = run.until_ready(2)
+    until(grandchild.exists)
+    pids.append(int(grandchild.read_text()))
+    run.process.kill()
+    until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(start: Callable[..., Started]) -> None:
+    """Standard output is a pipe that nobody reads, and more is to be copied into it than it holds."""
+    run = start("print('x' * 3_000_000)", follow=True)
+    assert run.process.wait(timeout=30) == 0
+
+
+def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(start: Callable[..., Started]) -> None:
+    master, slave = pty.openpty()
+    run = start(
+        BEAT + "print('\\x1b[31mfirst\\nstep 7 \\u8bad'); time.sleep(600)",
+        BEAT + "print('other'); time.sleep(600)",
+        stdout=slave,
+    )
+    os.close(slave)
+    seen = b""
+    while "step 7 训".encode() not in seen:
+        seen += os.read(master, 4096)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=30) == 143
+    os.close(master)
+    assert b"\r\x1b[Kstep 7" in seen
+    assert b"first" not in seen
+    assert b"other" not in seen
+
+
+def test_logs_are_appended_to_and_secrets_hidden(tmp_path: Path) -> None:
+    environment = {
+        "HF_TOKEN": "abc1",
+        "MY_AWS_SECRET_THING": "abc2",
+        "db_password": "abc3",
+        "http_proxy": "http://me:abc4@proxy:80/",
+        "BUCKET": "s3://host/x?access_key=abc5&region=north",
+        "PLAIN": "two\nlines",
+    }
+    child = Child(
+        rank=0, command=(sys.executable, "-c", "print('ran')", "remote.secret_key=abc6", "u=https://abc7@host"), environment=environment
+    )
+    for _ in range(2):
+        assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert re.fullmatch(r"(==== \S+ rank 0\nran\n){2}", log(tmp_path, 0))
+    text = (tmp_path / "mf_parallel0" / "env.log").read_text()
+    assert re.findall(r"abc\d", text) == []
+    assert text.count("HF_TOKEN=(hidden)\n") == 2
+    assert "http_proxy=http://(hidden)@proxy:80/\n" in text
+    assert "BUCKET=s3://host/x?access_key=(hidden)&region=north\n" in text
+    assert "PLAIN=two\\nlines\n" in text
+    assert len(re.findall(r"^==== ", text, flags=re.M)) == 2
+
+
+def test_a_log_folder_that_cannot_be_written_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mf_parallel1").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"mf_parallel1: cannot be written: File exists; choose another one by --log_dir"):
+        supervise(Job(children=children(TELL, TELL, arguments=(str(tmp_path / "ran"),)), log_folder=tmp_path, stall_limit=NEVER))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "mf_parallel0").mkdir()
+    for name in ("mindformer.log", "env.log"):
+        (tmp_path / "mf_parallel0" / name).symlink_to("/dev/full")
+    assert supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER)) == 0
+
+
+def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    child = Child(rank=0, command=(sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"), environment={}, cores=(core,))
+    assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert f"{{{core}}}" in log(tmp_path, 0)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    helper = Child(rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler")
+    assert supervise(Job(children=(*children("pass"), helper), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
+    broken = Child(rank=-1, command=(sys.executable, "-c", "raise SystemExit(5)"), environment={}, name="scheduler")
+    assert supervise(Job(children=(*children(SLEEP), broken), log_folder=tmp_path, stall_limit=NEVER)) == 5
+    assert "scheduler ended with exit code 5" in capsys.readouterr().err
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in numbers]
+    supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER))
+    assert [signal.getsignal(number) for number in numbers] == before

@@ -1,0 +1,82 @@
+"""Runs started through scripts/run_distribute.sh, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_OF_LAUNCHERS = re.compile(r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_")
+
+TINY = (
+    "device=cpu",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.seq_length=16",
+    "model.vocab_size=101",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=8",
+    "optimizer.name=sgd",
+    "optimizer.learning_rate=0.1",
+    "optimizer.decay_steps=1000",
+    "data.split=90,10,0",
+    "data.tokenizer=null",
+    "validation.max_samples=4",
+    "logging.tensorboard=false",
+    "logging.plot=false",
+)
+"""Overrides of the tiny preset for the fixture ``corpus_prefix``; a step takes milliseconds."""
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The tests' own, without what launchers set, one thread a process."""
+    kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.search(name)}
+    return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
+
+
+def run_words(output: Path, corpus: Path, **keys: object) -> list[str]:
+    """The overrides of a tiny run; keys are written section__key=value."""
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    return [*TINY, f"output_dir={output}", f"data.train={corpus}", *changes]
+
+
+def start_script(*words: str, before: tuple[str, ...] = (), log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """``run_distribute.sh words`` in the background, its output in ``log``. before: such as ("ip", "netns", "exec", NAME)."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*before, "bash", str(ROOT / "scripts" / "run_distribute.sh"), *words],
+            cwd=ROOT,
+            env=clean_environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def pids_with(text: str) -> list[int]:
+    """Living processes whose command line holds ``text``, this one not."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if text in words and state not in "ZX":
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what}"
+        time.sleep(0.05)

@@ -1,0 +1,167 @@
+"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run yet."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.cluster.rank_environment import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
+    """What a user uploads: a folder with the data, and a config beside the code."""
+    folder = tmp_path / "bucket"
+    (folder / "data").mkdir(parents=True)
+    for extension in (".bin", ".idx"):
+        shutil.copy(corpus_prefix.with_suffix(extension), folder / "data")
+    config = {
+        "output_dir": "replaced",
+        "device": "cpu",
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "vocab_size": 101},
+        "train": {"max_steps": 3, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "validation": {"max_samples": 2},
+        "logging": {"plot": False, "tensorboard": False},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, bucket: Path) -> Start:
+    """Start the start file with the platform's paths, from a folder that is not the code's."""
+
+    def run(*words: str, container: str = "a", program: str = "run_gpt2.py", **variables: str) -> "subprocess.Popen[str]":
+        names = re.compile("RANK|WORLD_SIZE|MASTER_|MS_|MA_|VC_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI|GLOO_|TMPDIR")
+        environ = {name: value for name, value in os.environ.items() if not names.match(name)}
+        disk = tmp_path / f"container_{container}"
+        disk.mkdir(exist_ok=True)
+        platform = {"MA_JOB_DIR": str(ROOT.parent), "MA_MOUNT_PATH": "/home/ma-user/modelarts", "MA_NUM_HOSTS": "1"}
+        return subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / program),
+                f"--config={bucket}/run.yaml",
+                f"--data_url=file://{bucket}/data",
+                f"--train_url=file://{bucket}/out",
+                *words,
+            ],
+            cwd=disk,
+            env={**environ, **platform, "OMP_NUM_THREADS": "1", "TMPDIR": str(disk), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+def finish(*jobs: "subprocess.Popen[str]", code: int = 0) -> list[tuple[str, str]]:
+    said = [job.communicate(timeout=120) for job in jobs]
+    assert [job.returncode for job in jobs] == [code] * len(jobs), said
+    return said
+
+
+def losses(folder: Path) -> list[int]:
+    return [row["step"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+
+
+def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, shared_data: Path) -> None:
+    """The platform fills its version 0 table while the processes start; then a failure, after which the output is copied all the same."""
+    table = json.loads((shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
+    group = table["group_list"][0]
+    group["instance_list"] = group["instance_list"][1:]
+    group["instance_list"][0]["devices"] = group["instance_list"][0]["devices"][:2]
+    group |= {"device_count": "2", "instance_count": "1"}
+    file = tmp_path / "jobstart_hccl.json"
+    shutil.copy(shared_data / "ranktables" / "status_initializing.json", file)
+
+    def ranks(*words: str) -> list["subprocess.Popen[str]"]:
+        port = str(free_port())
+        cards = [{"RANK_ID": str(card), "RANK_SIZE": "2", "DEVICE_ID": str(card), "ASCEND_DEVICE_ID": str(card)} for card in range(2)]
+        common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": port, "MA_NUM_GPUS": "2"}
+        return [start("--run_mode=train", "--platform_flag=1", *words, **common, **card) for card in cards]
+
+    jobs = ranks()
+    time.sleep(0.5)
+    file.with_suffix(".new").write_text(json.dumps(table))
+    file.with_suffix(".new").rename(file)
+    (out, _), (out_of_1, _) = finish(*jobs)
+    assert "--platform_flag=1 is no argument of this program; ignored" in out
+    assert "micro 2 x data parallel 2" in out and "copying" not in out_of_1
+    assert losses(bucket / "out") == [1, 2, 3]
+    assert (bucket / "out" / "checkpoints" / "latest").is_file()
+
+    (bucket / "out" / "metrics.jsonl").unlink()
+    said = finish(*ranks("--parallel.model_parallel=3"), code=2)
+    assert all("does not divide model.num_heads=2" in error for _, error in said), said
+    assert losses(bucket / "out") == [1, 2, 3], "copied again, although the run failed"
+
+
+def test_a_stopped_job_goes_on_in_another_container(start: Start, bucket: Path) -> None:
+    """As a user of MindFormers names file and arguments; one card, no table."""
+    words = ["--run_mode=train", "--use_parallel=False", "--epochs=4", "--batch_size=1", "--checkpoint.interval=5", "--dataset_id=random"]
+    card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
+    job = start(*words, program="run_mindformer.py", **card)
+    assert job.stdout is not None
+    while not (line := job.stdout.readline()).partition("| loss")[1]:
+        assert line, "ended before its first step"
+    job.send_signal(signal.SIGTERM)
+    _, error = job.communicate(timeout=120)
+    assert job.returncode == 143, error
+    done = losses(bucket / "out")[-1]
+    words += ["--train.max_epochs=null", f"--train.max_steps={done + 2}"]
+    ((out, _),) = finish(start(*words, program="run_mindformer.py", container="b", **card))
+    assert "resuming" in out
+    assert losses(bucket / "out") == list(range(1, done + 3))
+
+
+def test_what_is_not_there_is_one_message(start: Start, bucket: Path) -> None:
+    shutil.rmtree(bucket / "data")
+    ((_, error),) = finish(start("--run_mode=train"), code=2)
+    assert error == f"error: file://{bucket}/data: there is nothing; check the address (of a .bin/.idx pair: its folder), " + (
+        "and the rights of this job\n"
+    )
+
+
+def commands(name: str) -> list[str]:
+    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.S)
+    return block.replace("\\\n", " ").strip().splitlines()
+
+
+def test_the_commands_of_the_guides(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
+    found = commands("modelarts.md")
+    assert len(found) == 3 and commands("modelarts_zh.md") == found
+    data = tmp_path / "data" / "quickstart"
+    data.mkdir(parents=True)
+    for source, name in zip(gpt2_vocab_files, ("vocab.json", "merges.txt"), strict=True):
+        shutil.copy(source, data / name)
+    for extension in (".bin", ".idx"):
+        shutil.copy(corpus_prefix.with_suffix(extension), data / f"corpus_text_document{extension}")
+    for name in ("run_gpt2.py", "run_mindformer.py", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    smaller = " --model.num_layers=1 --model.hidden_size=24"
+    for command in found:
+        command += smaller * ("config" in command)
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert "resuming" in done.stdout and "micro 4 x data parallel 2" in done.stdout, "the job's log is rank 0's"
+    assert losses(tmp_path / "bucket" / "out") == [1, 2, 3]
+    logs = [path.parent.name for path in sorted((tmp_path / "bucket" / "out").glob("mf_parallel*/mindformer.log"))]
+    assert logs == ["mf_parallel0", "mf_parallel1"]

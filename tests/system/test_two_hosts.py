@@ -1,0 +1,103 @@
+"""Two hosts of two ranks each: network namespaces with addresses of their own, one merged rank table, a cable that is pulled."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.training.metrics import read_metrics
+from tests.launching import pids_with, run_words, start_script, wait_until
+
+CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Names of two network namespaces, joined by a cable."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip")
+    names = (f"gpt2-{os.getpid()}-a", f"gpt2-{os.getpid()}-b")
+    made = []
+    try:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+            made.append(name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """As tools/merge_hccl.py writes it; the device addresses stand for the network of Ascend devices, which CPUs have none of."""
+    single = []
+    for host, address in enumerate(ADDRESSES):
+        devices = [{"device_id": str(n), "device_ip": f"10.78.{host}.{n + 1}", "rank_id": str(n)} for n in range(2)]
+        server = {"server_id": address, "device": devices, "host_nic_ip": "reserve"}
+        single.append(tmp_path / f"host{host}.json")
+        single[-1].write_text(json.dumps({"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}))
+    merge = Path(__file__).resolve().parents[2] / "tools" / "merge_hccl.py"
+    subprocess.run([sys.executable, str(merge), *map(str, single)], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    return tmp_path / "hccl_2s_4p.json"
+
+
+def rows_of(run: Path) -> list[tuple[Any, ...]]:
+    rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    return [(row["step"], row["loss"], row["grad_norm"], row["sample_hash"]) for row in rows if "loss" in row]
+
+
+def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_the_run_goes_on(
+    hosts: tuple[str, str], table: Path, tmp_path: Path, corpus_prefix: Path
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    keys = {"train__max_steps": 200, "checkpoint__interval": 20, "validation__interval": 0, "model__dropout": 0.1}
+
+    def start(run: Path, words: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
+        return [
+            start_script(*(str(table), CONFIG, numbers, "train", "4", *run_words(run, corpus_prefix, **keys), *words),
+                         before=("ip", "netns", "exec", host), log=tmp_path / f"{run.name}-{number}.log")
+            for number, (host, numbers) in enumerate(zip(hosts, ("[0,2)", "[2,4)"), strict=True))
+        ]  # fmt: skip
+
+    processes = start(cut, ())
+    try:
+        wait_until(lambda: len(rows_of(cut)) > 45, f"steps of {cut}")
+        ip("-n", hosts[1], "link", "set", "cable", "down")
+        codes = [process.wait(timeout=60) for process in processes]
+        assert codes == [1, 1]
+        told = [(tmp_path / f"cut-{number}.log").read_text() for number in range(2)]
+        for text, other, ranks in zip(told, reversed(ADDRESSES), ("2-3", "0-1"), strict=True):
+            assert f"host {other} (ranks {ranks}) has not been heard from" in text, text
+        assert pids_with(str(cut)) == []
+        stopped = len(rows_of(cut))
+        assert 45 < stopped < 200
+
+        ip("-n", hosts[1], "link", "set", "cable", "up")
+        processes = start(cut, ())
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        processes = [start_script("none", CONFIG, "[0,4)", "train", *run_words(whole, corpus_prefix, **keys), log=tmp_path / "whole.log")]
+        assert processes[0].wait(timeout=120) == 0
+    finally:
+        for process in processes:
+            process.kill()
+    assert rows_of(cut) == rows_of(whole)

@@ -1,0 +1,184 @@
+"""The doctor as a user starts it: real all-reduces on one and two hosts, a rank that hangs, broken machines, bad arguments."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.cluster.rank_environment import free_port
+from common.doctor import software
+from tools import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**QUIET, **(environment or {})}, errors="replace"
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=120)
+    finally:
+        process.kill()
+
+
+def pids_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """rank -> process, once the doctor has told."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.findall(r"rank (\d+) is process (\d+)", line):
+            return {int(rank): int(pid) for rank, pid in found}
+    raise AssertionError("the doctor told of no processes")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except OSError:
+        return False
+
+
+def check_of(report: str, name: str) -> dict[str, Any]:
+    return next(check for check in json.loads(report)["checks"] if check["name"] == name)
+
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+@needs_torch
+def test_the_doctors_of_two_hosts() -> None:
+    """Both of this machine: host 0 judges, and both say the same."""
+    words = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--ranks", "1", "--backend", "torch", "--json", "--time_limit", "100"]
+    processes = [start(*words, "--node_rank", str(host)) for host in range(2)]
+    reports = [finish(process)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], reports
+    found = [check_of(report, "all-reduce") for report in reports]
+    assert found[0] == found[1]
+    assert found[0]["found"].startswith("2 ranks, gloo: the sum is right; 16 MiB in ")
+    assert check_of(reports[1], "hosts")["found"] == "all 2 have called"
+
+
+@needs_torch
+def test_a_rank_that_is_stopped_is_named_and_no_process_stays(tmp_path: Path) -> None:
+    process = start("--ranks", "2", "--backend", "torch", "--time_limit", "5", environment={"TMPDIR": str(tmp_path)})
+    pids = pids_of(process)
+    os.kill(pids[1], signal.SIGSTOP)
+    report, _ = finish(process)
+    assert process.returncode == 2
+    assert re.search(r"^error    all-reduce .* rank 1 \(device 1 of 127\.0\.0\.1\) did not answer within 5 s: stopped", report, flags=re.M)
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert sorted(path.name for path in tmp_path.glob("gpt2_doctor_*/*")) == ["rank_0.log", "rank_1.log"]
+
+
+@needs_torch
+def test_the_doctor_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    process = start("--ranks", "2", "--backend", "torch", environment={"TMPDIR": str(tmp_path)})
+    pids = pids_of(process)
+    process.terminate()
+    finish(process)
+    assert process.returncode == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert not list(tmp_path.glob("gpt2_doctor_*"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mindspore") is None, reason="mindspore is not installed")
+def test_mindspore_reduces_too() -> None:
+    process = start("--ranks", "2", "--backend", "mindspore", "--json", "--time_limit", "100")
+    report, _ = finish(process)
+    assert process.returncode == 0, report
+    assert check_of(report, "all-reduce")["found"].startswith("2 ranks, mccl: the sum is right")
+
+
+def test_a_broken_torch_does_not_break_the_doctor(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
+    process = start("--ranks", "2", "--backend", "torch", "--json", environment={"PYTHONPATH": str(tmp_path)})
+    report, messages = finish(process)
+    assert process.returncode == 2
+    assert "Traceback" not in messages
+    if software.installed_versions()["torch"]:
+        assert "libcudart.so.12" in check_of(report, "import torch")["found"]
+    assert check_of(report, "all-reduce")["found"] == "not tried: torch does not import"
+
+
+def test_no_framework_is_imported() -> None:
+    program = "import sys; sys.path.insert(0, '.'); import tools.doctor; sys.exit(bool({'torch', 'mindspore'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.fixture
+def without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+def rank_table(*servers: str) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "server_count": str(len(servers)),
+        "server_list": [
+            {"server_id": server, "device": [{"device_id": "4", "device_ip": f"192.168.4.{rank + 1}", "rank_id": str(rank)}]}
+            for rank, server in enumerate(servers)
+        ],
+        "status": "completed",
+    }
+
+
+@pytest.mark.usefixtures("without_imports")
+def test_a_table_that_is_wrong_is_one_error_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({**rank_table("10.0.0.1"), "server_count": "3"}))
+    assert doctor.main(["--rank_table", str(path), "--json"]) == 2
+    check = check_of(capsys.readouterr().out, "rank table")
+    assert check["state"] == "error" and "server_count" in check["found"]
+
+
+@pytest.mark.usefixtures("without_imports")
+def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """203.0.113.x are addresses of documentation alone (TEST-NET-3 of RFC 5737)."""
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(rank_table("203.0.113.1", "203.0.113.2")))
+    assert doctor.main(["--rank_table", str(path), "--json"]) == 2
+    report = capsys.readouterr().out
+    assert "2 ranks on 2 servers, sha256 " in check_of(report, "rank table")["found"]
+    assert check_of(report, "ranks")["found"] == (
+        "none of 203.0.113.1, 203.0.113.2 is this machine's; say which server of the rank table this is with --node_rank 0 to 1"
+    )
+    assert doctor.main(["--rank_table", str(path), "--node_rank", "1", "--time_limit", "1", "--device", "cuda", "--json"]) == 2
+    report = capsys.readouterr().out
+    assert check_of(report, "address")["found"] == "203.0.113.2 is no address of this machine"
+    assert "not tried" in check_of(report, "all-reduce")["found"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0: expected 1 or more"),
+        (["--ranks", "[4,2)"], "is empty"),
+        (["--rank_table", "t.json", "--ranks", "2"], "leave out --ranks"),
+        (["--master", "10.0.0.1:29500"], "--master IP:PORT and --nnodes N belong together"),
+        (["--master", "10.0.0.1", "--nnodes", "2"], "expected IP:PORT"),
+        (["--time_limit", "nan"], "--time_limit nan: expected seconds"),
+        (["--backend", "jax"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(words)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

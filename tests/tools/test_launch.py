@@ -1,0 +1,173 @@
+"""What tools/launch.py gives the supervisor, and what it does beside it: waits for tables, detaches, speaks through ssh."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.launcher.supervisor import Job
+from tests.cluster_tables import write_tutorial_table
+from tools import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs/gpt2/run_gpt2.yaml")
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
+    """The jobs that would have run; each ends with exit code 7."""
+    found: list[Job] = []
+    monkeypatch.setattr(launch, "supervise", lambda job: (found.append(job), 7)[1])
+    monkeypatch.chdir(tmp_path)
+    for name in ("DRY_RUN", "DETACH", "MASTER_PORT", "RANK_TABLE_FILE", "MS_ROLE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: Path) -> None:
+    words = ["distribute", "none", CONFIG, "[2,4]", "train", "output_dir=here", "runtime.stall_limit=50", "train.global_batch_size=null"]
+    assert launch.main(words) == 7
+    (job,) = jobs
+    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (tmp_path / "here", 50.0, False, None)
+    assert [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] == [(0, "2"), (1, "3")]
+    assert launch.main(["distribute", "--log_dir", "logs", "--follow", *words[1:]]) == 7
+    assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", True)
+    launch.main(["distribute", *words[1:4], "eval", *words[5:]])
+    assert jobs[2].follow, "what an evaluation finds is its output"
+
+
+def test_no_pinning(jobs: list[Job]) -> None:
+    words = ["none", CONFIG, "[0,1]", "train"]
+    launch.main(["distribute", *words])
+    launch.main(["distribute", "--no_pinning", *words])
+    cores = os.sched_getaffinity(0)
+    assert set(jobs[0].children[0].cores) == cores and jobs[1].children[0].cores == ()
+    assert [job.children[0].environment["OMP_NUM_THREADS"] for job in jobs] == [str(len(cores))] * 2
+
+
+def test_variables_of_an_earlier_run_are_not_handed_on(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK_TABLE_FILE", "/old/table.json")
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
+    assert "RANK_TABLE_FILE=/old/table.json of your environment is not used" in capsys.readouterr().err
+    assert not {"RANK_TABLE_FILE", "MS_ROLE"} & (set(os.environ) | set(jobs[0].children[0].environment))
+
+
+def test_a_table_that_the_platform_is_filling_is_waited_for(jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"status": "initializing"}')
+    words = ["distribute", str(path), CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
+
+    def fill() -> None:
+        time.sleep(0.3)
+        write_tutorial_table(tmp_path / "whole.json", servers=1, devices=2).replace(path)
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    assert launch.main(words) == 7
+    filler.join()
+    assert "waiting up to 1800 s" in capsys.readouterr().err
+    assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
+
+
+def test_a_dry_run_does_not_wait(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"status": "initializing"}')
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert launch.main(["distribute", str(path), CONFIG, "[0,2]", "train"]) == 2
+    assert "'initializing'" in capsys.readouterr().err and jobs == []
+
+
+def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], shared_data: Path) -> None:
+    from common.cluster import read_table
+
+    source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
+    if not source.is_file():
+        pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
+    words = ["--log_dir", "logs", str(source), CONFIG, "[8,16)", "train", "16", "train.global_batch_size=null"]
+    assert launch.main(["distribute", *words]) == 7
+    written, given = read_table(Path("logs/rank_table.json")), read_table(source)
+    assert written.version == "1.0" and [device for _, device in written.places()] == [device for _, device in given.places()]
+    assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(Path("logs/rank_table.json").absolute())
+    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == [server.server_id for server in given.servers]
+
+
+def test_one_process(jobs: list[Job]) -> None:
+    assert launch.main(["standalone", CONFIG, "3", "predict", "predict.prompt=x"]) == 7
+    (child,) = jobs[0].children
+    assert (child.log_folder, child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]) == ("mf_standalone", "3", "1")
+    assert child.command[-4:] == ("--run_mode", "predict", "context.device_id=3", "predict.prompt=x")
+    assert jobs[0].follow
+
+
+def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:
+    assert launch.main(["distribute", "--hosts", "me@a,b", "--ssh", "none", CONFIG, "[0,4)", "train"]) == 7
+    (job,) = jobs
+    assert [child.log_folder for child in job.children] == ["host_me@a", "host_b"] and job.stall_limit == float("inf")
+    assert job.children[1].command[2:4] == ("over_ssh", "b") and "--node_rank 1 none" in job.children[1].command[4]
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that runs the command on this machine, on a terminal of its own as -tt asks for, for any host but ``gone``."""
+    if shutil.which("script") is None:
+        pytest.skip("the script command, which makes a terminal, is absent")
+    fake = tmp_path / "bin" / "ssh"
+    fake.parent.mkdir()
+    fake.write_text(
+        "#!/bin/bash\n"
+        '[ "$1 $2 $3" = "-tt -o BatchMode=yes" ] || exit 99\n'
+        'if [ "$4" = gone ]; then echo "ssh: Could not resolve hostname gone" >&2; exit 255; fi\n'
+        'exec script -qefc "$5" /dev/null\n'
+    )
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+
+
+def over_ssh(host: str, text: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(ROOT / "tools/launch.py"), "over_ssh", host, text]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+
+
+@pytest.mark.usefixtures("ssh")
+@pytest.mark.parametrize(("host", "text", "code"), [("a", "exit 3", 3), ("a", "exit 0", 0), ("gone", "exit 0", 255)])
+def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> None:
+    process = over_ssh(host, text)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
+
+
+@pytest.mark.usefixtures("ssh")
+def test_a_stop_is_ctrl_c_there() -> None:
+    process = over_ssh("a", "trap 'echo saved; exit 130' INT; echo ready; while :; do sleep 0.1; done")
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
+
+
+def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    cases: list[tuple[list[Any], str]] = [
+        (["standalone", CONFIG, "0"], "expected CONFIG_PATH DEVICE_ID RUN_MODE"),
+        (["standalone", CONFIG, "0", "fly"], "RUN_MODE is 'fly'"),
+        (["distribute", "--hosts", "a,b", "--nnodes", "2", "none", CONFIG, "[0,4)", "train"], "follow from --hosts"),
+        (["distribute", "--master", "a", "none", CONFIG, "[0,4)", "train"], "expected IP:PORT"),
+        (["distribute", "-", CONFIG, "[0,8)", "train", "parallel.model_parallel=3"], "= 3 does not divide the 8 running processes"),
+    ]
+    for words, message in cases:
+        assert launch.main(words) == 2
+        assert message in capsys.readouterr().err
+    assert jobs == []

@@ -1,0 +1,120 @@
+"""One rank of the doctor's all-reduce: reports each stage to its log, sums a tensor over all ranks and checks the sum.
+
+Started by tools/doctor.py, under the variables that a launched rank gets, as `allreduce_check.py torch|mindspore cpu|cuda|npu SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.doctor.allreduce import MARK
+from common.launcher.heartbeat import start_heartbeat
+
+START = time.monotonic()
+ELEMENTS = 4 * 2**20  # float32: 16 MiB
+REPEATS = 3
+
+
+Reduce = Callable[[float], tuple[float, float, float]]
+"""Fills a tensor with a value and sums it over the ranks: the least and the greatest element of the sum, and the seconds it took."""
+
+
+def main() -> int:
+    backend, device, seconds = sys.argv[1:]
+    start_heartbeat()
+    report("started")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
+    reduce = {"torch": join_torch, "mindspore": join_mindspore}[backend](device, float(seconds), rank, world)
+    if reduce is None:  # MindSpore's scheduler
+        return 0
+    report("group made")
+    ready = time.monotonic() - START
+    expected = world * (world + 1) / 2
+    times = []
+    for _ in range(1 + REPEATS):
+        least, most, took = reduce(float(rank + 1))
+        times.append(took)
+        if (least, most) != (expected, expected):
+            report("wrong sum", found=least if least != expected else most, expected=expected)
+            return 1
+    report("reduced", first=times[0], seconds=sorted(times[1:])[REPEATS // 2], ready=ready, bytes=4 * ELEMENTS)
+    time.sleep(float(seconds))  # others may still need this rank's connections (MindSpore's do); the doctor ends all of them
+    return 0
+
+
+def report(stage: str, **more: Any) -> None:
+    sys.stdout.write(f"\n{MARK}{json.dumps({'stage': stage, **more})}\n")
+    sys.stdout.flush()
+
+
+def join_torch(device: str, seconds: float, rank: int, world: int) -> Reduce:
+    import torch
+    import torch.distributed as dist
+
+    place = torch.device("cpu")
+    if device != "cpu":
+        if device == "npu":
+            import torch_npu  # noqa: F401
+        place = torch.device(device, int(os.environ["DEVICE_ID"]))
+        getattr(torch, device).set_device(place)
+    torch.empty(1, device=place)
+    report("imported")
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0, timeout=limit, wait_for_workers=False
+    )
+    report("connected")
+    library = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]
+    dist.init_process_group(library, store=store, rank=rank, world_size=world, timeout=limit)
+
+    def reduce(value: float) -> tuple[float, float, float]:
+        tensor = torch.full((ELEMENTS,), value, device=place)
+        tensor[:1].item()  # waits for the device
+        start = time.monotonic()
+        dist.all_reduce(tensor)
+        tensor[:1].item()
+        took = time.monotonic() - start
+        return tensor.min().item(), tensor.max().item(), took
+
+    return reduce
+
+
+def join_mindspore(device: str, seconds: float, rank: int, world: int) -> Reduce | None:
+    os.environ.setdefault("GLOG_v", "3")  # errors; without it hundreds of lines about its network
+    import mindspore
+    import numpy as np
+    from mindspore import communication, ops
+
+    os.environ.setdefault("MS_TOPO_TIMEOUT", str(int(seconds)))
+    if device == "npu":
+        mindspore.set_device("Ascend", int(os.environ["DEVICE_ID"]))
+    else:
+        mindspore.set_device("CPU")
+    report("imported")
+    if world > 1:
+        communication.init()  # the scheduler stays in here until the ranks are done
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        return None
+    all_reduce = ops.AllReduce() if world > 1 else lambda tensor: tensor
+
+    def reduce(value: float) -> tuple[float, float, float]:
+        tensor = mindspore.Tensor(np.full(ELEMENTS, value, np.float32))
+        start = time.monotonic()
+        result = all_reduce(tensor).asnumpy()
+        took = time.monotonic() - start
+        return float(result.min()), float(result.max()), took
+
+    return reduce
+
+
+if __name__ == "__main__":
+    sys.exit(main())
