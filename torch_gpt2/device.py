@@ -90,7 +90,8 @@ class TorchDevice:
 
 def open_device(config: RunConfig, process: Process = ALONE) -> TorchDevice:
     """The device of a process, checked against the config. Raises ConfigError or DeviceError."""
-    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
+    unassigned = process.world_size > 1 and process.device_id is None
+    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads, perhaps_alone=unassigned)
     check_support(config, device)
     if config.context.max_device_memory:
         limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
@@ -102,8 +103,9 @@ def open_device(config: RunConfig, process: Process = ALONE) -> TorchDevice:
     return device
 
 
-def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> TorchDevice:
-    """The device asked for; ``auto`` takes an accelerator if there is one.
+def select_device(kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False) -> TorchDevice:
+    """The device asked for; ``auto`` takes an accelerator if there is one. perhaps_alone: where there is but one, it is that one, since
+    some launchers hide the devices of the other ranks.
 
     Raises DeviceError when it is not there, saying why as far as torch tells.
     """
@@ -121,6 +123,8 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> T
         raise DeviceError(f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu")
     module = getattr(torch, kind)
     count = module.device_count()
+    if perhaps_alone and count == 1:
+        index = 0
     if index >= count:
         raise DeviceError(f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or choose others")
     module.set_device(index)

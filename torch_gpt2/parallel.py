@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cluster.environment import Process, torch_variables
 from common.config.schema import RunConfig
-from common.errors import GPT2Error, RunError, StopRequested
+from common.errors import ConfigError, DivergedError, GPT2Error, RunError, StopRequested
 from torch_gpt2.device import DTYPES, TorchDevice
 
 T = TypeVar("T")
@@ -69,13 +69,13 @@ class World:
         return answer[0]  # type: ignore[no-any-return]
 
     def require_equal(self, facts: dict[str, Any]) -> None:
-        """Raises RunError naming the first fact that differs between ranks, and the ranks."""
+        """Raises ConfigError naming the first fact that differs between ranks, and the ranks."""
         gathered = self.gather(facts)
         for name in facts:
-            odd = [rank for rank, theirs in enumerate(gathered) if theirs[name] != gathered[0][name]]
+            odd = [rank for rank, theirs in enumerate(gathered) if repr(theirs[name]) != repr(gathered[0][name])]  # nan is not nan
             if odd:
                 theirs, ours = gathered[odd[0]][name], gathered[0][name]
-                raise RunError(
+                raise ConfigError(
                     f"rank {odd[0]} differs from rank 0 in {name}: {theirs} and {ours}; every host must have the same config, the same"
                     " data, and one output_dir that all of them share"
                 )
@@ -98,6 +98,10 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_contact(error):
             raise
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses it, or set MASTER_PORT"
+            ) from error
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
@@ -107,11 +111,11 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """Nobody leaves before rank 0 has saved, at the end of the run or after a stop, which every rank obeys at the same step: rank 0 keeps
-    the others' addresses, and some launchers end a job as soon as one rank has left with a code other than 0."""
+    """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets at the same step: rank 0 keeps the
+    others' addresses, and launchers end a job as soon as one rank has left with a code other than 0."""
     try:
         yield
-    except StopRequested:
+    except (StopRequested, DivergedError):
         dist.barrier()
         raise
     dist.barrier()

@@ -9,6 +9,7 @@ from common.config.schema import RunConfig
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
 from common.training.data import open_data
+from common.training.log import LOG
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow
@@ -28,6 +29,9 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     writes = process.rank == 0
     with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
         start = world.from_first(lambda: setup.where_to_start(config, data))
+        world.require_equal({"the checkpoint to begin with": setup.identity_of(start)})
+        if len(set(world.gather(setup.holder(folder)))) > 1 and writes:
+            LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         model = build_model(config, device)
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
         engine = Engine(model, config, device, record, world)

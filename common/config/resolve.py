@@ -11,6 +11,9 @@ from common.config.schema import ContextConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 
+ONE_DEVICE_MODES = ("eval", "predict", "export")
+"""Run modes of rank 0 alone in this version."""
+
 
 def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     """The same run with every derived value filled in. Raises ConfigError naming both values of a contradiction and a fix."""
@@ -55,6 +58,23 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
         loss_scale={"mode": scale_mode},
         device=_TARGETS.get(config.context.device_target or "", config.device),
     )
+
+
+def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunConfig:
+    """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes."""
+    if run_mode not in ONE_DEVICE_MODES:
+        return resolve_config(config, world_size=world_size)
+    alone = {
+        "data_parallel": 1,
+        "model_parallel": 1,
+        "pipeline_stage": 1,
+        "micro_batch_num": None,
+        "sequence_parallel": False,
+        "zero_stage": 0,
+    }
+    micro = config.train.micro_batch_size or 1
+    batch = {"micro_batch_size": micro, "global_batch_size": micro, "accumulation_steps": None, "recompute_slice_activation": False}
+    return resolve_config(_with(config, parallel=alone, train=batch))
 
 
 _TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}

@@ -55,6 +55,17 @@ class Line:
             raise ConnectionError("no message of a doctor")
         return message
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other end has left."""
+        try:
+            self._socket.settimeout(0)
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -149,6 +160,8 @@ class FirstHost:
         except (OSError, KeyError, TypeError, ValueError):
             line.close()
             return []
+        if host in self._lines and self._lines[host].is_closed:  # its doctor was ended, and started again
+            self._lines.pop(host).close()
         if job != self._job or not 0 < host < len(self._names) or host in self._lines:
             found = f"{peer} calls itself host {host}" + (f", with {_differences(job, self._job)}" if job != self._job else "")
             refusal = [error("hosts", found, "start the doctor with the same arguments on every host, and --node_rank 0, 1, ...")]

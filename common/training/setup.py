@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +15,13 @@ from common.config.load import flatten, save_config
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError
-from common.training.checkpoint import find_checkpoint, point_latest, read_manifest, require_checkpoint
+from common.training.checkpoint import MANIFEST, find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
 from common.training.log import LOG
 from common.training.plot import plot_loss
 from common.training.report import make_report, use_style
 from common.training.state import TrainState
+from common.weights.files import file_checksum
 from common.weights.names import count_parameters
 
 
@@ -34,6 +37,9 @@ class Start:
         return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
 
 
+LOCK = ".lock"
+
+
 @contextmanager
 def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
     """Make the run folder and hold it against a second run, for all ranks. The hold ends with the process, however it ends."""
@@ -42,7 +48,7 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be written") from None
     with lock:
@@ -52,7 +58,30 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
             raise ConfigError(f"output_dir={folder}: another run is writing here; wait for it or choose another folder") from None
         except OSError as error:
             LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
+        lock.truncate(0)
+        lock.write(uuid.uuid4().hex)  # by which other ranks see whether theirs is the same folder
+        lock.flush()
+        os.fsync(lock.fileno())
         yield
+
+
+def holder(folder: Path) -> str:
+    """What the run that holds the folder wrote into it; empty where the folder is another one, of the same name on another host."""
+    try:
+        return (folder / LOCK).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def identity_of(start: Start) -> str:
+    """Of the checkpoint that a run begins with, as this host sees it."""
+    found = start.resume or start.weights
+    if found is None:
+        return "none"
+    try:
+        return f"{found} {file_checksum(found / MANIFEST):08x}"
+    except OSError:
+        return f"{found}, not there"
 
 
 def where_to_start(config: RunConfig, data: TrainingData) -> Start:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_vocabulary
+from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_mode, resolve_vocabulary
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from tests.changes import changed
@@ -92,3 +92,20 @@ def test_vocabulary_against_the_tokenizer() -> None:
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
 def test_padded_vocabulary_is_megatrons(ranks: int, rows: int) -> None:
     assert padded_vocabulary(config(model__vocab_size=50257, parallel__model_parallel=ranks)) == rows
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict", "export"])
+def test_modes_of_one_device_do_not_ask_for_the_layout_of_the_training(mode: str) -> None:
+    trained = config(
+        parallel__data_parallel=4,
+        parallel__model_parallel=4,
+        train__global_batch_size=64,
+        train__accumulation_steps=8,
+        parallel__zero_stage=1,
+    )
+    for processes in (1, 16):
+        found = resolve_mode(trained, mode, world_size=processes)
+        assert (found.parallel.data_parallel, found.parallel.model_parallel, found.parallel.zero_stage) == (1, 1, 0)
+        assert found.validation.micro_batch_size == 2
+    with pytest.raises(ConfigError, match="16 processes, but 1 are running"):
+        resolve_mode(trained, "train", world_size=1)

@@ -110,6 +110,14 @@ def test_other_arguments_are_refused_on_both_sides(first: FirstHost) -> None:
     assert checks[-1].state is State.ERROR
 
 
+def test_a_doctor_that_is_started_again_replaces_itself(first: FirstHost) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(first))) as ended:
+        ended.sendall(json.dumps({"host": 1, "job": JOB, "facts": FACTS}).encode() + b"\n")
+    play(first, {"host": 1, "job": JOB, "facts": FACTS})
+    found = first.gather(5.0)
+    assert [check.state for check in found if check.name == "hosts"] == [State.OK], found
+
+
 def test_what_is_no_doctor_is_ignored_and_an_absent_host_named(first: FirstHost) -> None:
     with socket.create_connection(("127.0.0.1", port_of(first))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
