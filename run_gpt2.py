@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     from common.cluster.environment import ALONE, find_process, is_scheduler
     from common.cluster.rank_environment import rank_command
     from common.config.load import load_config
-    from common.config.resolve import resolve_config
-    from common.modelarts import job as platform
+    from common.config.resolve import resolve_mode
+    from common.modelarts import files, job as platform
     from common.training.log import LOG, start_log
 
     if arguments.run_mode == "plan":
@@ -84,16 +84,19 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     starts_ranks = unranked and not job.one_process
     process = ALONE if unranked else find_process(environ)
     start_log(rank=process.rank)
-    for remark in job.remarks if process.rank == 0 else ():
+    for remark in (*job.remarks, *process.remarks) if process.rank == 0 else ():
         LOG.warning(remark)
     os.environ.update(platform.platform_variables(process, environ))
-    overrides = platform.bring_input(arguments.overrides, job.output_url, environ)
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, arguments.overrides)
     if is_scheduler(environ) and config.backend == "torch":  # msrun's scheduler is MindSpore's
         return 0
-    with platform.output_copied(job.output_url, Path(config.output_dir), process, environ):
+    output_url = files.output_url(config, job.output_url)
+    ranks = () if output_url is None else platform.ranks_to_copy(process, environ, one_process=job.one_process)
+    overrides = [*arguments.overrides, *files.bring_files(config, arguments.overrides, output_url, ranks, environ)]
+    config = load_config(arguments.config, overrides)
+    with files.output_copied(output_url, Path(config.output_dir), ranks, environ):
         world_size = platform.world_size_of_job(environ) if starts_ranks else process.world_size
-        config = resolve_config(config, world_size=world_size)
+        config = resolve_mode(config, arguments.run_mode, world_size=world_size)
         if starts_ranks:
             code = platform.start_ranks(rank_command(Path(arguments.config), arguments.run_mode, overrides), config, environ)
             if code:
@@ -137,6 +140,7 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it."""
+    from common.config.resolve import ONE_DEVICE_MODES
     from common.errors import ConfigError
     from common.training.log import LOG
     from common.training.stop import receive_interrupts
@@ -153,7 +157,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
     if run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    if process.rank > 0 and run_mode in ("eval", "predict", "export"):
+    if process.rank > 0 and run_mode in ONE_DEVICE_MODES:
         LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
         return
     name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[run_mode]

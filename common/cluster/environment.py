@@ -33,6 +33,8 @@ class Process:
     port: int | None = None
     launcher: str = "none"
     """launch (ours), torchrun, msrun, mpirun, srun, rank table, none."""
+    remarks: tuple[str, ...] = ()
+    """For the log: what was taken for granted."""
 
 
 ALONE = Process()
@@ -48,6 +50,7 @@ def find_process(environ: Mapping[str, str]) -> Process:
         process = source(environ)
         if process is not None:
             return _checked(process)
+    _check_mpi(environ)
     return ALONE
 
 
@@ -101,7 +104,9 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     if rank is None:
         return None
-    ours = "GPT2_LAUNCHER_PID" in environ or (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
+    same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
+    # of one process they are the same by chance, where the container has RANK_ID=0 and RANK_SIZE=1
+    ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
     return Process(
         rank=rank[0],
         world_size=rank[1],
@@ -144,6 +149,9 @@ def _msrun(environ: Mapping[str, str]) -> Process | None:
 def _ascend(environ: Mapping[str, str]) -> Process | None:
     """RANK_ID with RANK_SIZE, or with the rank table in place of it."""
     has_table = bool(environ.get("RANK_TABLE_FILE"))
+    if not has_table and _is_ascend_container(environ):
+        remark = "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: this is taken for a run of one process"
+        return Process(device_id=_assigned_device(environ), remarks=(remark,))
     if not has_table:
         pair = _rank_and_size(environ, "RANK_ID", "RANK_SIZE")
         return None if pair is None else _without_table(environ, *pair)
@@ -172,6 +180,11 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
         port=_port(environ) or DEFAULT_PORT,
         launcher="rank table",
     )
+
+
+def _is_ascend_container(environ: Mapping[str, str]) -> bool:
+    """Whether the variables are those of a container of one host that names a rank 0 of nothing."""
+    return not environ.get("RANK_SIZE") and environ.get("RANK_ID") == "0" and _number(environ, "MA_NUM_HOSTS", 1, least=1) == 1
 
 
 def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process:
@@ -220,6 +233,16 @@ def _mpirun(environ: Mapping[str, str]) -> Process | None:
         port = _port(environ) or DEFAULT_PORT
         return Process(rank=rank, world_size=world, local_rank=local, local_world_size=here, master=master, port=port, launcher="mpirun")
     return None
+
+
+def _check_mpi(environ: Mapping[str, str]) -> None:
+    """Several processes that take themselves for single ones would all write into one folder. Raises ConfigError."""
+    for rank, size, local_rank, local_size in _MPI:
+        if environ.get(rank) and environ.get(size) and not environ.get(local_rank) and _size(environ, size) > 1:
+            raise ConfigError(
+                f"environment: {rank}={environ[rank]} and {size}={environ[size]}, but {local_rank} is not set, which says which process"
+                f" of its host this is; set it and {local_size} for each, use a launcher that does, or unset {rank} for one process"
+            )
 
 
 _RESERVED_STEPS = 0xFFFFFFF0  # Slurm's numbers of the batch script, of an interactive shell, of what is outside of steps

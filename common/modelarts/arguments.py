@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.cluster.environment import in_modelarts
 from common.errors import ConfigError
-from common.modelarts.remote import is_url
+from common.modelarts.stores import is_url
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("backend", "device", "seed", "precision")
@@ -174,6 +174,11 @@ def _output(result: _Translation, name: str, value: str) -> None:
 
 def _config(value: str, inside: bool) -> str:
     """ModelArts starts the program in a folder of its choice: what is not found from there is looked for in the code folder."""
+    if is_url(value):
+        raise ConfigError(
+            f"--config={value}: expected a file of this host, beside which the files of its base: list lie; put it into the code folder"
+            " and give its path there, such as --config=configs/gpt2/run_gpt2.yaml"
+        )
     return str(ROOT / value) if inside and not Path(value).exists() and (ROOT / value).is_file() else value
 
 

@@ -1,99 +1,42 @@
-"""Around a run on ModelArts, or any with files elsewhere: input copied here, output copied back, ranks started where nobody else did."""
+"""A run on ModelArts: which ranks there are, what they lack of their variables, and starting them where the platform did not."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
-from common.cluster.environment import Process, in_modelarts
+from common.cluster.environment import Process, in_modelarts, is_scheduler
 from common.cluster.places import HERE, Place, Places, places_of_table
 from common.cluster.rank_environment import FOREIGN, find_meeting, interface_of, is_own
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.config.schema import RunConfig
-from common.errors import ConfigError, DataError, StopRequested, StorageError
-from common.modelarts import remote
+from common.errors import ConfigError
+from common.modelarts.files import local_folder
+from common.training.log import LOG
 
-_DATA_KEYS = ("data.train", "data.validation")
 
+def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
+    """The ranks whose files in output_dir this process copies to where the output goes: those of its host where it is the first of them.
 
-def bring_input(overrides: Sequence[str], output_url: str | None, environ: Mapping[str, str]) -> list[str]:
-    """section.key=value words with folders and files of this host in place of URLs; what was not here is copied, once per host.
-
-    A folder of data becomes the one .bin/.idx pair in it. Raises DataError, StorageError.
+    one_process: every host does the same alone, without ranks; only what the first one did is copied.
     """
-    found = []
-    for word in overrides:
-        key, equals, value = word.partition("=")
-        if remote.is_url(value):
-            value = str(remote.pull_once(value, local_folder(value, environ), environ))
-        if key in _DATA_KEYS and value and Path(value).is_dir():
-            value = corpus_in(Path(value))
-        found.append(f"{key}{equals}{value}")
-    if output_url is not None:
-        folder = next((Path(word.partition("=")[2]) for word in reversed(found) if word.startswith("output_dir=")), None)
-        if folder is None:
-            folder = local_folder(output_url, environ).with_name("output")
-            found.append(f"output_dir={folder}")
-        if not folder.exists() and remote.exists(output_url, environ):  # a job that starts again goes on
-            remote.pull_once(output_url, folder, environ)
-    return found
-
-
-def corpus_in(folder: Path) -> str:
-    """The prefix of the one .bin/.idx pair below a folder; the folder where there is none, as of a MindRecord. Raises DataError."""
-    prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
-    if len(prefixes) > 1:
-        shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
-        raise DataError(f"{folder} holds {len(prefixes)} corpora ({shown}); give one as data.train=FOLDER/NAME, or a folder with one")
-    return str(prefixes[0] if prefixes else folder)
-
-
-def local_folder(url: str, environ: Mapping[str, str]) -> Path:
-    """Where a URL's copy lies on this host, for one job: on ModelArts' large disk /cache, else in the folder for temporary files."""
-    cache = Path("/cache")
-    base = cache if in_modelarts(environ) and os.access(cache, os.W_OK) else Path(environ.get("TMPDIR") or tempfile.gettempdir())
-    job = environ.get("MA_VJ_NAME") or environ.get("JOB_ID") or ""
-    name = hashlib.sha256(f"{job}\n{url}".encode()).hexdigest()[:16]
-    return base / f"gpt2_files_{os.getuid()}" / name / (remote.base_name(url) or "files")
-
-
-@contextmanager
-def output_copied(url: str | None, output_dir: Path, process: Process, environ: Mapping[str, str]) -> Iterator[None]:
-    """Copy ``output_dir`` to ``url`` when the block ends, however it ends; of each host its first rank does it.
-
-    Raises StorageError when that fails. An error of the block itself goes first: the failed copy is then told on standard error.
-    """
-    if url is None or process.local_rank != 0:
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequested(number, f"stopped by signal {number}")
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the copy is what the time that is left is for
-    except BaseException:
-        try:
-            remote.push(output_dir, url, environ)
-        except (StorageError, ConfigError) as error:
-            sys.stderr.write(f"error: {error}\n")
-        raise
-    else:
-        remote.push(output_dir, url, environ)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    if is_scheduler(environ):
+        return ()
+    if not must_start_ranks(environ):
+        if process.local_rank != 0:
+            return ()
+        if process.launcher == "rank table" and environ.get("RANK_TABLE_FILE"):
+            return tuple(device.rank_id for device in read_table(Path(environ["RANK_TABLE_FILE"])).place(process.rank)[0].devices)
+        return tuple(range(process.rank, process.rank + process.local_world_size))
+    places = find_places(environ)[1]
+    if not one_process:
+        return tuple(place.rank for place in places.own)
+    if places.own_host == places.hosts[0]:
+        return (0,)
+    LOG.warning(f"--use_parallel=False: this host does the same as {places.hosts[0]}, whose output is copied; ask for one node")
+    return ()
 
 
 def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,9 @@ def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
 def start(tmp_path: Path, bucket: Path) -> Start:
     """Start the start file with the platform's paths, from a folder that is not the code's."""
 
-    def run(*words: str, container: str = "a", program: str = "run_gpt2.py", **variables: str) -> "subprocess.Popen[str]":
+    def run(
+        *words: str, container: str = "a", program: str = "run_gpt2.py", prefix: Sequence[str] = (), **variables: str
+    ) -> "subprocess.Popen[str]":
         names = re.compile("RANK|WORLD_SIZE|MASTER_|MS_|MA_|VC_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI|GLOO_|TMPDIR")
         environ = {name: value for name, value in os.environ.items() if not names.match(name)}
         disk = tmp_path / f"container_{container}"
@@ -52,6 +54,7 @@ def start(tmp_path: Path, bucket: Path) -> Start:
         platform = {"MA_JOB_DIR": str(ROOT.parent), "MA_MOUNT_PATH": "/home/ma-user/modelarts", "MA_NUM_HOSTS": "1"}
         return subprocess.Popen(
             [
+                *prefix,
                 sys.executable,
                 str(ROOT / program),
                 f"--config={bucket}/run.yaml",
@@ -129,6 +132,40 @@ def test_a_stopped_job_goes_on_in_another_container(start: Start, bucket: Path) 
     assert losses(bucket / "out") == list(range(1, done + 3))
 
 
+def test_two_hosts_start_again_in_their_containers(start: Start, bucket: Path, tmp_path: Path) -> None:
+    """Each has a disk of its own at the same place. Rank 1 goes on from the checkpoint of rank 0, which it can only have by the bucket."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (bucket / "out").mkdir()  # the console makes it
+    mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
+    for host in ("host_0", "host_1"):
+        (tmp_path / host).mkdir()
+    if subprocess.run(["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk], capture_output=True).returncode:
+        pytest.skip("this needs the right to mount folders (unshare -m)")
+
+    def hosts(*words: str) -> list["subprocess.Popen[str]"]:
+        common = {"MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2", "MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port())}
+        return [
+            start(
+                "--run_mode=train",
+                *words,
+                prefix=("unshare", "-m", "sh", "-c", mount, str(tmp_path / f"host_{index}"), str(disk)),
+                **common,
+                TMPDIR=str(disk),
+                VC_TASK_INDEX=str(index),
+            )
+            for index in range(2)
+        ]
+
+    finish(*hosts("--train.max_steps=2"))
+    (bucket / "out" / "mf_parallel1" / "mindformer.log").unlink()
+    (out, _), _ = finish(*hosts("--train.max_steps=4"))
+    assert "resuming" in out
+    assert losses(bucket / "out") == [1, 2, 3, 4]
+    assert (bucket / "out" / "checkpoints" / "latest").read_text() == "step_00000004\n"
+    assert (bucket / "out" / "mf_parallel1" / "mindformer.log").is_file()
+
+
 def test_what_is_not_there_is_one_message(start: Start, bucket: Path) -> None:
     shutil.rmtree(bucket / "data")
     ((_, error),) = finish(start("--run_mode=train"), code=2)
@@ -139,7 +176,7 @@ def test_what_is_not_there_is_one_message(start: Start, bucket: Path) -> None:
 
 def commands(name: str) -> list[str]:
     (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.S)
-    return block.replace("\\\n", " ").strip().splitlines()
+    return str(block).replace("\\\n", " ").strip().splitlines()
 
 
 def test_the_commands_of_the_guides(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:

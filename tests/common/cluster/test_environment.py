@@ -156,7 +156,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in all"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
-        ({"RANK_ID": "0"}, "RANK_ID=0, but RANK_SIZE is not set"),
+        ({"RANK_ID": "1"}, "RANK_ID=1, but RANK_SIZE is not set"),
         ({"RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_ID is not set"),
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
         ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of processes"),

@@ -1,9 +1,11 @@
 """Copies from and to stores: once per host, whole or absent, tried again, and what the two libraries of OBS are asked for."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, DataError, StorageError
-from common.modelarts import remote
+from common.modelarts import remote, stores
+from common.modelarts.stores import StoredFile, join
+from common.training.checkpoint import whole_checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,9 +37,65 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
     here = remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data", {})
     assert here == tmp_path / "cache" / "data" and files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}
-    (bucket / "data" / "a.bin").unlink()
-    assert files(remote.pull_once(f"file://{bucket}/data", here, {}))["a.bin"] == b"abc", "what is there is not copied again"
     assert remote.pull_once(f"file://{bucket}/prompts.txt", tmp_path / "cache" / "prompts.txt", {}).read_text() == "Hello\n"
+
+
+@pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
+def test_a_copy_is_made_anew_when_its_source_has_changed(
+    change: str, bucket: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gpt2")
+    url, target, source = f"file://{bucket}/data", tmp_path / "cache" / "data", bucket / "data" / "a.bin"
+    remote.pull_once(url, target, {})
+    (target / "mine").touch()
+    remote.pull_once(url, target, {})
+    assert (target / "mine").is_file() and f"{url} has not changed since 20" in caplog.text
+    if change == "size":
+        source.write_bytes(b"abcd")
+    elif change == "time":
+        os.utime(source, (1, 1))
+    elif change == "another file":
+        (bucket / "data" / "z").write_bytes(b"z")
+    else:
+        source.unlink()
+    assert files(remote.pull_once(url, target, {})) == files(bucket / "data")
+    assert f"{url} has changed since 20" in caplog.text
+
+
+UPLOAD_ORDER = [
+    "checkpoints/step_00000001/model.safetensors",
+    "checkpoints/step_00000002/model.safetensors",
+    "checkpoints/step_00000002/optimizer.safetensors",
+    "metrics.jsonl",
+    "checkpoints/step_00000001/manifest.json",
+    "checkpoints/step_00000002/manifest.json",
+    "checkpoints/latest",
+]
+
+
+def run_folder(folder: Path) -> Path:
+    for name in (*sorted(UPLOAD_ORDER), ".lock", "checkpoints/.step_00000003.tmp/manifest.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("step_00000002\n" if name.endswith("latest") else name)
+    return folder
+
+
+def test_an_upload_that_is_cut_off_never_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CutOff(stores.FolderStore):
+        def push(self, folder: Path, files: Sequence[str], url: str) -> None:
+            super().push(folder, files[:allowed], url)
+            raise ConnectionError("cut off")
+
+    monkeypatch.setattr(remote, "find_store", lambda url, environ: CutOff())
+    here = run_folder(tmp_path / "out")
+    for allowed in range(len(UPLOAD_ORDER)):
+        there = tmp_path / f"bucket_{allowed}"
+        with pytest.raises(StorageError, match="cut off"):
+            remote.push(here, f"file://{there}", {}, attempts=1)
+        assert list(files(there)) == sorted(UPLOAD_ORDER[:allowed])
+        for checkpoint in whole_checkpoints(there / "checkpoints"):
+            assert files(checkpoint) == files(here / "checkpoints" / checkpoint.name)
+        assert not (there / "checkpoints" / "latest").exists()
 
 
 def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
@@ -56,8 +116,8 @@ def test_of_the_processes_of_a_host_one_copies(bucket: Path, tmp_path: Path) -> 
     program = """
 import sys, time
 from pathlib import Path
-from common.modelarts import remote
-class Slow(remote.FolderStore):
+from common.modelarts import remote, stores
+class Slow(stores.FolderStore):
     def pull(self, url, folder):
         with open(sys.argv[2], "a") as log:
             log.write("pull\\n")
@@ -72,7 +132,7 @@ print(sorted(path.name for path in remote.pull_once(sys.argv[1], Path(sys.argv[3
     assert (tmp_path / "calls").read_text() == "pull\n"
 
 
-class Failing(remote.FolderStore):
+class Failing(stores.FolderStore):
     """Fails ``times`` times, having written half."""
 
     def __init__(self, times: int) -> None:
@@ -84,9 +144,9 @@ class Failing(remote.FolderStore):
         self._fail()
         super().pull(url, folder)
 
-    def push(self, folder: Path, url: str) -> None:
+    def push(self, folder: Path, files: Sequence[str], url: str) -> None:
         self._fail()
-        super().push(folder, url)
+        super().push(folder, files, url)
 
     def _fail(self) -> None:
         self.times -= 1
@@ -145,7 +205,7 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_reached(url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_import", lambda name: None)
+    monkeypatch.setattr(stores, "_import", lambda name: None)
     with pytest.raises(error) as caught:
         remote.pull_once(url, tmp_path / "data", {})
     assert message in str(caught.value)
@@ -155,37 +215,56 @@ def test_what_cannot_be_reached(url: str, error: type[Exception], message: str, 
 
 
 class Moxing:
-    def __init__(self) -> None:
+    """A bucket as moxing.file shows it."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
         self.calls: list[tuple[str, ...]] = []
 
     def exists(self, url: str) -> bool:
-        return True
+        return any(key == url or key.startswith(url.rstrip("/") + "/") for key in self.objects)
 
     def is_directory(self, url: str) -> bool:
-        return not url.endswith(".txt")
+        return any(key.startswith(url.rstrip("/") + "/") for key in self.objects)
+
+    def list_directory(self, url: str, recursive: bool) -> list[str]:
+        assert recursive
+        top = url.rstrip("/") + "/"
+        names = [key.removeprefix(top) for key in self.objects if key.startswith(top)]
+        return [*names, *{name.partition("/")[0] for name in names if "/" in name}]  # folders too
+
+    def stat(self, url: str) -> Any:
+        return SimpleNamespace(length=len(self.objects.get(url, b"")), mtime_nsec=7, is_directory=url not in self.objects)
 
     def copy_parallel(self, source: str, target: str) -> None:
         self.calls.append(("copy_parallel", source, target))
-        if Path(target).is_dir():
-            (Path(target) / "copied").touch()
+        for name in self.list_directory(source, recursive=True):
+            if join(source, name) in self.objects and name:
+                (Path(target) / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(target) / name).write_bytes(self.objects[join(source, name)])
 
     def copy(self, source: str, target: str) -> None:
         self.calls.append(("copy", source, target))
-        Path(target).touch()
+        if target.startswith("obs://"):
+            self.objects[target] = Path(source).read_bytes()
+        else:
+            Path(target).write_bytes(self.objects[source])
 
 
 def test_moxing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moxing = Moxing()
-    monkeypatch.setattr(remote, "_import", {"moxing": SimpleNamespace(file=moxing)}.get)
-    here = remote.pull_once("obs://bucket/data/", tmp_path / "data", {})
-    assert [path.name for path in here.iterdir()] == ["copied"]
-    assert remote.pull_once("s3://bucket/prompts.txt", tmp_path / "prompts.txt", {}) == tmp_path / "prompts.txt" / "prompts.txt"
-    remote.push(here, "obs://bucket/results", {})
-    assert [call[:2] for call in moxing.calls] == [
-        ("copy_parallel", "obs://bucket/data/"),
-        ("copy", "s3://bucket/prompts.txt"),
-        ("copy_parallel", str(here)),
+    moxing = Moxing({"obs://b/data/a.bin": b"abc", "obs://b/data/inner/b": b"inner", "s3://b/prompts.txt": b"Hi", "obs://b/empty/": b""})
+    monkeypatch.setattr(stores, "_import", {"moxing": SimpleNamespace(file=moxing)}.get)
+    here = remote.pull_once("obs://b/data/", tmp_path / "data", {})
+    assert files(here) == {"a.bin": b"abc", "inner/b": b"inner"}
+    assert remote.files("obs://b/data", {}) == [
+        StoredFile(name="a.bin", bytes=3, changed="7"),
+        StoredFile(name="inner/b", bytes=5, changed="7"),
     ]
+    assert remote.files("obs://b/empty", {}) == remote.files("obs://b/nowhere", {}) == [], "the marker of a folder is no file"
+    assert remote.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt", {}) == tmp_path / "prompts.txt" / "prompts.txt"
+    moxing.calls.clear()
+    remote.push(run_folder(tmp_path / "out"), "obs://b/out/", {})
+    assert [call[2].removeprefix("obs://b/out/") for call in moxing.calls] == UPLOAD_ORDER
 
 
 class Client:
@@ -199,7 +278,7 @@ class Client:
         if self.broken:
             return SimpleNamespace(status=403, errorCode="AccessDenied", errorMessage="Access Denied", body=None)
         keys = [key for key in sorted(self.objects) if key.startswith(prefix or "") and key > (marker or "")]
-        contents = [SimpleNamespace(key=key, size=len(self.objects[key])) for key in keys[:2]]
+        contents = [SimpleNamespace(key=key, size=len(self.objects[key]), lastModified="2026/11/21 10:00:00") for key in keys[:2]]
         body = SimpleNamespace(contents=contents, is_truncated=len(keys) > 2, next_marker=keys[1] if len(keys) > 2 else None)
         return SimpleNamespace(status=200, body=body)
 
@@ -224,7 +303,7 @@ def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return client
 
     elsewhere = SimpleNamespace(file=None)  # PyPI's moxing
-    monkeypatch.setattr(remote, "_import", {"moxing": elsewhere, "obs": SimpleNamespace(ObsClient=make)}.get)
+    monkeypatch.setattr(stores, "_import", {"moxing": elsewhere, "obs": SimpleNamespace(ObsClient=make)}.get)
     here = remote.pull_once("obs://bucket/data", tmp_path / "data", KEYS)
     assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner", "inner/empty": b""}
     assert given == {"access_key_id": "id", "secret_access_key": "secret", "server": "https://obs.example.com", "security_token": "t"}
@@ -235,13 +314,21 @@ def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "results/inner/b.txt": b"inner",
         "results/inner/empty": b"",
     }
+    assert remote.files("obs://bucket/data/inner/", KEYS) == [
+        StoredFile(name="b.txt", bytes=5, changed="2026/11/21 10:00:00"),
+        StoredFile(name="empty", bytes=0, changed="2026/11/21 10:00:00"),
+    ]
+    client.objects |= {"marked/": b"", "marked/inner/": b""}
+    assert remote.files("obs://bucket/marked", KEYS) == [], "the markers of folders are no files"
+    assert remote.read("obs://bucket/p.txt", KEYS) == b"Hi"
     client.broken = True
     with pytest.raises(StorageError, match="OBS answered 403 AccessDenied Access Denied"):
-        remote.exists("obs://bucket/data", KEYS, pause=0)
+        remote.files("obs://bucket/data", KEYS, pause=0)
     with pytest.raises(ConfigError, match="the OBS SDK needs OBS_SECRET_ACCESS_KEY, OBS_ENDPOINT in the environment; set them"):
-        remote.exists("obs://bucket/data", {"OBS_ACCESS_KEY_ID": "id"})
+        remote.files("obs://bucket/data", {"OBS_ACCESS_KEY_ID": "id"})
 
 
 def test_markers_name_what_was_copied(bucket: Path, tmp_path: Path) -> None:
     remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data", {})
-    assert json.loads((tmp_path / "cache" / ".data.complete").read_text())["url"] == f"file://{bucket}/data"
+    marker = json.loads((tmp_path / "cache" / ".data.complete").read_text())
+    assert marker["url"] == f"file://{bucket}/data" and [file["name"] for file in marker["files"]] == ["a.bin", "inner/b.txt"]

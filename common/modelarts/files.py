@@ -1,0 +1,226 @@
+"""Files of a run that lie elsewhere: input is copied here before it, its output of an earlier start too, and the output back after it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from common.cluster.environment import in_modelarts
+from common.config.load import flatten
+from common.config.schema import RunConfig
+from common.errors import CheckpointError, ConfigError, DataError, StorageError
+from common.files import atomic_write
+from common.modelarts import remote
+from common.modelarts.stores import base_name, is_url, join
+from common.training.checkpoint import LATEST, MANIFEST, point_latest, whole_checkpoints
+from common.training.log import LOG
+
+_DATA_KEYS = ("data.train", "data.validation")
+_CHECKPOINT_KEYS = ("checkpoint.resume", "checkpoint.init_from", "checkpoint.load")
+_FILE_KEYS = ("data.tokenizer.folder", "data.tokenizer.vocab_file", "data.tokenizer.merge_file", "predict.prompt_file", "evaluation.file")
+_METRICS = "metrics.jsonl"
+_OF_A_RANK = re.compile(r"mf_parallel(\d+)/.*|profile/.*_rank_(\d+)\.json\.gz")
+"""Files that are not rank 0's, and whose they are: launchers' logs, and traces."""
+
+
+def output_url(config: RunConfig, given: str | None) -> str | None:
+    """Where the output is copied when the run ends: the URL of the command line, else output_dir where that is one."""
+    return given or (config.output_dir if is_url(config.output_dir) else None)
+
+
+def bring_files(config: RunConfig, words: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]) -> list[str]:
+    """The section.key=value words to put behind ``words`` once input, and output of an earlier start, are on this host.
+
+    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The output lies in the output_dir of
+    ``words``, else in a folder for it: a config's own output_dir is a folder of another machine.
+    """
+    found = bring_input(config, environ)
+    if url is not None:
+        given = [value for key, _, value in (word.partition("=") for word in words) if key == "output_dir" and not is_url(value)]
+        folder = Path(given[-1]) if given else local_folder(url, environ).with_name("output")
+        bring_output(url, folder, ranks=ranks, environ=environ)
+        found.append(f"output_dir={folder}")
+    return found
+
+
+# ---- input ----
+
+
+def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
+    """section.key=value words with folders and files of this host, for all keys whose value is a URL, or a folder with a corpus.
+
+    Raises ConfigError for a URL where none can be, DataError, CheckpointError, StorageError.
+    """
+    found = []
+    for key, value in flatten(config.model_dump()):
+        local = _brought(key, value, environ)
+        if local != value:
+            text = local[0] if isinstance(local, list) and len(local) == 1 else local
+            found.append(f"{key}={json.dumps(text, ensure_ascii=False) if isinstance(text, list) else text}")
+    return found
+
+
+def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
+    if key in _DATA_KEYS and value is not None:
+        return [_corpus(key, item, environ) if isinstance(item, str) else item for item in value]
+    if not isinstance(value, str) or not is_url(value) or key == "output_dir":
+        return value
+    if key in _CHECKPOINT_KEYS:
+        return str(_bring(checkpoint_url(key, value, environ), environ))
+    if key in _FILE_KEYS:
+        return str(_bring(value, environ))
+    raise ConfigError(f"{key}={value}: a URL cannot be written to; give a folder or file of this host, such as one in output_dir")
+
+
+def _bring(url: str, environ: Mapping[str, str]) -> Path:
+    return remote.pull_once(url, local_folder(url, environ), environ)
+
+
+def _corpus(key: str, value: str, environ: Mapping[str, str]) -> str:
+    place = _bring(value, environ) if is_url(value) else Path(value)
+    if not place.is_dir() or place.with_name(f"{place.name}.idx").is_file():
+        return str(place) if is_url(value) else value
+    found = corpus_in(place, key)
+    return value if Path(found) == Path(value) else found
+
+
+def corpus_in(folder: Path, key: str = "data.train") -> str:
+    """The prefix of the one .bin/.idx pair below a folder; the folder where there is none, as of a MindRecord. Raises DataError."""
+    prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
+    if len(prefixes) > 1:
+        shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
+        raise DataError(f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a folder with one")
+    return str(prefixes[0] if prefixes else folder)
+
+
+def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
+    """The step folder that is meant by its own URL, or by that of a run folder, of its checkpoints or of their ``latest``.
+
+    Raises CheckpointError where there is none.
+    """
+    found = find_checkpoint_url(url, environ)
+    if found is None:
+        raise CheckpointError(
+            f"{key}={url}: no whole checkpoint there; expected the URL of a run folder, of its checkpoints folder or of a step_... folder"
+        )
+    return found
+
+
+def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
+    """As ``common.training.checkpoint.find_checkpoint``, of a URL."""
+    folder = url.rstrip("/").removesuffix(f"/{LATEST}")
+    names = {file.name for file in remote.files(folder, environ)}
+    if MANIFEST in names:
+        return folder
+    if any(name.startswith("checkpoints/") for name in names):
+        folder, names = join(folder, "checkpoints"), {name.removeprefix("checkpoints/") for name in names}
+    whole = sorted((match[1] for name in names if (match := re.fullmatch(rf"(step_\d{{8,}})/{MANIFEST}", name))), key=_step)
+    if not whole:
+        return None
+    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else ""
+    return join(folder, named if named in whole else whole[-1])
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
+def local_folder(url: str, environ: Mapping[str, str]) -> Path:
+    """Where a URL's copy lies on this host, for one job: on ModelArts' large disk /cache, else in the folder for temporary files."""
+    cache = Path("/cache")
+    base = cache if in_modelarts(environ) and os.access(cache, os.W_OK) else Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    job = environ.get("MA_VJ_NAME") or environ.get("JOB_ID") or ""
+    name = hashlib.sha256(f"{job}\n{url}".encode()).hexdigest()[:16]
+    return base / f"gpt2_files_{os.getuid()}" / name / (base_name(url) or "files")
+
+
+# ---- output ----
+
+
+def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+    """What an earlier start of the run left at the URL, where the output goes, is copied into the run folder.
+
+    On a host without a run folder that is everything. Else it is the newest checkpoint alone, and only where ``ranks`` are copied from
+    here at the end: on a host without rank 0, whose own is that of an earlier start or none; on the host of rank 0 where its own is older,
+    because another host had rank 0 then. Raises StorageError.
+    """
+    if not folder.exists():
+        if remote.files(url, environ):
+            remote.pull_once(url, folder, environ)
+        return
+    newest = find_checkpoint_url(url, environ) if ranks else None
+    if newest is None:
+        return
+    checkpoints = folder / "checkpoints"
+    mine = max((_step(path.name) for path in whole_checkpoints(checkpoints)), default=0)
+    if 0 not in ranks:
+        _refresh(newest, checkpoints, environ)
+    elif mine < _step(base_name(newest)):
+        LOG.warning(f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there")
+        _refresh(newest, checkpoints, environ)
+        if remote.files(join(url, _METRICS), environ):
+            with atomic_write(folder / _METRICS) as file:
+                file.write(remote.read(join(url, _METRICS), environ))
+        point_latest(checkpoints / base_name(newest))
+
+
+def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
+    """Copy a step folder, unless it is here with the same manifest, which holds the checksums of its files."""
+    here = checkpoints / base_name(url)
+    try:
+        if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST), environ):
+            return
+    except OSError:
+        pass
+    remote.pull_once(url, here, environ)
+
+
+@contextmanager
+def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int], environ: Mapping[str, str]) -> Iterator[None]:
+    """Copy ``output_dir`` to ``url`` when the block ends, however it ends: all of it where rank 0 is among ``ranks``, else their files.
+
+    What else lies here then is an older copy of what rank 0 has. Until the block ends a SIGTERM ends the program, with a copy; inside the
+    training loop, its own handler goes first, which saves. Raises StorageError when the copy fails. An error of the block itself goes
+    first: the failed copy is then told on standard error.
+    """
+    if url is None or not ranks:
+        yield
+        return
+
+    def push() -> None:
+        remote.push(output_dir, url, environ, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # not StopRequested, which means that all ranks have agreed
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the copy is what the time that is left is for
+    except BaseException:
+        try:
+            push()
+        except (StorageError, ConfigError) as error:
+            sys.stderr.write(f"error: {error}\n")
+        raise
+    else:
+        push()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _rank_of(name: str) -> int | None:
+    match = _OF_A_RANK.fullmatch(name)
+    return int(match[1] or match[2]) if match else None

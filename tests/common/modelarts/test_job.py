@@ -1,0 +1,92 @@
+"""Which ranks a ModelArts job has, who starts them, and whose files a process copies."""
+
+from pathlib import Path
+
+import pytest
+
+from common.cluster.environment import ALONE, Process, find_process
+from common.errors import ConfigError
+from common.modelarts import job as modelarts_job
+
+INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
+TWO_HOSTS = {**INSIDE, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job"}
+TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
+
+
+@pytest.mark.parametrize(
+    ("environ", "one_process", "expected"),
+    [
+        ({}, False, (0,)),
+        ({**INSIDE, "MA_NUM_GPUS": "4"}, False, (0, 1, 2, 3)),
+        ({**INSIDE, "MA_NUM_GPUS": "4"}, True, (0,)),
+        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "0"}, False, (0, 1)),
+        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "1"}, False, (2, 3)),
+        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "1"}, True, ()),
+        ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, (0, 1)),
+        ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, ()),
+        ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, (2, 3)),
+        ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"}, False, ()),
+    ],
+)
+def test_whose_files_a_process_copies(environ: dict[str, str], one_process: bool, expected: tuple[int, ...]) -> None:
+    process = ALONE if modelarts_job.must_start_ranks(environ) else find_process(environ)
+    assert modelarts_job.ranks_to_copy(process, environ, one_process=one_process) == expected
+
+
+def test_whose_files_a_process_copies_by_the_platforms_table(samples: Path) -> None:
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(samples / TABLE)}
+    for rank, expected in ((0, tuple(range(8))), (7, ()), (8, tuple(range(8, 16)))):
+        own = {**environ, "RANK_ID": str(rank)}
+        assert modelarts_job.ranks_to_copy(find_process(own), own, one_process=False) == expected
+
+
+# ---- who starts the ranks ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"MA_NUM_GPUS": "8"}, False),  # not inside ModelArts
+        ({**INSIDE, "MA_NUM_GPUS": "8"}, True),
+        ({**INSIDE, "MA_NUM_GPUS": "1"}, False),
+        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK_ID": "0", "RANK_SIZE": "8"}, False),  # one process per card
+        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK": "0", "WORLD_SIZE": "8"}, False),
+        ({**INSIDE, "MA_NUM_GPUS": "1", "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "a,b"}, True),
+    ],
+)
+def test_ranks_are_started_where_the_platform_started_none(environ: dict[str, str], expected: bool) -> None:
+    assert modelarts_job.must_start_ranks(environ) is expected
+
+
+def test_places_by_the_names_of_the_hosts() -> None:
+    environ = {**INSIDE, "MA_NUM_GPUS": "4", "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job", "VC_TASK_INDEX": "1"}
+    table, places = modelarts_job.find_places(environ)
+    assert table is None and places.master == "job-0.job" and places.own_host == "job-1.job"
+    assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [(4, 0, 0), (5, 1, 1), (6, 2, 2), (7, 3, 3)]
+    assert modelarts_job.world_size_of_job(environ) == 8
+    with pytest.raises(ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"):
+        modelarts_job.find_places({**environ, "MA_NUM_HOSTS": "3"})
+    with pytest.raises(ConfigError, match="VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"):
+        modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
+
+
+def test_places_by_the_platforms_table(samples: Path, tmp_path: Path) -> None:
+    table = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "VC_TASK_INDEX": "1", "TMPDIR": str(tmp_path)}
+    written, places = modelarts_job.find_places(environ)
+    assert (places.own_host, places.master) == ("10.19.1.79", "10.19.1.142")
+    assert [place.rank for place in places.own] == list(range(8, 16))
+    assert written is not None and '"version": "1.0"' in written.read_text()
+    assert modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host == "10.19.1.142"
+    with pytest.raises(ConfigError, match=r"nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79"):
+        modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
+
+
+def test_variables_that_a_process_per_card_lacks(samples: Path, tmp_path: Path) -> None:
+    table = samples / "v0_modelarts_cce_1x1.json"
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "RANK_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "TMPDIR": str(tmp_path)}
+    found = modelarts_job.platform_variables(Process(device_id=0, launcher="rank table"), environ)
+    written = Path(found.pop("RANK_TABLE_FILE"))
+    assert found == {"RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "GLOO_SOCKET_IFNAME": "lo"}
+    assert '"rank_id": "0"' in written.read_text()
