@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it: one way to find or make the Python environment.
-# Order: $PYTHON, else the active virtual environment, else the repository's .venv.
+# Order: $PYTHON, else the active virtual or conda environment (conda's base is none), else the repository's .venv.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -10,11 +10,40 @@ find_python() {
         command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is not a program" >&2; exit 2; }
     elif [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         PYTHON=$VIRTUAL_ENV/bin/python
+    elif [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-}" != base ] && [ -x "$CONDA_PREFIX/bin/python" ]; then
+        PYTHON=$CONDA_PREFIX/bin/python
     elif [ -x "$ROOT/.venv/bin/pip" ]; then # the last thing that venv makes
         PYTHON=$ROOT/.venv/bin/python
     else
         return 1
     fi
+}
+
+# use_python: sets PYTHON to an interpreter that holds the project, or ends with one message; where there is no environment, the
+# python of the PATH may do.
+use_python() {
+    find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; $(how_to_mend)" >&2; exit 2; }
+    check_python
+}
+
+check_python() {
+    local why
+    why=$("$PYTHON" - 2>&1 <<'END'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("it is Python %d.%d, expected 3.11 or newer" % sys.version_info[:2])
+try:
+    import numpy, pydantic, yaml
+except Exception as error:
+    sys.exit("it does not hold the project's libraries: %s" % error)
+END
+    ) || { echo "error: $PYTHON cannot be used: ${why##*$'\n'}; $(how_to_mend)" >&2; exit 2; }
+}
+
+how_to_mend() {
+    echo "run 'bash $ROOT/scripts/quickstart.sh' once, which makes $ROOT/.venv;" \
+        "or install into an environment of your own, pip install -c constraints.txt -e '.[torch,fast]' in $ROOT, and activate it;" \
+        "or set PYTHON to its interpreter"
 }
 
 # use_environment EXTRAS: sets PYTHON to an environment that holds the project with these extras (comma separated).
@@ -23,6 +52,7 @@ use_environment() {
     local extras=$1
     find_python || make_environment
     install_project "$extras" || { echo "error: installation failed; pip's message is above" >&2; exit 1; }
+    check_python
     export PYTHON
 }
 

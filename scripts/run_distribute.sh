@@ -10,5 +10,5 @@
 # Exit code 0: all ranks ended well; 2: bad arguments; else that of the first rank that failed. All options: --help.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; set PYTHON to an interpreter" >&2; exit 2; }
+use_python
 exec "$PYTHON" "$ROOT/tools/launch.py" distribute "$@"

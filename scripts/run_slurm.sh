@@ -37,7 +37,7 @@ if [ ! -f "$ROOT/scripts/environment.sh" ]; then
 fi
 # shellcheck source=scripts/environment.sh
 source "$ROOT/scripts/environment.sh"
-find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; set PYTHON to an interpreter" >&2; exit 2; }
+use_python
 
 # cpus-per-task is not handed on to srun by every version of Slurm.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}

@@ -6,5 +6,5 @@
 # Options, DRY_RUN=1, DETACH=1 and exit codes as those of run_distribute.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; set PYTHON to an interpreter" >&2; exit 2; }
+use_python
 exec "$PYTHON" "$ROOT/tools/launch.py" standalone "$@"

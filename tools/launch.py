@@ -42,7 +42,7 @@ from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.load import load_config
-from common.config.resolve import resolve_config
+from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
@@ -118,14 +118,19 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     if arguments.all_ranks and order.mode != "plan":
         raise ConfigError(f"--all_ranks is for the mode plan, not {order.mode}; leave it out")
     starts = order.mode != "plan" and not _asked("DRY_RUN") and arguments.hosts is None
-    table = _read_table(order.table, wait=starts) if order.table else None
+    try:
+        table = _read_table(order.table, wait=starts and not _asked("DETACH")) if order.table else None
+    except NotReadyError:
+        if not starts:
+            raise
+        return _detach(_log_folder(arguments, load_config(order.config, order.overrides)), words)  # the waiting too
     if arguments.hosts is not None:
         return _start_hosts(arguments, order, table, words)
     master, port = parse_master(arguments.master)
     places = find_places(
         order.numbers, rank_size=order.rank_size, table=table, master=master, nodes=arguments.nnodes, node_rank=arguments.node_rank
     )
-    config = resolve_config(load_config(order.config, order.overrides), world_size=places.world_size)
+    config = resolve_mode(load_config(order.config, order.overrides), order.mode, world_size=places.world_size)
     if order.mode == "plan":
         known = (order.table, table) if order.table and table else None
         text = describe_cluster(
@@ -165,7 +170,7 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
     _check_mode(given[2])
     device, overrides = int(given[1]), (f"context.device_id={int(given[1])}", *given[3:])
     command = rank_command(config_path, given[2], overrides)
-    config = resolve_config(load_config(config_path, overrides))
+    config = resolve_mode(load_config(config_path, overrides), given[2], world_size=1)
     if given[2] == "plan":
         return subprocess.call(command)  # noqa: S603 - our own command
     places = find_places(range(device, device + 1))
@@ -270,12 +275,12 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
         return 0
     config = load_config(order.config, order.overrides)  # the layout is checked on each host
     children = tuple(_over_ssh(node, command) for node, command in enumerate(commands))
-    return _run(Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=True), kept)
+    return _run(Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=True, over_ssh=True), kept)
 
 
 def _over_ssh(node: int, command: HostCommand) -> Child:
     words = (sys.executable, str(Path(__file__).resolve()), "over_ssh", command.host, command.text)
-    return Child(rank=node, command=words, environment={}, folder=f"host_{command.host}")
+    return Child(rank=node, command=words, environment={}, folder=f"host_{command.host}", title=f"host {command.host}")
 
 
 def _run(job: Job, words: list[str]) -> int:
@@ -285,14 +290,17 @@ def _run(job: Job, words: list[str]) -> int:
     if _asked("DRY_RUN"):
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
-            print(f"\n# {child.name or f'rank {child.rank}'}: logs in {job.log_folder / child.log_folder}{cores}")
+            print(f"\n# {child}: logs in {job.log_folder / child.log_folder}{cores}")
             print(shell_text(child.environment, child.command), end="", flush=True)
         return 0
-    if not _asked("DETACH"):
-        return supervise(job)
-    log = job.log_folder / "launcher.log"
+    return _detach(job.log_folder, words) if _asked("DETACH") else supervise(job)
+
+
+def _detach(folder: Path, words: list[str]) -> int:
+    """Start all this again in a process that outlives the terminal."""
+    log = folder / "launcher.log"
     try:
-        job.log_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
             file.flush()
@@ -309,8 +317,24 @@ def _run(job: Job, words: list[str]) -> int:
 
 
 def _asked(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "no", "n", "off", "false")
+
+
+def _open_standard_streams() -> None:
+    """Those that were closed before the start, as by ``>&-``: else the next file that is opened, or a socket, would take their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
 if __name__ == "__main__":
+    _open_standard_streams()
     sys.exit(main())

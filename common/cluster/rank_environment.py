@@ -141,18 +141,51 @@ def interface_of(address: str) -> str | None:
 
 
 def _own_address(places: Places) -> str | None:
-    """By which the other hosts know this one; where nothing names it, that from which the master is reached."""
-    if is_ip(places.own_host) or is_own(places.own_host):
-        return places.own_host if is_own(places.own_host) else None
-    for address in _addresses(places.master):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return None
+    """By which the other hosts reach this one; where nothing names it, that from which it reaches them.
+
+    A loopback address only where one was given: a name may stand for one in the /etc/hosts of its own host.
+    """
+    own = places.own_host
+    if _is_literal(own):
+        return own if is_own(own) else None
+    named = [address for address in _addresses(own) if not _is_loopback(address)]
+    found = next((address for address in named if is_own(address)), None)
+    if found is not None:
+        return found
+    others = [host for host in dict.fromkeys((places.master, *places.hosts)) if host != own]
+    for host in others:
+        for address in _addresses(host):
+            route = _route_to(address)
+            if route is not None and (_is_literal(host) or not _is_loopback(route)):
+                return route
+    return _default_address()
+
+
+def _is_literal(host: str) -> bool:
+    return is_ip(host) or host == "localhost"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _route_to(address: str) -> str | None:
+    """The address of this machine from which another one is reached; None where there is no way."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _default_address() -> str | None:
+    """That from which the world is reached, else the only one; None where there are several, or none but loopback."""
+    route = _route_to("192.0.2.1")  # an address of documentation (RFC 5737), nobody's
+    if route is not None and not _is_loopback(route):
+        return route
+    held = [str(address) for address, _ in _interfaces() if not (address.is_loopback or address.is_link_local)]
+    return held[0] if len(held) == 1 else None
 
 
 def _addresses(host: str) -> list[str]:

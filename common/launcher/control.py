@@ -19,10 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from common.cluster.rank_environment import is_ip
 from common.errors import ConfigError
 
 LIFE_SECONDS = 2.0
 LOST_SECONDS = 30.0
+REMIND_SECONDS = 10.0
+"""A host that has not come by then is spoken of."""
 _HELLO_SECONDS = 10.0
 _CLOSE_SECONDS = 3.0
 _RETRY_SECONDS = 0.5
@@ -39,7 +42,7 @@ class Host:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"host {self.address} ({rank_names(self.ranks)})"
+        return f"{host_name(self.address)} ({rank_names(self.ranks)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +69,29 @@ class Heard:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFailed:
-    """A host was lost, never came or refused this one."""
+    """A host was lost or refused this one."""
 
     text: str
     code: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRefused:
-    """Someone else called at this host's port, which does not concern the run."""
+class HostMissing:
+    """The launcher of a host has not come within the connect limit; its ranks may have met the others all the same."""
 
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRemark:
+    """What the user should know, and what ends nothing: a host is still waited for, or someone else called at this host's port."""
+
+    text: str
+
+
+def host_name(address: str) -> str:
+    """A host in a sentence. One whose address is not known is ``node 1``, as ``find_places`` names it."""
+    return address if address.startswith("node ") else f"host {address}"
 
 
 def rank_names(ranks: Sequence[int]) -> str:
@@ -92,9 +107,9 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 class Control:
-    """This host's end. What is heard goes into ``events`` as Heard, HostFailed or HostRefused.
+    """This host's end. What is heard goes into ``events`` as Heard, HostFailed, HostMissing or HostRemark.
 
-    connect_limit: seconds within which every host must have come.
+    connect_limit: seconds within which every host should have come; those that come later are taken too.
     """
 
     def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], connect_limit: float) -> None:
@@ -116,10 +131,14 @@ class Control:
             threading.Thread(target=target, name=f"control {target.__name__}", daemon=True).start()
 
     def missing(self) -> list[Host]:
-        """Hosts that host 0 waits for, or host 0 where this is another."""
+        """Those that have never come: of host 0 the others, of another host host 0."""
         others = range(1, len(self._hosts.all)) if self._server else [0]
         with self._lock:
             return [self._hosts.all[host] for host in others if host not in self._links]
+
+    def should_give_up(self, since: float) -> bool:
+        """Whether hosts that have never come have been waited for long enough since a point of time.monotonic()."""
+        return time.monotonic() - since > LOST_SECONDS
 
     def tell(self, kind: str, *, keep: bool = True, **values: Any) -> None:
         """Send to host 0, from host 0 to all others. keep: also to those who come later."""
@@ -156,9 +175,17 @@ class Control:
             self.tell("life", keep=False)
 
     def _wait_for_all(self) -> None:
-        if not self._closed.wait(self._limit):
-            for host in self.missing():
-                self._events.put(HostFailed(text=f"{host} has not come within {self._limit:g} s; look whether the run was started there"))
+        remind = min(REMIND_SECONDS, self._limit)
+        if self._closed.wait(remind):
+            return
+        for host in self.missing():
+            text = f"waiting for {host}: its launcher has not come to port {self._hosts.port}; this port must be open too"
+            self._events.put(HostRemark(text=text))
+        if self._closed.wait(self._limit - remind):
+            return
+        for host in self.missing():
+            text = f"{host} has not come within {self._limit:g} s to port {self._hosts.port}"
+            self._events.put(HostMissing(text=f"{text}; look whether the run was started there, and whether this port is open"))
 
     def _accept(self) -> None:
         assert self._server is not None
@@ -193,7 +220,7 @@ class Control:
         if not why:
             self._serve(host, link)
             return
-        self._events.put(HostRefused(text=f"host {str(hello.get('address'))[:100]} was refused: this one {why}"))
+        self._events.put(HostRemark(text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"))
         link.send(_line("refused", text=why))
         link.finish()
         with suppress(OSError):
@@ -202,16 +229,26 @@ class Control:
         link.close()
 
     def _connect(self) -> None:
-        address = (self._hosts.all[0].address, self._hosts.port)
-        deadline = time.monotonic() + self._limit
+        first, port = self._hosts.all[0], self._hosts.port
+        began = time.monotonic()
+        late = [seconds for seconds in (REMIND_SECONDS, self._limit) if seconds <= self._limit]
         try:
-            while not self._closed.is_set() and not self._call(address, deadline):
+            while (why := self._call((first.address, port))) and not self._closed.is_set():
+                if late and time.monotonic() - began > late[0]:
+                    late.pop(0)
+                    if late:
+                        text = f"waiting for {first}: its port {port} cannot be reached ({why}); this port must be open too"
+                        self._events.put(HostRemark(text=text))
+                    else:
+                        text = f"{first} could not be reached at port {port} within {self._limit:g} s ({why})"
+                        text += "; look whether the run was started there, and at firewalls between the hosts"
+                        self._events.put(HostMissing(text=text))
                 self._closed.wait(_RETRY_SECONDS)
         finally:
             self._all_here.set()
 
-    def _call(self, address: tuple[str, int], deadline: float) -> bool:
-        """One try to reach host 0, and all that follows from it. False: try again."""
+    def _call(self, address: tuple[str, int]) -> str:
+        """One try to reach host 0, and all that follows from it. Returns why it has failed, so that it is worth another one."""
         link: _Link | None = None
         answer: Mapping[str, Any] = {}
         why = "something else answers there"
@@ -226,17 +263,13 @@ class Control:
             with self._lock:
                 self._links[0] = link
             self._serve(0, link)
-            return True
+            return ""
         if link is not None:
             link.close()
         if answer.get("kind") == "refused":
             self._events.put(HostFailed(text=f"{self._hosts.all[0]} at port {address[1]} {answer.get('text')}", code=2))
-            return True
-        if time.monotonic() > deadline:
-            text = f"{self._hosts.all[0]} could not be reached at port {address[1]} within {self._limit:g} s ({why})"
-            self._events.put(HostFailed(text=f"{text}; look whether the run was started there, and at firewalls between the hosts"))
-            return True
-        return False
+            return ""
+        return why
 
     def _serve(self, host: int, link: _Link) -> None:
         """Pass on what a host says until it closes or is lost."""
@@ -315,15 +348,19 @@ def _line(kind: str, **values: Any) -> bytes:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Raises ConfigError when the port cannot be had."""
+    """For the others, at all addresses of this host, as torch's store listens; at a loopback address where that is what was given.
+
+    Raises ConfigError when the port cannot be had.
+    """
     try:
-        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        target = str(place[0])
-        if ipaddress.ip_address(target).is_loopback and target != address:  # /etc/hosts knows its own name so; the others do not
-            target = ""
-        return socket.create_server((target, port), family=family)
+        if is_ip(address) and ipaddress.ip_address(address).is_loopback:
+            return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        if socket.has_dualstack_ipv6():
+            with suppress(OSError):  # a container may have none of version 6; a port that is taken is so for both
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
     except OSError as error:
         raise ConfigError(
             f"host {address}, port {port}: cannot listen there for the launchers of the other hosts: {error.strerror or error}; it must be"
-            " an address of this machine and a free port: end what uses it, or set MASTER_PORT to another (this one is the port after it)"
+            " a free port of this machine: end what uses it, or set MASTER_PORT to another (this one is the port after it)"
         ) from None

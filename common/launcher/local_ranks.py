@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+from common.launcher.control import host_name, rank_names
 from common.launcher.heartbeat import DUMP_SIGNAL
 from common.launcher.processes import Child, end_all, living, reap, start, watch
 from common.launcher.progress import Monitor, RankState
@@ -22,7 +23,6 @@ _KILL_SECONDS = 8.0
 _LEAVE_SECONDS = 2.0
 """So long may helpers, and what the ranks started, outlive the ranks."""
 _DUMP_SECONDS = 1.0
-_TAILS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,12 @@ class LocalRanks:
         self._shown = min(range(len(children)), key=lambda index: (bool(children[index].name), children[index].rank))
         self._shown_to = self._logs[self._shown].start
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(child.rank for child in self._children if not child.name)
+    def names(self, ranks: Collection[int] | None = None) -> str:
+        """Of all ranks here, or of some: their numbers, or their titles."""
+        found = [child for child in self._children if not child.name and (ranks is None or child.rank in ranks)]
+        if any(child.title for child in found):
+            return ", ".join(map(str, found))
+        return rank_names([child.rank for child in found])
 
     @property
     def done(self) -> bool:
@@ -64,14 +67,15 @@ class LocalRanks:
     def name(self, index: int) -> str:
         child = self._children[index]
         where = [] if child.name or not child.environment.get("DEVICE_ID") else [f"device {child.environment['DEVICE_ID']}"]
-        where += [] if self._address is None else [f"host {self._address}"]
-        return (child.name or f"rank {child.rank}") + (f" ({', '.join(where)})" if where else "")
+        where += [] if self._address is None else [host_name(self._address)]
+        return str(child) + (f" ({', '.join(where)})" if where else "")
 
     def logs(self) -> str:
-        """Where they are, as one name or pattern."""
+        """Where they are, as one name or pattern that a shell understands."""
         names = [child.log_folder for child in self._children if not child.name]
-        pattern = names[0] if len(names) == 1 else re.sub(r"\d+$", "*", names[0])
-        return str(self._folder / pattern / "mindformer.log")
+        patterns = dict.fromkeys(re.sub(r"\d+$", "*", name) for name in names) if len(names) > 1 else names
+        pattern = ",".join(patterns)
+        return str(self._folder / (f"{{{pattern}}}" if len(patterns) > 1 else pattern) / "mindformer.log")
 
     def log(self, index: int) -> Path:
         return self._logs[index].path
@@ -81,6 +85,11 @@ class LocalRanks:
 
     def rank(self, index: int) -> int:
         return self._children[index].rank
+
+    @property
+    def have_met(self) -> bool:
+        """Whether the ranks here have got past a step, which takes those of all hosts."""
+        return any(monitor.is_past_first_step for monitor in self._monitors.values())
 
     def start(self, started: Callable[[int], None]) -> str:
         """Start all of them, and call ``started`` with the number of each. At one that cannot be started it stops and returns why."""
@@ -156,10 +165,10 @@ class LocalRanks:
         reap(before)
         return left
 
-    def tails(self, ranks: Collection[int]) -> list[str]:
-        """The last lines of the logs of those among ``ranks`` that run here, two logs at most."""
+    def tails(self, ranks: Collection[int], most: int | None = None) -> list[str]:
+        """The last lines of the logs of those among ``ranks`` that run here, of ``most`` logs at most."""
         lines = []
-        for index in [index for index, child in enumerate(self._children) if child.rank in ranks][:_TAILS]:
+        for index in [index for index, child in enumerate(self._children) if child.rank in ranks][:most]:
             lines.append(f"last lines of {self.log(index)}:")
             lines += [f"    {line}" for line in last_lines(self._logs[index]) or ["(nothing)"]]
         return lines

@@ -29,7 +29,7 @@ class Child:
     """One process to start. environment: added to the launcher's own. cores: to pin it to; empty: not pinned.
 
     name: set for a helper beside the ranks, such as MindSpore's scheduler: it sends no heartbeat, and it is ended after the ranks.
-    folder: of its logs, in the job's.
+    folder: of its logs, in the job's. title: what messages call it; empty: ``rank 3``, or its name.
     """
 
     rank: int
@@ -38,6 +38,10 @@ class Child:
     cores: tuple[int, ...] = ()
     name: str = ""
     folder: str = ""
+    title: str = ""
+
+    def __str__(self) -> str:
+        return self.title or self.name or f"rank {self.rank}"
 
     @property
     def log_folder(self) -> str:

@@ -70,6 +70,7 @@ class Monitor:
     def __init__(self, *, rank: int, name: str, log: Path, pid: int, pipe: int, now: float) -> None:
         self._rank, self._name, self._log, self._pid, self._pipe = rank, name, log, pid, pipe
         self._step, self._doing = -1, "starting"
+        self._first_step = -1
         self._moved, self._heard = now, None
         self._rest = b""
         os.set_blocking(pipe, False)
@@ -91,6 +92,13 @@ class Monitor:
         step, _, doing = line.partition(" ")
         if line != ALIVE and step.isdecimal():
             self._step, self._doing, self._moved = int(step), doing, now
+            if self._first_step < 0:
+                self._first_step = self._step
+
+    @property
+    def is_past_first_step(self) -> bool:
+        """For a step all ranks are needed: they have met."""
+        return self._step > self._first_step
 
     def state(self, now: float) -> RankState:
         return RankState(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from pydantic import BaseModel
+
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.processes import Child
 
-_SECRET = "KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE"  # noqa: S105 - parts of names
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-_SECRET_IN_QUERY = re.compile(rf"([?&;][^=&;\s]*(?:{_SECRET})[^=&;\s]*=)[^&;\s]*", re.IGNORECASE)
+_SECRET = re.compile(r"(API|ACCESS|SECRET)?KEY|\w*TOKEN|SECRET|\w*PASS\w*|PWD|CREDENTIALS?|AUTH|COOKIE|AK|SK|PAT", re.IGNORECASE)
+"""A word of a name whose value others must not read. Whole words: max_tokens and data.path are none."""
+_WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
 _USER_IN_URL = re.compile(r"(\w://)\S*@")
 _HIDDEN = "(hidden)"
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
@@ -47,7 +52,7 @@ def open_log(folder: Path, child: Child) -> RankLog:
 
 def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) -> RankLog:
     """Open this run's part of both files, and return the log as it is then. A full disk is no reason not to start."""
-    header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child.name or f'rank {child.rank}'}\n"
+    header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child}\n"
     lines = [f"{name}={visible(name, value)}" for name, value in sorted(environment.items())]
     command = shlex.join(_visible_word(word) for word in child.command)
     with suppress(OSError):
@@ -59,14 +64,39 @@ def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) ->
 
 def visible(name: str, value: str) -> str:
     """The value of a variable, without what others must not read: a secret by its name, and what is secret in a URL."""
-    if _SECRET_NAME.search(name):
+    if name != "PWD" and _is_secret(name):
         return _HIDDEN
-    return _SECRET_IN_QUERY.sub(rf"\1{_HIDDEN}", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0],
+                         _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))  # fmt: skip
+
+
+def _is_secret(name: str) -> bool:
+    return any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
 
 
 def _visible_word(word: str) -> str:
+    """Of a command. The settings of a run hold no secret by their name."""
     name, equals, value = word.partition("=")
-    return f"{name}={visible(name.rpartition('.')[2], value)}" if equals else visible("", word)
+    return f"{name}={visible('' if _is_setting(name) else name, value)}" if equals else visible("", word)
+
+
+def _is_setting(dotted: str) -> bool:
+    """Whether the config has such a key."""
+    sections: list[type[BaseModel]] = [RunConfig]
+    for key in dotted.split("."):
+        annotation = next((section.model_fields[key].annotation for section in sections if key in section.model_fields), None)
+        if annotation is None:
+            return False
+        sections = list(_models(annotation))
+    return True
+
+
+def _models(annotation: typing.Any) -> Iterator[type[BaseModel]]:
+    """Those that an annotation holds, such as X | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models(part)
 
 
 def last_lines(log: RankLog) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.launcher.control import Control, Heard, HostFailed, HostRefused, Hosts, rank_names
+from common.launcher.control import Control, Heard, HostFailed, HostMissing, HostRemark, Hosts
 from common.launcher.local_ranks import Exit, LocalRanks
 from common.launcher.processes import Child, adopted_orphans, guard, in_words, signal_name
 from common.launcher.progress import RankState, to_blame
@@ -29,6 +29,8 @@ __all__ = ["Child", "Job", "supervise"]
 _TICK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
 """After a failure that may follow from another one, the other is waited for so long."""
+_SETTLE_SECONDS_OF_HOSTS = 5.0
+_TAILS = 2
 _SAME_SIGNAL_SECONDS = 0.3
 """``timeout`` sends its signal twice, to the process and to its group."""
 _REPORT_SECONDS = 2.0
@@ -47,6 +49,8 @@ class Job:
     follow: bool = False
     """Copy the log of rank 0, else of the lowest rank here, to standard output."""
     hosts: Hosts | None = None
+    over_ssh: bool = False
+    """Each child is a launcher on another host: which of them ends first does not say where the failure was."""
 
 
 def supervise(job: Job) -> int:
@@ -94,6 +98,8 @@ class _Supervisor:
         self._elsewhere: dict[int, list[RankState]] = {}
         self._finished: dict[int, bool] = {}
         """Other hosts whose ranks have all ended by themselves -> whether a signal had stopped them."""
+        self._done_at = 0.0
+        """When the ranks here had all ended by themselves."""
         self._end: int | None = None
 
     def run(self) -> int:
@@ -127,9 +133,7 @@ class _Supervisor:
         why = self._ranks.start(guarded)
         if why:
             self._fail(_Failure(text=why, code=1))
-        self._terminal.say(
-            f"started {rank_names(self._ranks.numbers)}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}"
-        )
+        self._terminal.say(f"started {self._ranks.names()}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -167,7 +171,12 @@ class _Supervisor:
             self._take_signal(event)
         elif isinstance(event, HostFailed):
             self._fail(_Failure(text=event.text, code=event.code))
-        elif isinstance(event, HostRefused):
+        elif isinstance(event, HostMissing):
+            if self._ranks.have_met:
+                self._terminal.say(f"warning: {event.text}; the run goes on, as the ranks have met", error=True)
+            elif not self._ranks.done:
+                self._fail(_Failure(text=event.text, code=1))
+        elif isinstance(event, HostRemark):
             self._terminal.say(event.text, error=True)
         elif isinstance(event, Heard):
             try:
@@ -190,9 +199,9 @@ class _Supervisor:
         text = f"{name} {in_words(code)}; its log: {self._ranks.log(index)}"
         stopped = [state.rank for state in self._ranks.states() if state.is_stopped]
         if stopped:
-            text += f"; perhaps because of {rank_names(stopped)}, stopped (state T)"
+            text += f"; perhaps because of {self._ranks.names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer leads to exit code 1 too, or to an abort
-        certain = code not in (1, -signal.SIGABRT)
+        certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if self._ranks.is_helper(index) else (self._ranks.rank(index),)
         self._fail(_Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks))
 
@@ -246,35 +255,37 @@ class _Supervisor:
             return
         if self._control is not None and self._ranks.done and not self._told_finished:
             self._told_finished = True
+            self._done_at = time.monotonic()
             self._control.tell("finished", stopped=self._was_stopped())
         if self._stop is None:
             self._look_for_stalls()
         elif time.monotonic() - self._stop.time > self._job.stall_limit:
             left = tuple(state.rank for state in self._ranks.states())
-            text = f"stopped by {signal_name(self._stop.number)}; {rank_names(left) if left else 'other hosts'} did not end within"
+            text = f"stopped by {signal_name(self._stop.number)}; {self._ranks.names(left) if left else 'other hosts'} did not end within"
             text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
 
     def _look_for_stalls(self) -> None:
-        """Host 0 does it for all hosts; each on its own would blame its ranks for another's."""
+        """Host 0 does it for all hosts that it hears of; each on its own would blame its ranks for another's."""
         states = self._ranks.states()
         missing = []
         if self._control is not None and self._hosts is not None:
-            if self._hosts.own > 0:
+            missing = self._control.missing()
+            if self._hosts.own > 0 and not missing:
                 if time.monotonic() - self._reported > _REPORT_SECONDS:
                     self._reported = time.monotonic()
                     self._control.tell("ranks", keep=False, states=[asdict(state) for state in states])
                 return
-            missing = self._control.missing()
             states += [state for host in self._elsewhere.values() for state in host]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit)"
-        if missing:
+        if missing and not self._ranks.have_met:
             self._fail(_Failure(text=f"{text}, and {missing[0]} has not come; look whether the run was started there", code=1))
             return
         blamed = to_blame(states)
-        text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed)])
+        unknown = [f"    how far the ranks of {host} are is not known: its launcher never came" for host in missing]
+        text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed), *unknown])
         self._fail(_Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True))
 
     def _show(self) -> None:
@@ -290,28 +301,46 @@ class _Supervisor:
 
     def _is_over(self) -> bool:
         if self._failures:
-            return any(failure.certain for failure in self._failures) or time.monotonic() - self._failed_at > _SETTLE_SECONDS
-        if self._hosts is None or not self._ranks.done:
+            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
+            certain = any(failure.certain for failure in self._failures)
+            return certain or (self._job.over_ssh and self._ranks.done) or time.monotonic() - self._failed_at > settle
+        if self._hosts is None or self._control is None or not self._ranks.done:
             return self._ranks.done
-        return self._end is not None if self._hosts.own > 0 else len(self._finished) == len(self._hosts.all) - 1
+        if self._end is not None:
+            return True
+        missing = len(self._control.missing())
+        if missing and self._stop is None and not self._control.should_give_up(self._done_at):
+            return False
+        if self._hosts.own > 0:
+            return missing > 0
+        return len(self._finished) + missing == len(self._hosts.all) - 1
 
     def _failure(self) -> _Failure:
         """The first one that is not the consequence of another, if there is one."""
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
     def _tell_end(self, seconds: float) -> int:
+        self._terminal.keep_live()
         if self._failures:
             failure = self._failure()
-            lines = [f"error: {failure.text}", *self._ranks.tails(failure.ranks), f"all ranks here were ended; exit code {failure.code}"]
+            lines, ranks = [f"error: {failure.text}"], failure.ranks
+            if self._job.over_ssh:
+                lines += [f"also: {other.text}" for other in self._failures if other is not failure]
+                ranks = tuple(rank for other in self._failures for rank in other.ranks)
+            lines += [*self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)]
+            lines.append(f"all {'hosts' if self._job.over_ssh else 'ranks here'} were ended; exit code {failure.code}")
             self._terminal.say("\n".join(lines), error=True)
             return failure.code
         if self._end is not None:
             code = self._end
         else:
             code = 128 + self._stop.number if self._stop is not None and self._was_stopped() else 0
-            if self._control is not None:
+            if self._control is not None and self._hosts is not None:
+                for host in self._control.missing():
+                    text = f"warning: the launcher of {host} never came, or port {self._hosts.port} is not open; look there how it ended"
+                    self._terminal.say(text, error=True)
                 self._control.tell("end", code=code)
-        how = f"stopped by {signal_name(code - 128)}" if code else "all ranks ended well"
+        how = f"stopped by {signal_name(code - 128)}" if code else f"all {'hosts' if self._job.over_ssh else 'ranks'} ended well"
         self._terminal.say(f"{how}, after {seconds:.0f} s")
         return code
 

@@ -22,9 +22,12 @@ class Terminal:
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
-                stream.flush()
+                if stream is not None:  # it was closed before Python started
+                    stream.flush()
         self._live = ""
-        self.has_live_line = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._whole = ""
+        """What ``live`` was last given, not cut to the width."""
+        self.has_live_line = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._lines: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
         self._thread = threading.Thread(target=self._write, name="terminal", daemon=True)
         self._thread.start()
@@ -32,7 +35,7 @@ class Terminal:
     def say(self, text: str, *, error: bool = False) -> None:
         """A line of the launcher itself, to standard output or standard error."""
         self._put(sys.stderr if error else sys.stdout, f"{_CLEAR if self._live else ''}{text}\n")
-        self._live = ""
+        self._live = self._whole = ""
 
     def copy(self, text: str) -> None:
         """Text as it is, to standard output."""
@@ -42,22 +45,29 @@ class Terminal:
     def live(self, text: str) -> None:
         """Show the last line of ``text`` in the place of the one before; only on a terminal."""
         lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
-        line = cut(_CONTROL.sub("", lines[-1]).strip(), shutil.get_terminal_size().columns - 1) if lines else ""
-        if self.has_live_line and line and line != self._live:
-            self._live = line
+        whole = _CONTROL.sub("", lines[-1]).strip() if lines else ""
+        line = cut(whole, shutil.get_terminal_size().columns - 1)
+        if self.has_live_line and line and whole != self._whole:
+            self._live, self._whole = line, whole
             self._put(sys.stdout, f"{_CLEAR}{line}")
+
+    def keep_live(self) -> None:
+        """Make the live line an ordinary one, in full: at the end it says what came of the run."""
+        if self._live:
+            self._put(sys.stdout, f"{_CLEAR}{self._whole}\n")
+        self._live = self._whole = ""
 
     def close(self, limit: float = 2.0) -> None:
         """Wait for what was said to be written, for ``limit`` seconds at most."""
-        if self._live:
-            self._put(sys.stdout, _CLEAR)
+        self.keep_live()
         with suppress(queue.Full):
             self._lines.put(None, timeout=limit)
             self._thread.join(limit)
 
-    def _put(self, stream: TextIO, text: str) -> None:
+    def _put(self, stream: TextIO | None, text: str) -> None:
         with suppress(queue.Full):
-            self._lines.put_nowait((stream, text))
+            if stream is not None:
+                self._lines.put_nowait((stream, text))
 
     def _write(self) -> None:
         while (item := self._lines.get()) is not None:

@@ -222,6 +222,49 @@ def wait_until(holds: Callable[[], bool], log: Path, limit: float = 120.0) -> No
         time.sleep(0.1)
 
 
+def test_closed_streams_are_no_obstacle(tiny: Path, tmp_path: Path) -> None:
+    """Numbers 1 and 2 are free then, and must not become the log of a rank."""
+    line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
+    assert shell(line).returncode == 0
+    assert shell(f"{line} train.max_steps=-1").returncode == 2
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    assert "all ranks ended well" not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
+
+
+def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> None:
+    """Of all scripts: one that is too old, one without the libraries."""
+    old, bare = tmp_path / "old", tmp_path / "bare"
+    old.write_text(f"#!/bin/bash\nsed 's/sys.version_info <.*/True:/; s/sys.version_info\\[/(3, 9)[/' | exec {sys.executable} -\n")
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
+    cases = ((old, "it is Python 3.9, expected 3.11 or newer"), (bare, "it does not hold the project's libraries: No module named"))
+    for python, why in cases:
+        python.chmod(0o755)
+        for script in ("run_distribute.sh", "run_standalone.sh", "run_slurm.sh", "quickstart.sh"):
+            done = start("a", "b", "c", "d", script=script, cwd=ROOT, PYTHON=str(python))
+            assert done.returncode == 2 and f"error: {python} cannot be used: {why}" in done.stderr and "quickstart.sh" in done.stderr
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: Path) -> None:
+    root, conda, venv = tmp_path / "root", tmp_path / "conda", tmp_path / "venv"
+    for program in (root / ".venv/bin/pip", root / ".venv/bin/python", conda / "bin/python", venv / "bin/python"):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    (root / "scripts").mkdir()
+    shutil.copy(SCRIPTS / "environment.sh", root / "scripts")
+
+    def found(**variables: str) -> str:
+        none = {"PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "CONDA_DEFAULT_ENV": ""}
+        done = shell(f'source {root}/scripts/environment.sh; find_python; echo "$PYTHON"', **{**none, **variables})
+        return done.stdout.strip()
+
+    assert found() == str(root / ".venv/bin/python")
+    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2") == str(conda / "bin/python")
+    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="base") == str(root / ".venv/bin/python")
+    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2", VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
+
+
 def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_path: Path) -> None:
     done = start(str(tiny), "0", "train", "data.train=nowhere", script="run_standalone.sh")
     log = tmp_path / "run" / "mf_standalone" / "mindformer.log"

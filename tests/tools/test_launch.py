@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,27 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(jobs: list[Job], tmp
     assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
 
 
+def test_detached_the_waiting_is_left_to_the_other_process(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"status": "initializing"}')
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1])
+    monkeypatch.setenv("DETACH", "1")
+    words = ["distribute", "--log_dir", "logs", str(path), CONFIG, "[0,2]", "train"]
+    assert launch.main(words) == 0
+    assert "process 77, messages in" in capsys.readouterr().out and jobs == []
+    assert [command[2:] for command in started] == [words] and (tmp_path / "logs" / "launcher.log").is_file()
+
+
+@pytest.mark.parametrize(("value", "is_asked"), [("1", True), ("true", True), ("yes", True), ("false", False), ("No", False), ("0", False)])
+def test_words_that_mean_no(jobs: list[Job], monkeypatch: pytest.MonkeyPatch, value: str, is_asked: bool) -> None:
+    monkeypatch.setenv("DRY_RUN", value)
+    launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
+    assert len(jobs) == (0 if is_asked else 1)
+
+
 def test_a_dry_run_does_not_wait(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +138,7 @@ def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) ->
     assert launch.main(["distribute", "--hosts", "me@a,b", "--ssh", "none", CONFIG, "[0,4)", "train"]) == 7
     (job,) = jobs
     assert [child.log_folder for child in job.children] == ["host_me@a", "host_b"] and job.stall_limit == float("inf")
+    assert [str(child) for child in job.children] == ["host me@a", "host b"] and job.over_ssh
     assert job.children[1].command[2:4] == ("over_ssh", "b") and "--node_rank 1 none" in job.children[1].command[4]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.cluster import rank_environment
 from common.cluster.environment import find_process
-from common.cluster.places import find_places
+from common.cluster.places import Place, Places, find_places
 from common.cluster.rank_environment import (
     ROOT,
     find_meeting,
@@ -88,6 +89,43 @@ def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
     found = variables(places, 0)
     assert found["HCCL_IF_IP"] == "127.0.0.1" and found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "=lo"
     assert found["RANK"] == "2" and found["LOCAL_RANK"] == "0" and found["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "routes", "expected"),
+    [
+        ({"nodea": ["127.0.1.1"]}, {"192.0.2.1": "10.0.0.7"}, "10.0.0.7"),
+        ({"nodea": ["127.0.1.1"]}, {}, "10.0.0.7"),
+        ({"nodea": ["127.0.1.1"], "nodeb": ["10.0.0.8"]}, {"10.0.0.8": "10.0.0.7"}, "10.0.0.7"),
+        ({"nodea": ["127.0.1.1", "10.0.0.7"]}, {}, "10.0.0.7"),
+    ],
+)
+def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], routes: dict[str, str], expected: str
+) -> None:
+    """Debian's /etc/hosts has 127.0.1.1 for the name of the machine."""
+    held = [(ipaddress.ip_address(address), name) for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))]
+    monkeypatch.setattr(rank_environment, "_addresses", lambda host: [host] if rank_environment.is_ip(host) else addresses.get(host, []))
+    monkeypatch.setattr(rank_environment, "_interfaces", lambda: held)
+    monkeypatch.setattr(rank_environment, "_route_to", routes.get)
+    hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
+    places = Places(
+        all=tuple(Place(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts)),
+        own_host="nodea",
+        master="nodea",
+    )
+    found = variables(places, 0)
+    assert (found["HCCL_IF_IP"], found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == (expected, "eth0", "=eth0")
+    assert found["MASTER_ADDR"] == "nodea"
+
+
+def test_where_nothing_but_loopback_is_known_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_environment, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else [])
+    monkeypatch.setattr(rank_environment, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")])
+    monkeypatch.setattr(rank_environment, "_route_to", lambda address: "127.0.0.1")
+    for node_rank in (0, 1):
+        found = variables(find_places(range(1), master="nodea", nodes=2, node_rank=node_rank), 0)
+        assert not {"HCCL_IF_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(found)
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command, to compare with, is absent")

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Heard, Host, HostFailed, HostRefused, Hosts, rank_names
+from common.launcher.control import Control, Heard, Host, HostFailed, HostRemark, Hosts, rank_names
+from common.launcher.progress import process_state
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT = (
@@ -30,7 +31,7 @@ from pathlib import Path
 import common.launcher.control as control
 from common.launcher.supervisor import Child, Job, supervise
 job = json.loads(sys.argv[1])
-control.LIFE_SECONDS, control.LOST_SECONDS = 0.5, job["lost"]
+control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
 hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
 children = tuple(
     Child(rank=rank, command=(sys.executable, "-c", program), environment={"HCCL_CONNECT_TIMEOUT": job["connect"]})
@@ -56,9 +57,11 @@ def port() -> int:
 def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
     started = []
 
-    def begin(own: int, *programs: str, hosts: Any = TWO, lost: float = 30.0, connect: int = 30, stall_limit: float = 1e6) -> Any:
+    def begin(
+        own: int, *programs: str, hosts: Any = TWO, lost: float = 30.0, connect: int = 30, stall_limit: float = 1e6, remind: float = 10.0
+    ) -> Any:
         job = {"own": own, "programs": programs, "hosts": hosts, "lost": lost, "connect": str(connect), "stall_limit": stall_limit}
-        words = json.dumps({**job, "port": port, "log_folder": str(tmp_path)})
+        words = json.dumps({**job, "remind": remind, "port": port, "log_folder": str(tmp_path)})
         started.append(
             subprocess.Popen(
                 [sys.executable, "-c", SUPERVISOR, words], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -218,6 +221,49 @@ def test_host_0_that_is_not_there(launch: Launch) -> None:
     assert re.search(r"host 127.0.0.1 \(ranks 0-1\) could not be reached at port \d+ within 1 s \(Connection refused\)", output)
 
 
+@pytest.mark.parametrize(
+    ("own", "reminder"),
+    [
+        (0, r"waiting for host 127.0.0.2 \(ranks 2-3\): its launcher has not come to port \d+; this port must be open too"),
+        (1, r"waiting for host 127.0.0.1 \(ranks 0-1\): its port \d+ cannot be reached \(Connection refused\); this port must be open too"),
+    ],
+)
+def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_waiting(launch: Launch, own: int, reminder: str) -> None:
+    """The ranks have ended with 0: without the signal it would go on for LOST_SECONDS."""
+    process = launch(own, "pass", "pass", lost=1e6, remind=0.5)
+    assert re.search(reminder, until_said(process, "waiting for"))
+    own_children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 30
+    while [process_state(int(pid)) for pid in own_children.read_text().split()].count("Z") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 0
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_ranks_that_have_ended_well_do_not_fail_by_a_launcher_that_never_came(launch: Launch, own: int) -> None:
+    code, output = end(launch(own, "pass", "pass", lost=0.5))
+    assert code == 0
+    assert f"warning: the launcher of host 127.0.0.{2 - own}" in output and "never came" in output
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_connect_limit_ends_no_run_whose_ranks_have_met(launch: Launch, own: int) -> None:
+    program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(30)]"
+    code, output = end(launch(own, program, program, connect=2, lost=0.5))
+    assert code == 0
+    assert re.search(rf"warning: host 127.0.0.{2 - own} .* within 2 s.*; the run goes on, as the ranks have met", output)
+
+
+def test_a_stall_beside_a_launcher_that_never_came(launch: Launch) -> None:
+    program = BEAT + "beat(1, 'computing'); beat(2, 'computing'); time.sleep(600)"
+    code, output = end(launch(1, program, program, stall_limit=1.5))
+    assert code == 1
+    assert "rank 2 (host 127.0.0.2) has made no progress" in output
+    assert "how far the ranks of host 127.0.0.1 (ranks 0-1) are is not known: its launcher never came" in output
+
+
 def hosts(own: int, port: int, first: str = "127.0.0.1") -> Hosts:
     return Hosts(all=(Host(address=first, ranks=(0, 1)), Host(address="127.0.0.2", ranks=(2, 3))), own=own, port=port)
 
@@ -228,8 +274,19 @@ def test_a_port_in_use_is_one_clear_error(port: int) -> None:
         pytest.raises(ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"),
     ):
         Control(hosts(0, port), queue.SimpleQueue(), 1.0)
-    with pytest.raises(ConfigError, match=r"198.51.100.7.*Cannot assign requested address"):
-        Control(hosts(0, port, "198.51.100.7"), queue.SimpleQueue(), 1.0)
+
+
+@pytest.mark.parametrize(("first", "is_open"), [("127.0.0.1", False), ("localhost", True), ("198.51.100.7", True)])
+def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given(port: int, first: str, is_open: bool) -> None:
+    """127.0.0.3 stands for another address of this host than that by which the others know it."""
+    control = Control(hosts(0, port, first), queue.SimpleQueue(), 1.0)
+    with socket.socket() as caller:
+        assert (caller.connect_ex(("127.0.0.3", port)) == 0) is is_open
+    control.close()
+
+
+def test_a_host_without_a_known_address_has_a_plain_name() -> None:
+    assert [str(Host(address=address, ranks=(1,))) for address in ("node 1", "10.0.0.2")] == ["node 1 (rank 1)", "host 10.0.0.2 (rank 1)"]
 
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
@@ -259,7 +316,7 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     refused = events[1].get(timeout=30)
     assert isinstance(refused, HostFailed)
     assert "the run was started twice there" in refused.text
-    assert isinstance(events[0].get(timeout=30), HostRefused)
+    assert isinstance(events[0].get(timeout=30), HostRemark)
     second.tell("finished", stopped=False)
     for control in (again, second, first):
         control.close()

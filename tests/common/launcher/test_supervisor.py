@@ -1,6 +1,7 @@
 """Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing is left of them."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
+from common.launcher.rank_logs import visible
 from common.launcher.supervisor import Child, Job, supervise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -327,6 +330,66 @@ def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(start: Callable
     assert b"\r\x1b[Kstep 7" in seen
     assert b"first" not in seen
     assert b"other" not in seen
+
+
+def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(start: Callable[..., Started]) -> None:
+    """It says where the run was saved."""
+    line = "saved in " + "/very/long" * 20
+    master, slave = pty.openpty()
+    run = start(f"print('{line}')", stdout=slave)
+    os.close(slave)
+    seen = b""
+    with suppress(OSError):  # the other end is closed
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    assert run.process.wait(timeout=30) == 0
+    os.close(master)
+    assert re.search(rb"\x1b\[Ksaved in (/very/long){20}\r\nall ranks ended well[^\x1b]*$", seen), seen
+
+
+def test_closed_standard_streams_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    code = supervise(Job(children=children("raise SystemExit(3)"), log_folder=tmp_path, stall_limit=NEVER, follow=True))
+    monkeypatch.undo()
+    assert code == 3
+
+
+def hosts_over_ssh(*programs: str) -> tuple[Child, ...]:
+    return tuple(
+        Child(rank=node, command=(sys.executable, "-c", program), environment={}, folder=f"host_{name}", title=f"host {name}")
+        for node, (name, program) in enumerate(zip("ab", programs, strict=True))
+    )
+
+
+def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both launchers end with the code of the rank that failed; which of them does first, is chance."""
+    ranks = hosts_over_ssh("import time; time.sleep(1.5); print('of a'); raise SystemExit(7)", "print('of b'); raise SystemExit(7)")
+    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=math.inf, over_ssh=True)) == 7
+    said = capsys.readouterr()
+    assert f"started host a, host b; logs: {tmp_path}/{{host_a,host_b}}/mindformer.log" in said.out
+    assert "error: host b ended with exit code 7" in said.err and "also: host a ended with exit code 7" in said.err
+    assert "    of a\n" in said.err and "    of b\n" in said.err and "rank" not in said.err
+    assert (tmp_path / "host_a" / "mindformer.log").read_text().startswith("==== ")
+    assert " host a\n" in (tmp_path / "host_a" / "mindformer.log").read_text()
+
+
+SECRETS = "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId"
+HARMLESS = "PWD OLDPWD PATH max_tokens tokenizer KEYBOARD TASK MASK AUTHOR PATTERN SKIP"
+
+
+def test_names_of_secrets_are_whole_words() -> None:
+    assert [name for name in SECRETS.split() if visible(name, "x") == "x"] == []
+    assert [name for name in HARMLESS.split() if visible(name, "x") != "x"] == []
+
+
+def test_settings_of_the_config_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.launcher.rank_logs._is_secret", lambda name: name != "")
+    shown = ["train.max_tokens=9", "predict.max_new_tokens=8", "data.tokenizer=gpt2", "data.tokenizer.vocab_file=v"]
+    command = (sys.executable, "-c", "pass", *shown, "train.other=abc1", "data.tokenizer.vocab_file.x=abc2", "token=abc3")
+    assert supervise(Job(children=(Child(rank=0, command=command, environment={}),), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    text = (tmp_path / "mf_parallel0" / "env.log").read_text()
+    assert all(f" {word} " in text for word in shown) and not re.search(r"abc\d", text)
 
 
 def test_logs_are_appended_to_and_secrets_hidden(tmp_path: Path) -> None:
