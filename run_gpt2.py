@@ -38,10 +38,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--run_mode", required=True, choices=RUN_MODES, help="what to do; plan shows ranks, batch and memory and starts nothing"
     )
     parser.add_argument("--all_ranks", action="store_true", help="plan lists every rank, of more than 64 too")
+    parser.add_argument("--accelerator", metavar="NAME", help='plan estimates the time of a step on it, such as "Ascend 910A" or H100')
+    parser.add_argument("--devices", type=int, metavar="N", help="plan suggests layouts for so many of --accelerator")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
     arguments = parser.parse_intermixed_args(words)
-    if arguments.all_ranks and arguments.run_mode != "plan":
-        parser.error(f"--all_ranks is for --run_mode plan, not {arguments.run_mode}; leave it out")
+    for name in ("all_ranks", "accelerator", "devices"):
+        if getattr(arguments, name) and arguments.run_mode != "plan":
+            parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
+    if arguments.devices is not None and arguments.accelerator is None:
+        parser.error("--devices needs to know of what kind they are; add --accelerator NAME")
     return arguments
 
 
@@ -111,12 +116,18 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from common.cluster.environment import announced_world_size
     from common.config.load import load_config
     from common.config.resolve import resolve_config
+    from common.device import require_accelerator
     from common.parallel.topology import Topology
 
     config = load_config(arguments.config, arguments.overrides)
     written = Topology.from_config(config.parallel)
+    device = require_accelerator(arguments.accelerator) if arguments.accelerator else None
     config = resolve_config(config, world_size=announced_world_size(environ) or written.world_size)
-    if environ.get("RANK_TABLE_FILE"):
+    if arguments.devices is not None and device is not None:
+        from common.parallel.suggest import describe_suggestions, suggest
+
+        text = describe_suggestions(suggest(config, arguments.devices, device), arguments.devices, device)
+    elif environ.get("RANK_TABLE_FILE"):
         from common.cluster import read_table
         from common.cluster.plan import describe_cluster, places_of_plan
 
@@ -130,11 +141,12 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
             table=(path, table),
             all_ranks=arguments.all_ranks,
             environ=environ,
+            device=device,
         )
     else:
         from common.parallel.planner import describe_plan, make_plan
 
-        text = describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks)
+        text = describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks, device=device)
     sys.stdout.write(text)
 
 
@@ -146,6 +158,8 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     from common.training.stop import receive_interrupts
 
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
+    # an installed torch_npu breaks `import torch` where CANN is not set up; the device that needs it loads it
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
     if run_mode == "export" and config.backend != "mindspore":
         raise ConfigError("--run_mode export is for backend mindspore in this version (it writes MindIR); add backend=mindspore")

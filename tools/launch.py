@@ -44,6 +44,7 @@ from common.cluster.rank_table_formats import NotReadyError
 from common.config.load import load_config
 from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
+from common.device import require_accelerator
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
@@ -87,6 +88,7 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first")
         parser.add_argument("--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait")
         parser.add_argument("--all_ranks", action="store_true", help="plan shows every rank's variables and command")
+        parser.add_argument("--accelerator", metavar="NAME", help='plan estimates the time of a step on it, such as "Ascend 910A"')
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(words)
 
@@ -115,8 +117,9 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     order = _order(arguments.words)
     if arguments.ssh and arguments.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
-    if arguments.all_ranks and order.mode != "plan":
-        raise ConfigError(f"--all_ranks is for the mode plan, not {order.mode}; leave it out")
+    for name in ("all_ranks", "accelerator"):
+        if getattr(arguments, name) and order.mode != "plan":
+            raise ConfigError(f"--{name} is for the mode plan, not {order.mode}; leave it out")
     starts = order.mode != "plan" and not _asked("DRY_RUN") and arguments.hosts is None
     try:
         table = _read_table(order.table, wait=starts and not _asked("DETACH")) if order.table else None
@@ -141,6 +144,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
             table=known,
             all_ranks=arguments.all_ranks,
             environ=os.environ,
+            device=require_accelerator(arguments.accelerator) if arguments.accelerator else None,
         )
         sys.stdout.write(text)
         return 0

@@ -10,6 +10,7 @@ from common.cluster.places import HERE, Places, places_of_table
 from common.cluster.rank_environment import DEFAULT_PORT, find_meeting, given_port, rank_command, rank_variables, shell_text
 from common.cluster.rank_table import RankTable, remarks
 from common.config.schema import RunConfig
+from common.device import Accelerator
 from common.parallel.planner import describe_plan, make_plan
 from common.parallel.topology import GroupKind, Topology
 
@@ -30,11 +31,12 @@ def describe_cluster(
     table: tuple[Path, RankTable] | None = None,
     all_ranks: bool = False,
     environ: Mapping[str, str],
+    device: Accelerator | None = None,
 ) -> str:
     """The plan of a resolved config on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
-    the first rank of each host, or of every rank."""
+    the first rank of each host, or of every rank. device: whose step time to estimate."""
     plan = make_plan(config)
-    lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all), "Checks of the cluster:"]
+    lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device), "Checks of the cluster:"]
     lines += [f"  {line}" for line in _facts(places, table)]
     found = [*layout_remarks(places, plan.topology), *(remarks(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.config.engine import check_engine
 from common.config.schema import ContextConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
+from common.parallel.topology import Topology
 
 ONE_DEVICE_MODES = ("eval", "predict", "export")
 """Run modes of rank 0 alone in this version."""
@@ -39,7 +41,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     scale_mode = config.loss_scale.mode
     if scale_mode == "auto":
         scale_mode = "dynamic" if "float16" in (config.precision.compute, config.precision.parameters) else "none"
-    return _with(
+    resolved = _with(
         config,
         model={
             "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
@@ -58,6 +60,8 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
         loss_scale={"mode": scale_mode},
         device=_TARGETS.get(config.context.device_target or "", config.device),
     )
+    check_engine(resolved)
+    return resolved
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunConfig:
@@ -68,6 +72,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunCon
         "data_parallel": 1,
         "model_parallel": 1,
         "pipeline_stage": 1,
+        "stage_layers": None,
         "micro_batch_num": None,
         "sequence_parallel": False,
         "zero_stage": 0,
@@ -184,7 +189,7 @@ def _check_model(config: RunConfig) -> None:
     model, parallel = config.model, config.parallel
     check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
     check_divides("parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads)
-    check_divides("parallel.pipeline_stage", parallel.pipeline_stage, "model.num_layers", model.num_layers)
+    Topology.from_config(parallel).layers_of_stage(0, model.num_layers)
     ffn = model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
     if parallel.sequence_parallel:

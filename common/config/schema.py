@@ -240,8 +240,19 @@ class ParallelConfig(Section):
     """Another name for train.accumulation_steps."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
+    """Order of forward and backward passes over the stages; the last three give each rank several stages (virtual_stages)."""
+    virtual_stages: Count | None = None
+    """Pieces of the model on each pipeline rank: 2 with the interleaved schedules unless said otherwise, 1 with the others."""
+    stage_layers: list[Count] | None = None
+    """Layers of each stage in order, where they are not to be equally many."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too."""
+    shard_size: Count | None = None
+    """Data-parallel ranks over which zero_stage splits; copies in between (hybrid sharding). All of them when left out."""
+    strategy: Literal["ddp", "parameter_server", "horovod"] = "ddp"
+    """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on one that updates and hands out
+    the weights (DataParallel), horovod does as ddp with Horovod."""
 
 
 def _resume(value: Any) -> Any:
@@ -383,6 +394,19 @@ def _memory(value: Any) -> Any:
     return value
 
 
+class DeepSpeedConfig(Section):
+    """Of engine deepspeed alone."""
+
+    config_file: Text | None = None
+    """A ds_config.json of your own, merged with the settings that follow from this file; contradictions are refused."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and update in host memory."""
+    offload_parameters: bool = False
+    """Keep parameters that are not in use in host memory (zero_stage 3)."""
+    build_kernels: bool = False
+    """Let DeepSpeed compile its own C++ kernels at first use, which takes minutes."""
+
+
 class ContextConfig(Section):
     """How the device is used, in MindFormers' words. On torch, device_target, device_id and max_device_memory alone."""
 
@@ -421,6 +445,8 @@ class RunConfig(Section):
 
     backend: Literal["torch", "mindspore"] = "torch"
     """Framework that trains."""
+    engine: Literal["native", "deepspeed"] = "native"
+    """What makes a training step on torch: our own engine, or DeepSpeed's."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the Ascend."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
@@ -444,6 +470,7 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     context: ContextConfig = ContextConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from common.config.schema import RunConfig
+from common.errors import ConfigError
 
 
 def mindspore_context(config: RunConfig) -> dict[str, Any]:
@@ -20,3 +22,102 @@ def mindspore_context(config: RunConfig) -> dict[str, Any]:
     if context.max_device_memory:
         settings |= {"max_device_memory": context.max_device_memory}
     return settings
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+_OURS = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.accumulation_steps",
+    "gradient_clipping": "optimizer.clip_grad",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer": "deepspeed.offload_optimizer",
+    "zero_optimization.offload_param": "deepspeed.offload_parameters",
+    "communication_data_type": "precision.reduction",
+    "data_types": "precision.reduction",
+    "fp16": "precision.parameters",
+    "bf16": "precision.parameters",
+    "zero_force_ds_cpu_optimizer": "deepspeed.build_kernels",
+}
+"""DeepSpeed's keys that follow from ours."""
+
+_REPLACED = {
+    "optimizer": "optimizer.*",
+    "scheduler": "optimizer.schedule, warmup_steps and decay_steps",
+    "amp": "precision",
+    "torch_autocast": "precision",
+    "activation_checkpointing": "train.recompute",
+    "tensorboard": "logging.tensorboard",
+}
+"""Sections of DeepSpeed's that have another place here."""
+
+_FREE = {
+    "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "comms_logger", "flops_profiler",
+    "prescale_gradients", "gradient_predivide_factor", "aio", "timers", "csv_monitor", "wandb", "comet", "pipeline",
+}  # fmt: skip
+"""What a file of one's own may add: how DeepSpeed does its work, never what it computes."""
+
+
+def deepspeed_settings(config: RunConfig, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """DeepSpeed's config of a resolved run; ``own`` is a user's ds_config.json, whose "auto" stands for what follows from the run.
+
+    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Raises ConfigError where ``own`` contradicts.
+    """
+    precision, optimizer, wish = config.precision, config.optimizer, config.deepspeed
+    zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
+    if wish.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if wish.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": config.train.accumulation_steps,
+        "gradient_clipping": optimizer.clip_grad,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch's own SGD
+        "zero_force_ds_cpu_optimizer": wish.build_kernels,
+        "communication_data_type": _SHORT[precision.reduction],
+        # the engine sets the loss scale before each step, and DeepSpeed's own must not move
+        "fp16": {"enabled": True, "loss_scale": 1.0} if precision.parameters == "float16" else {"enabled": False},
+        "bf16": {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": config.parallel.pipeline_stage > 1}
+        if precision.parameters == "bfloat16"
+        else {"enabled": False},
+    }
+    if precision.parameters != "float32":
+        settings["data_types"] = {"grad_accum_dtype": _SHORT[precision.reduction]}
+    if wish.build_kernels and optimizer.name != "sgd":
+        settings["optimizer"] = {
+            "type": "Adam",
+            "params": {
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "adam_w_mode": optimizer.name == "adamw",
+            },
+        }
+    return _merged(settings, own or {}, f"deepspeed.config_file={wish.config_file}")
+
+
+def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    merged = dict(settings)
+    for key, value in own.items():
+        name = prefix + key
+        ours = next((_OURS[part] for part in (name, prefix.rstrip(".")) if part in _OURS), None)
+        if not prefix and key in _REPLACED:
+            raise ConfigError(f"{where}: {key} has its place in this run's config ({_REPLACED[key]}); set it there and take it out here")
+        if value == "auto":
+            continue
+        if key in settings and isinstance(settings[key], dict) and isinstance(value, Mapping):
+            merged[key] = _merged(settings[key], value, where, f"{name}.")
+        elif key in settings or ours is not None:
+            if value != settings.get(key):
+                follows = f"{settings[key]}" if key in settings else "nothing of that name"
+                remedy = f"set {ours}, or take it out of the file" if ours else "take it out of the file"
+                raise ConfigError(f"{where}: {name}={value}, but from the run's config follows {follows}; {remedy}")
+        elif prefix or key in _FREE:
+            merged[key] = value
+        else:
+            raise ConfigError(f"{where}: {key} is not taken over by this version (it takes {', '.join(sorted(_FREE))}); take it out")
+    return merged

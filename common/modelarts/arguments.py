@@ -16,9 +16,16 @@ from common.errors import ConfigError
 from common.modelarts.stores import is_url
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = ("backend", "device", "seed", "precision")
+TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys of the configuration that lie in no section and have a flag of the same name; output_dir has rules of its own."""
-_OWN = {"config": 1, "run_mode": 1, "all_ranks": 0, "help": 0}  # run_gpt2.py's flags, and how many values they take
+_OWN = {
+    "config": 1,
+    "run_mode": 1,
+    "all_ranks": 0,
+    "accelerator": 1,
+    "devices": 1,
+    "help": 0,
+}  # run_gpt2.py's flags, and how many values they take
 _KEYS = {
     "dataset": "data.train",
     "dataset_dir": "data.train",

@@ -1,46 +1,41 @@
-"""What a run will be, before anything starts: ranks, batch, and on each rank the parameters and the memory of its state.
+"""What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and how long a step may take.
 
 Arithmetic on a resolved config alone: no framework, no device.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import chain
 
 from common.cluster.places import Place
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
+from common.device import Accelerator
 from common.parallel.batch import BatchPlan, plan_batch
+from common.parallel.communication import Traffic, traffic_of
+from common.parallel.memory import Memory, memory_of, shard_ranks, units_of
+from common.parallel.pipeline import bubble, schedule_error
+from common.parallel.timing import StepTime, step_time
 from common.parallel.topology import GroupKind, Topology
-from common.weights.names import EMBEDDING, count_parameters, parameter_shapes
+from common.weights.names import count_parameters
 
-# Split over tensor ranks: the embedding by rows of the vocabulary; q, k, v and c_fc by outputs, so bias too; both c_proj by inputs,
-# so their bias is whole on every rank. All else is whole on every rank (Megatron-LM, arXiv 1909.08053, section 3).
-_SPLIT_OVER_TENSOR = re.compile(
-    r"wte\.weight|h\.\d+\.(attn\.[qkv]_proj\.(weight|bias)|mlp\.c_fc\.(weight|bias)|(attn|mlp)\.c_proj\.weight)"
-)
 _LISTED = 64
+_count = lru_cache(maxsize=8)(count_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What each rank of one pipeline stage holds; its tensor and data-parallel ranks hold equally much. Memory in bytes."""
+    """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel ranks do equally much."""
 
-    layers: range
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
     parameters: int
     """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO splits anything."""
-    weights: int
-    gradients: int
-    optimizer: int
-    """Moments and, of weights below float32, the float32 copy."""
-
-    @property
-    def memory(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+    memory: Memory
+    traffic: Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +47,12 @@ class Plan:
     tokens_per_step: int
     parameters: int
     stages: tuple[StagePlan, ...]
+    """By place on the pipeline axis."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(stage.memory.peak for stage in self.stages)
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -63,58 +64,35 @@ def make_plan(config: RunConfig) -> Plan:
         accumulation=train.accumulation_steps,
         data_parallel=topology.data,
     )
-    elements = _elements_by_stage(config, topology)
     return Plan(
         topology=topology,
         batch=batch,
         tokens_per_step=batch.global_batch * config.model.seq_length,
-        parameters=count_parameters(config.model),
-        stages=tuple(
-            _plan_stage(config, topology.layers_of_stage(stage, config.model.num_layers), elements[stage])
-            for stage in range(topology.pipeline)
-        ),
+        parameters=_count(config.model),
+        stages=tuple(_plan_place(config, topology, place) for place in range(topology.pipeline)),
     )
 
 
-def _elements_by_stage(config: RunConfig, topology: Topology) -> list[int]:
-    """Elements on one rank of each stage."""
-    found = [0] * topology.pipeline
-    for name, shape in parameter_shapes(config.model).items():
-        if name == EMBEDDING:
-            shape = (padded_vocabulary(config), *shape[1:])
-            stages: Sequence[int] = topology.embedding_stages
-        elif name.startswith("h."):
-            stages = (topology.stage_of_layer(int(name.split(".")[1]), config.model.num_layers),)
-        else:
-            stages = (topology.pipeline - 1,) if name.startswith("ln_f.") else (0,)
-        split = topology.tensor if _SPLIT_OVER_TENSOR.fullmatch(name) else 1
-        for stage in stages:
-            found[stage] += math.prod(shape) // split
-    return found
-
-
-def _plan_stage(config: RunConfig, layers: range, elements: int) -> StagePlan:
-    """Gradients reach the optimizer in float32 whatever the weights are, and so are its moments (ZeRO, arXiv 1910.02054, section 3.1)."""
-    zero, optimizer = config.parallel.zero_stage, config.optimizer
-    half = config.precision.parameters != "float32"
-    moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else 2
-
-    def share(zero_stage: int) -> int:
-        return -(-elements // (config.parallel.data_parallel or 1)) if zero >= zero_stage else elements
-
+def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
     return StagePlan(
-        layers=layers,
-        parameters=elements,
-        weights=share(3) * (2 if half else 4),
-        gradients=share(2) * 4,
-        optimizer=share(1) * 4 * (moments + half),
+        stages=topology.stages_of(place),
+        layers=tuple(topology.layers_of(place, config.model.num_layers)),
+        parameters=sum(unit.elements * unit.count for unit in units_of(config, topology, place)),
+        memory=memory_of(config, topology, place),
+        traffic=traffic_of(config, topology, place),
     )
 
 
-def describe_plan(plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[Place] = ()) -> str:
+def time_of(plan: Plan, config: RunConfig, device: Accelerator) -> StepTime:
+    return step_time(config, plan.topology, device, [(stage.memory, stage.traffic) for stage in plan.stages])
+
+
+def describe_plan(
+    plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[Place] = (), device: Accelerator | None = None
+) -> str:
     """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
 
-    places: of every rank in order, where they are known: its host and device are shown too.
+    places: of every rank in order, where they are known: its host and device are shown too. device: whose step time to estimate.
     """
     topology, batch = plan.topology, plan.batch
     lines = [
@@ -123,20 +101,76 @@ def describe_plan(plan: Plan, config: RunConfig, *, all_ranks: bool = False, pla
         f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {padded_vocabulary(config)}",
     ]
     if topology.pipeline > 1:
-        wait = topology.pipeline - 1
-        # one forward, one backward: (p - 1) / (m + p - 1) of a step (Megatron-LM, arXiv 2104.04473, section 2.2.1)
-        lines.append(f"pipeline: each stage waits {wait / (batch.accumulation + wait):.0%} of a step for the others")
-    parameters, stage = config.precision.parameters, config.parallel.zero_stage
+        lines += _pipeline_lines(plan, config)
+    lines += ["", *_memory_lines(plan, config), *_room(plan, config, device), "", *_traffic_lines(plan)]
+    if device is not None:
+        lines += ["", *_time_lines(plan, config, device)]
     lines += [
         "",
-        f"Each rank of a stage holds (GB = 10^9 bytes; weights {parameters}, gradients and {config.optimizer.name}'s state float32;"
-        f" ZeRO stage {stage}; activations come on top):",
-        *_table(("stage", "ranks", "layers", "parameters", "weights", "gradients", "optimizer", "GB"), _stage_rows(plan)),
-        *_room(plan, config),
-        "",
-        *_table((*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks, places)),
+        *table((*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks, places)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _pipeline_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+    schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
+    waits = bubble(schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full")
+    yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
+    if error := schedule_error(schedule, plan.topology, micro_batches):
+        yield f"warning: {error}; change the accumulation, or take parallel.pipeline_schedule=gpipe"
+
+
+def _memory_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+    train, parallel, precision = config.train, config.parallel, config.precision
+    zero = f"ZeRO stage {parallel.zero_stage}" + (f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else "")
+    yield (
+        f"Each rank of a stage holds at most (GB = 10^9 bytes; weights {precision.parameters}, gradients and {config.optimizer.name}'s"
+        f" state float32; {zero}; recompute {train.recompute}):"
+    )
+    yield from table(("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GB"), _stage_rows(plan))
+    if plan.batch.accumulation == 1:
+        yield "(with one micro batch a step, gradients take the room of activations as these go)"
+    if config.backend == "mindspore":
+        yield "(activations and what follows as torch would keep them; MindSpore's graph decides for itself)"
+
+
+def _room(plan: Plan, config: RunConfig, device: Accelerator | None) -> list[str]:
+    """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as both backends read it, or the
+    device's."""
+    limit = memory_limit(config, device)
+    if limit is None:
+        return []
+    given = config.context.max_device_memory
+    what = f"context.max_device_memory={given}" if given is not None else f"{device.name if device else ''}, {limit / 2**30:.1f} GiB"
+    room = limit - plan.peak
+    if room > 0:
+        return [f"fits: {what} leaves {room / 1e9:.2f} GB on the fullest rank"]
+    return [f"does not fit: {what} is {-room / 1e9:.2f} GB short; raise model_parallel, pipeline_stage or zero_stage, or recompute more"]
+
+
+RESERVED = 0.06
+"""Part of a device's memory that the driver, the libraries and gaps between tensors take."""
+
+
+def memory_limit(config: RunConfig, device: Accelerator | None) -> float | None:
+    """Bytes that a rank may take: context.max_device_memory, else the device's but for what is RESERVED."""
+    given = config.context.max_device_memory
+    if given is not None:
+        return float(given.removesuffix("GB")) * 2**30
+    return None if device is None else device.memory * (1 - RESERVED)
+
+
+def _traffic_lines(plan: Plan) -> Iterable[str]:
+    sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
+    text = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sent.items() if size)
+    yield f"A rank sends in a step at most (GB, ring algorithms): {text}" if text else "No rank sends anything"
+
+
+def _time_lines(plan: Plan, config: RunConfig, device: Accelerator) -> Iterable[str]:
+    time = time_of(plan, config, device)
+    parts = ", ".join(f"{field.name} {part / time.total:.0%}" for field in fields(StepTime) if (part := getattr(time, field.name)))
+    speed = plan.tokens_per_step / time.total
+    yield f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated from peak rates): {parts}"
 
 
 _RANK = ("rank", "stage", "data", "tensor")
@@ -144,25 +178,20 @@ _PLACE = ("host", "device")
 _SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
 
 
-def _room(plan: Plan, config: RunConfig) -> list[str]:
-    """What context.max_device_memory, in 2^30 bytes as both backends read it, leaves to the fullest rank."""
-    limit = config.context.max_device_memory
-    if limit is None:
-        return []
-    room = float(limit.removesuffix("GB")) * 2**30 - max(stage.memory for stage in plan.stages)
-    if room > 0:
-        return [f"context.max_device_memory={limit} leaves {room / 1e9:.2f} GB for activations on the fullest rank"]
-    return [
-        f"does not fit: context.max_device_memory={limit} is {-room / 1e9:.2f} GB short; raise model_parallel, pipeline_stage or zero_stage"
-    ]
-
-
 def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
     size = plan.topology.data * plan.topology.tensor
-    for number, stage in enumerate(plan.stages):
-        sizes = (f"{value / 1e9:.2f}" for value in (stage.weights, stage.gradients, stage.optimizer, stage.memory))
-        ranks = range(number * size, (number + 1) * size)
-        yield str(number), _ranks(ranks), _ranks(stage.layers), f"{stage.parameters:,}", *sizes
+    for place, stage in enumerate(plan.stages):
+        sizes = stage.memory.parts.values()
+        ranks = range(place * size, (place + 1) * size)
+        numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _runs(stage.layers)))
+        yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / 1e9:.2f}" for value in (*sizes, stage.memory.peak))
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as ranges without gaps."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number + 1 for number in numbers if number + 1 not in numbers]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[Place]) -> Iterable[tuple[str, ...]]:
@@ -188,7 +217,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"{first} {numbers[1]} .. {last}" if len(numbers) > 4 else " ".join(map(str, numbers))
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     """Columns aligned to the right."""
     cells = [head, *rows]
     widths = [max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))]

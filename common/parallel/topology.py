@@ -1,8 +1,11 @@
-"""Which rank does what: rank <-> (data, tensor, pipeline), the groups that ranks form, and the layers of a stage.
+"""Which rank does what: rank <-> (data, tensor, pipeline), the groups that ranks form, and the layers of each.
 
 Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of megatron.core.parallel_state.RankGenerator): tensor fastest, so that
 the busiest group lies within a server, then data, then pipeline. MindSpore's semi-automatic mode cuts ranks into stages the same way:
 a stage is a contiguous range of ranks.
+
+A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several: stage s + k x pipeline on rank s (Megatron,
+arXiv 2104.04473, section 2.2), or, in ZB-V's shape, s and the one as far from the end (arXiv 2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ class GroupKind(StrEnum):
     MODEL = "model"
     """Tensor x pipeline: together one whole model, so the gradient norm is summed over them."""
     EMBEDDING = "embedding"
-    """First and last stage, which hold the tied embedding twice and sum its gradients. Ranks between them have no such group."""
+    """Ranks of the first and the last stage, which both hold the tied embedding and sum its gradients; one rank where the pipeline is a V.
+    The others have no such group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands on each axis, from 0. ``data`` says which samples it reads, ``pipeline`` is its stage."""
+    """Where a rank stands on each axis, from 0. ``data`` says which samples it reads, ``pipeline`` which stages it holds."""
 
     data: int
     tensor: int
@@ -40,16 +44,30 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Sizes of the three axes, each at least 1."""
+    """Sizes of the three axes, each at least 1, and how stages lie on the pipeline axis."""
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    virtual: int = 1
+    """Stages of each pipeline rank."""
+    v_shape: bool = False
+    """The second stages of the ranks run back from the last rank to the first."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each stage; None for equally many."""
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Topology:
-        """The layout as written; a ``data_parallel`` that nothing has derived yet is 1."""
-        return cls(data=parallel.data_parallel or 1, tensor=parallel.model_parallel, pipeline=parallel.pipeline_stage)
+        """The layout as written; a ``data_parallel`` that nothing has derived yet is 1. Raises ConfigError where virtual stages and the
+        schedule contradict each other."""
+        return cls(
+            data=parallel.data_parallel or 1,
+            tensor=parallel.model_parallel,
+            pipeline=parallel.pipeline_stage,
+            virtual=_virtual_stages(parallel),
+            v_shape=parallel.pipeline_schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
+            stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
+        )
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
@@ -85,8 +103,8 @@ class Topology:
             case GroupKind.MODEL:
                 return [first + tensor for first in self.group(GroupKind.PIPELINE, rank - at.tensor) for tensor in range(self.tensor)]
             case GroupKind.EMBEDDING:
-                line = self.group(GroupKind.PIPELINE, rank)
-                return [line[number] for number in self.embedding_stages] if at.pipeline in self.embedding_stages else []
+                line, places = self.group(GroupKind.PIPELINE, rank), self.embedding_places
+                return [line[place] for place in places] if at.pipeline in places else []
 
     def groups(self, kind: GroupKind) -> list[list[int]]:
         """All groups of a kind, by their first rank. Every process makes them in this order, member or not, as frameworks ask."""
@@ -99,26 +117,84 @@ class Topology:
         return found
 
     @property
-    def embedding_stages(self) -> tuple[int, ...]:
-        """Stages that hold ``wte.weight``: the first embeds tokens, the last is the head tied to it. One stage holds it once."""
-        return (0, self.pipeline - 1) if self.pipeline > 1 else (0,)
+    def stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        """Stages that the pipeline rank at this place holds, in the order of the forward pass."""
+        assert 0 <= place < self.pipeline, (place, self)
+        if self.v_shape:
+            return place, self.stages - 1 - place
+        return tuple(range(place, self.stages, self.pipeline))
+
+    def place_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds it."""
+        assert 0 <= stage < self.stages, (stage, self)
+        return self.stages - 1 - stage if self.v_shape and stage >= self.pipeline else stage % self.pipeline
+
+    @property
+    def embedding_places(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold ``wte.weight``: with the first stage, which embeds tokens, and with the last, whose head is tied to it.
+        A rank with both holds it once."""
+        return tuple(sorted({0, self.place_of_stage(self.stages - 1)}))
 
     def holds_embedding(self, rank: int) -> bool:
-        """True on the first stage: token and position embeddings."""
+        """True with the first stage: token and position embeddings."""
         return self.coordinates(rank).pipeline == 0
 
     def holds_head(self, rank: int) -> bool:
-        """True on the last stage: the final layer norm, the head and the loss."""
-        return self.coordinates(rank).pipeline == self.pipeline - 1
+        """True with the last stage: the final layer norm, the head and the loss."""
+        return self.coordinates(rank).pipeline == self.place_of_stage(self.stages - 1)
 
     def layers_of_stage(self, stage: int, num_layers: int) -> range:
-        """Layers of a stage, equally many on each. Raises ConfigError where they do not divide."""
-        assert 0 <= stage < self.pipeline, (stage, self)
-        check_divides("parallel.pipeline_stage", self.pipeline, "model.num_layers", num_layers)
-        count = num_layers // self.pipeline
+        """Layers of a stage. Raises ConfigError where they do not divide, or where ``stage_layers`` does not fit."""
+        assert 0 <= stage < self.stages, (stage, self)
+        if self.stage_layers is not None:
+            self._check_split(num_layers)
+            first = sum(self.stage_layers[:stage])
+            return range(first, first + self.stage_layers[stage])
+        if num_layers % self.stages and self.virtual > 1:
+            raise ConfigError(
+                f"parallel.pipeline_stage={self.pipeline} x {self.virtual} virtual stages = {self.stages} do not divide"
+                f" model.num_layers={num_layers}; choose others, or give parallel.stage_layers, the layers of each"
+            )
+        check_divides("parallel.pipeline_stage", self.stages, "model.num_layers", num_layers)
+        count = num_layers // self.stages
         return range(stage * count, (stage + 1) * count)
 
+    def layers_of(self, place: int, num_layers: int) -> list[int]:
+        """Layers of a pipeline rank, ascending."""
+        return [layer for stage in self.stages_of(place) for layer in self.layers_of_stage(stage, num_layers)]
+
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Raises ConfigError where layers do not divide into stages."""
+        """Raises ConfigError as ``layers_of_stage``."""
         assert 0 <= layer < num_layers, (layer, num_layers)
-        return layer // len(self.layers_of_stage(0, num_layers))
+        return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))
+
+    def _check_split(self, num_layers: int) -> None:
+        split = self.stage_layers
+        assert split is not None
+        if len(split) != self.stages:
+            virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
+            raise ConfigError(
+                f"parallel.stage_layers={list(split)} names {len(split)} stages, but parallel.pipeline_stage={self.pipeline}{virtual}"
+                f" makes {self.stages}; give one number a stage"
+            )
+        if sum(split) != num_layers:
+            raise ConfigError(
+                f"parallel.stage_layers={list(split)} add up to {sum(split)}, but model.num_layers={num_layers}; make them agree"
+            )
+
+
+def _virtual_stages(parallel: ParallelConfig) -> int:
+    schedule, given = parallel.pipeline_schedule, parallel.virtual_stages
+    if schedule in ("gpipe", "1f1b"):
+        if given is not None and given > 1:
+            raise ConfigError(
+                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage; choose"
+                " pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
+            )
+        return 1
+    if schedule == "zbv_zero_bubble" and given not in (None, 2):
+        raise ConfigError(f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank; leave virtual_stages out")
+    return (given or 2) if parallel.pipeline_stage > 1 else 1

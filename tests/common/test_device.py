@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.device import ACCELERATORS, find_accelerator
+from common.device import ACCELERATORS, find_accelerator, require_accelerator
+from common.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,11 @@ def test_every_figure_has_a_source_and_a_sane_size() -> None:
         assert accelerator.source
         assert 1e13 < accelerator.half_flops < 1e16 and 1e12 < accelerator.single_flops < accelerator.half_flops
         assert 5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30
+        assert accelerator.link_source and 1e9 < accelerator.network < accelerator.link < accelerator.bandwidth
+        assert require_accelerator(accelerator.name) is require_accelerator(accelerator.name.upper()) is accelerator
+
+
+def test_a_device_without_figures_is_refused_with_those_that_have() -> None:
+    assert require_accelerator("NVIDIA A100-SXM4-80GB").name == "A100 80GB"
+    with pytest.raises(ConfigError, match=r"--accelerator abacus: no figures are known for it; choose H200, H100 PCIe, .*, Ascend 910A$"):
+        require_accelerator("abacus")

@@ -82,8 +82,10 @@ for name in ("torch", "mindspore", "deepspeed", "transformers"):
 sys.path.insert(0, {str(ROOT)!r})
 from tools.launch import main
 size = sys.argv[1]
-raise SystemExit(main(["distribute", {str(path)!r}, {str(ROOT / f"configs/gpt2/{preset}.yaml")!r}, "[0,8]", "plan", size]))
+raise SystemExit(main(["distribute", {str(path)!r}, {str(ROOT / f"configs/gpt2/{preset}.yaml")!r}, "[0,8]", "plan", size,
+    "--accelerator=Ascend 910A"]))
 """
     command = [sys.executable, "-c", program, "32" if preset.endswith("13b") else "128"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("world: ") and done.stderr == ""
+    assert " s on Ascend 910A, " in done.stdout

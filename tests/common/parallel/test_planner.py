@@ -9,7 +9,8 @@ import pytest
 from common.config.load import build_config, load_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
-from common.parallel.planner import Plan, describe_plan, make_plan
+from common.device import require_accelerator
+from common.parallel.planner import Plan, describe_plan, make_plan, time_of
 from common.parallel.topology import Topology
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
@@ -83,7 +84,7 @@ def test_memory_is_that_of_the_presets_comment_but_for_what_is_held_twice(name: 
     config = preset(name)
     plan = make_plan(config)
     assert plan.parameters == parameters
-    average = sum(stage.memory for stage in plan.stages) / len(plan.stages) / 1e9
+    average = sum(stage.memory.state for stage in plan.stages) / len(plan.stages) / 1e9
     assert average / (1 + counted_twice(config) / parameters) == pytest.approx(gigabytes, abs=0.05)  # one digit after the point
 
 
@@ -106,23 +107,71 @@ def test_split_parameters_are_whole_over_the_tensor_ranks(tensor: int) -> None:
     assert make_plan(config).stages[0].parameters == elements
 
 
+def steps_of_adam(config: RunConfig) -> int:
+    """Bytes of a counter for each tensor."""
+    return 4 * (16 * config.model.num_layers + 4)
+
+
 @pytest.mark.parametrize(
-    ("zero", "weights", "gradients", "optimizer"), [(0, 2.0, 4.0, 12.0), (1, 2.0, 4.0, 3.0), (2, 2.0, 1.0, 3.0), (3, 0.5, 1.0, 3.0)]
+    ("zero", "engine", "weights", "gradients", "optimizer"),
+    [
+        (1, "deepspeed", 2.0, 4.0, 3.0),
+        (2, "deepspeed", 2.0, 1.0, 3.0),
+        (3, "deepspeed", 0.5, 1.0, 3.0),
+        (0, "native", 2.0, 4.0, 12.0),
+        (1, "native", 1.0, 4.0, 2.0),
+        (2, "native", 1.0, 1.0, 2.0),
+        (3, "native", 1.0, 1.0, 2.0),
+    ],
 )
-def test_zero_divides_by_data_parallel(zero: int, weights: float, gradients: float, optimizer: float) -> None:
-    """ZeRO's table (arXiv 1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes, over 4 ranks."""
+def test_zero_divides_by_data_parallel(zero: int, engine: str, weights: float, gradients: float, optimizer: float) -> None:
+    """ZeRO's table (arXiv 1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes, over 4 ranks. The native engine cuts float32
+    weights in every stage, and gathers them in float16: of all layers, or in stage 3 of two of the four, and of what is in no layer."""
     precision = {"parameters": "float16", "compute": "float16"}
-    stage = make_plan(small(data=4, precision=precision, parallel={"zero_stage": zero})).stages[0]
-    assert stage.parameters % 4 == 0
-    found = (stage.weights / stage.parameters, stage.gradients / stage.parameters, stage.optimizer / stage.parameters)
-    assert found == (weights, gradients, optimizer)
+    config = small(data=4, precision=precision, engine=engine, parallel={"zero_stage": zero})
+    (stage,) = make_plan(config).stages
+    memory, parameters = stage.memory, stage.parameters
+    assert parameters % 4 == 0
+    assert (memory.weights / parameters, memory.gradients / parameters) == (weights, gradients)
+    assert memory.optimizer - steps_of_adam(config) == optimizer * parameters
+    half = parameters - 2 * (12 * 16 * 16 + 13 * 16)
+    by_stage = {0: 0, 1: parameters, 2: parameters, 3: half} if engine == "native" else {3: half}
+    assert memory.gathered == 2 * by_stage.get(zero, 0)
+    assert memory.state == memory.weights + memory.gathered + memory.gradients + memory.optimizer
 
 
-def test_a_part_of_zero_is_rounded_up() -> None:
-    config = small(data=7, parallel={"zero_stage": 1})
+def test_gradients_are_reduced_at_once_where_nothing_adds_up() -> None:
+    config = small(data=4, train={"micro_batch_size": 2, "accumulation_steps": 1}, parallel={"zero_stage": 1})
+    (stage,) = make_plan(config).stages
+    assert stage.memory.gradients == stage.parameters
+
+
+def test_a_pipeline_keeps_what_a_micro_batch_has_gathered_and_found() -> None:
+    config = small(data=2, pipeline=2, parallel={"zero_stage": 3})
+    for stage in make_plan(config).stages:
+        assert (stage.memory.gathered, stage.memory.gradients) == (4 * stage.parameters, 4 * stage.parameters)
+
+
+def test_hybrid_sharding_cuts_over_a_part_of_the_ranks() -> None:
+    (stage,) = make_plan(small(data=8, parallel={"zero_stage": 3, "shard_size": 2})).stages
+    assert 2 * stage.memory.weights == 4 * stage.parameters
+
+
+def test_parts_of_zero_are_rounded_up() -> None:
+    """DeepSpeed cuts a row of all elements, FSDP2 each parameter along its first dimension."""
+    config = small(data=7, engine="deepspeed", parallel={"zero_stage": 1})
     stage = make_plan(config).stages[0]
     assert stage.parameters % 7
-    assert 0 < 7 * stage.optimizer - 8 * stage.parameters < 7 * 8
+    assert 0 < 7 * (stage.memory.optimizer - steps_of_adam(config)) - 8 * stage.parameters < 7 * 8
+    stage = make_plan(small(data=7, parallel={"zero_stage": 1})).stages[0]
+    per_layer = 4 * (3 * 16 + 3) + (10 * 16 + 10) + (3 * 64 + 3) + 4 * 3  # 16 rows are 3 on a rank, 64 are 10
+    assert stage.memory.weights == 4 * (147 * 16 + 5 * 16 + 4 * per_layer + 2 * 3)  # 1024 rows are 147, 32 positions are 5
+
+
+def test_offloaded_state_is_not_on_the_device() -> None:
+    offload = {"offload_optimizer": True, "offload_parameters": True}
+    (stage,) = make_plan(small(data=4, engine="deepspeed", deepspeed=offload, parallel={"zero_stage": 3})).stages
+    assert (stage.memory.weights, stage.memory.optimizer) == (0, 0) and stage.memory.gathered > 0
 
 
 @pytest.mark.parametrize(
@@ -130,10 +179,12 @@ def test_a_part_of_zero_is_rounded_up() -> None:
     [({"name": "sgd"}, 0), ({"name": "sgd", "momentum": 0.9}, 4), ({"name": "adam"}, 8), ({"name": "adamw"}, 8)],
 )
 def test_state_of_each_optimizer(optimizer: dict[str, Any], bytes_each: int) -> None:
-    stage = make_plan(small(optimizer=optimizer)).stages[0]
-    assert (stage.weights, stage.gradients) == (4 * stage.parameters, 4 * stage.parameters)
-    assert stage.optimizer == bytes_each * stage.parameters
-    assert stage.memory == (8 + bytes_each) * stage.parameters
+    config = small(optimizer=optimizer)
+    stage = make_plan(config).stages[0]
+    counters = 0 if optimizer["name"] == "sgd" else steps_of_adam(config)
+    assert (stage.memory.weights, stage.memory.gradients) == (4 * stage.parameters, 4 * stage.parameters)
+    assert stage.memory.optimizer == bytes_each * stage.parameters + counters
+    assert stage.memory.state == (8 + bytes_each) * stage.parameters + counters
 
 
 def test_batch_and_tokens() -> None:
@@ -142,7 +193,71 @@ def test_batch_and_tokens() -> None:
     assert [list(stage.layers) for stage in plan.stages] == [[0, 1], [2, 3]]
 
 
-def text(plan: Plan, config: RunConfig, **options: bool) -> list[str]:
+def test_a_pipelines_memory_by_hand() -> None:
+    """float32, 8 micro batches of 2 x 32 tokens of 16 numbers, everything recomputed: a block leaves its input alone."""
+    one, stages = 2 * 32 * 16 * 4, ("gpipe", "1f1b", "zbv_zero_bubble")
+    for schedule, (first, last) in zip(stages, ((8, 8), (2, 1), (4, 4)), strict=True):
+        config = small(pipeline=2, train={"recompute": "full"}, parallel={"pipeline_schedule": schedule})
+        plan = make_plan(config)
+        ids = 8 * (2 * 32 + 32)  # int64
+        norm = one + 2 * 2 * 32 * 4
+        if schedule == "zbv_zero_bubble":  # ranks with the stages 0, 3 and 1, 2, a layer each
+            assert plan.stages[0].layers == (0, 3) and plan.stages[1].layers == (1, 2)
+            assert [stage.memory.communication for stage in plan.stages] == [8 * 2 * one, 8 * 4 * one]
+            continue
+        # beside two blocks each: the first keeps what it sends and the ids, the last receives its first block's input
+        assert [stage.memory.activations for stage in plan.stages] == [first * (3 * one + ids), last * (one + norm)]
+        assert [stage.memory.loss for stage in plan.stages] == [0, last * (one + 4 * 1024 * 16)]
+        assert [stage.memory.communication for stage in plan.stages] == [8 * one, 8 * one]
+
+
+def test_traffic_by_hand() -> None:
+    """Ring formulas with the numbers of a small layout: 2 x 2 x 2 ranks, 8 micro batches, two layers a stage."""
+    config = small(data=2, tensor=2, pipeline=2, precision={"compute": "bfloat16"})
+    first, last = (stage.traffic for stage in make_plan(config).stages)
+    tokens, table = 2 * 32 * 16, 1024 * 16 // 2
+    embedding, loss = tokens * 4, tokens * 2 + 3 * 2 * 32 * 4
+    assert first.tensor == 8 * (2 * 4 * tokens * 2 + embedding)
+    assert last.tensor == 8 * (2 * 4 * tokens * 2 + loss)
+    assert first.pipeline == last.pipeline == 8 * tokens * 2
+    assert first.embedding == last.embedding == 4 * table
+    assert [first.data, last.data] == [4 * stage.parameters for stage in make_plan(config).stages]
+    config = small(data=2, tensor=2, precision={"compute": "bfloat16"}, parallel={"sequence_parallel": True})
+    (stage,) = make_plan(config).stages
+    whole = 4 * 6 * 16 + 2 * 16 + 32 * 16
+    assert (stage.traffic.tensor, stage.traffic.sequence) == (0, 8 * (4 * 4 * tokens * 2 + embedding + loss) + 4 * whole)
+
+
+# heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s of each: arXiv 2104.04473, table 1, of 18 billion parameters and more
+MEGATRON = [
+    (48, 6144, 40, 8, 1, 256, 1024, 135),
+    (64, 8192, 48, 8, 2, 512, 1536, 138),
+    (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (160, 25600, 128, 8, 64, 3072, 3072, 163),
+]
+
+
+@pytest.mark.parametrize("row", MEGATRON)
+def test_step_times_are_near_megatrons(row: tuple[int, ...]) -> None:
+    heads, hidden, layers, tensor, pipeline, devices, batch, reached = row
+    tree = {
+        "output_dir": "nowhere",
+        "model": {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "seq_length": 2048, "vocab_size": 51200},
+        "precision": {"parameters": "float16", "compute": "float16"},
+        "train": {"micro_batch_size": 1, "global_batch_size": batch, "recompute": "full"},
+        "optimizer": {"learning_rate": 1e-4},
+        "parallel": {"model_parallel": tensor, "pipeline_stage": pipeline},
+    }
+    config = resolve_config(build_config(tree), world_size=devices)
+    seconds = time_of(make_plan(config), config, require_accelerator("A100 80GB")).total
+    flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))  # their formula 3
+    assert flops / devices / seconds / 1e12 == pytest.approx(reached, rel=0.15)
+
+
+def text(plan: Plan, config: RunConfig, **options: Any) -> list[str]:
     return describe_plan(plan, config, **options).splitlines()
 
 
@@ -152,18 +267,36 @@ def test_text_of_mindformers_13b() -> None:
     assert "world: 32 ranks = data 4 x tensor 2 x pipeline 4" in lines
     assert "batch: global batch 192 = micro batch 2 x data parallel 4 x accumulation 24 samples; 196,608 tokens a step" in lines
     assert "model: 12,848,143,360 parameters; vocabulary 50257, padded to 50432" in lines
-    assert "pipeline: each stage waits 11% of a step for the others" in lines  # 3 of 27
+    assert "pipeline: 1f1b; each stage waits 11% of a step for the others" in lines  # 3 of 27
     assert " ".join(lines[-32].split()) == "0 0 0 0 0-1 0 2 4 6 0 8 16 24 0 24"
     assert " ".join(lines[-20].split()) == "12 1 2 0 12-13 8 10 12 14 4 12 20 28 -"
     assert " ".join(lines[-1].split()) == "31 3 3 1 30-31 25 27 29 31 7 15 23 31 7 31"
-    assert "context.max_device_memory=31GB leaves 17.92 GB for activations on the fullest rank" in lines  # 31 x 2^30 - 15.37e9
+    plan = make_plan(config)
+    assert f"fits: context.max_device_memory=31GB leaves {31 * 2**30 / 1e9 - plan.peak / 1e9:.2f} GB on the fullest rank" in lines
     assert len({len(line) for line in lines[-33:]}) == 1, "columns are aligned"
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
     config = preset("run_gpt2_13b", "context.max_device_memory=10GB")
     (line,) = [line for line in text(make_plan(config), config) if line.startswith("does not fit")]
-    assert "context.max_device_memory=10GB is 4.63 GB short; raise model_parallel, pipeline_stage or zero_stage" in line
+    short = make_plan(config).peak - 10 * 2**30
+    assert line == (
+        f"does not fit: context.max_device_memory=10GB is {short / 1e9:.2f} GB short; raise model_parallel, pipeline_stage or zero_stage,"
+        " or recompute more"
+    )
+
+
+def test_text_of_a_device_and_of_a_schedule_that_does_not_run() -> None:
+    config = small(pipeline=4, train={"accumulation_steps": 2})
+    lines = text(make_plan(config), config, device=require_accelerator("H100"))
+    assert any(line.startswith("warning: 1f1b needs at least 4 micro batches, one a stage, not 2; change the accumu") for line in lines)
+    assert any(line.startswith("fits: H100, 75.2 GiB leaves 80.") for line in lines)  # 80 x 2^30 bytes but for 6 %
+    assert any(line.startswith("A step may take ") and " s on H100, " in line for line in lines)
+    config = small(pipeline=2, parallel={"pipeline_schedule": "zbv_zero_bubble"})
+    lines = text(make_plan(config), config)
+    # stages, ranks and layers: a rank of a V has one of each from either end
+    rows = [line.split()[:5] for line in lines if line.startswith(("  0 3", "  1 2"))]
+    assert rows == [["0", "3", "0", "0", "3"], ["1", "2", "1", "1-2", "6,560"]]
 
 
 def test_many_ranks_are_shortened_unless_all_are_asked_for() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
@@ -87,3 +88,58 @@ def test_layers_that_do_not_divide() -> None:
 def test_a_rank_outside_the_world(rank: int) -> None:
     with pytest.raises(ConfigError, match=rf"rank {rank} is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"):
         Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "virtual", "v_shape"), [(2, 2, False), (4, 3, False), (1, 2, False), (2, 2, True), (4, 2, True), (5, 2, True)]
+)
+def test_stages_lie_where_torchs_pipelines_look_for_them(ranks: int, virtual: int, v_shape: bool) -> None:
+    utils = pytest.importorskip("torch.distributed.pipelining._utils", reason="torch is not installed")
+    topology = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape)
+    theirs = utils.generate_stage_to_rank_mapping(ranks, ranks * virtual, style="v" if v_shape else "loop")
+    assert {stage: topology.place_of_stage(stage) for stage in range(topology.stages)} == theirs
+    for place in range(ranks):
+        assert topology.stages_of(place) == tuple(stage for stage, rank in theirs.items() if rank == place)
+    holders = sorted({theirs[0], theirs[ranks * virtual - 1]})
+    assert topology.groups(GroupKind.EMBEDDING) == [holders]
+    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [theirs[ranks * virtual - 1]]
+
+
+def test_layers_of_virtual_and_uneven_stages() -> None:
+    interleaved = Topology(pipeline=2, virtual=2)
+    assert [interleaved.layers_of(place, 8) for place in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [Topology(pipeline=2, virtual=2, v_shape=True).layers_of(place, 8) for place in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    uneven = Topology(pipeline=3, stage_layers=(1, 3, 2))
+    assert [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)] == [[0], [1, 2, 3], [4, 5]]
+    assert [uneven.stage_of_layer(layer, 6) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ({"pipeline_stage": 4}, 4),
+        ({"pipeline_stage": 4, "pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
+        ({"pipeline_stage": 4, "pipeline_schedule": "interleaved_1f1b"}, 8),
+        ({"pipeline_stage": 4, "pipeline_schedule": "interleaved_zero_bubble", "virtual_stages": 3}, 12),
+        ({"pipeline_stage": 4, "pipeline_schedule": "zbv_zero_bubble"}, 8),
+        ({"pipeline_schedule": "zbv_zero_bubble"}, 1),
+    ],
+)
+def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages: int) -> None:
+    topology = Topology.from_config(ParallelConfig(**layout))
+    assert topology.stages == stages and topology.v_shape == (stages == 8 and "zbv" in str(layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"pipeline_stage": 2, "virtual_stages": 2}, "virtual_stages=2: parallel.pipeline_schedule=1f1b gives a rank one stage; choose"),
+        ({"pipeline_stage": 2, "virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"}, "has 2 a rank; leave virtual_stages out"),
+        ({"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3}, r"2 x 3 virtual stages = 6 do not divide"),
+        ({"pipeline_stage": 2, "stage_layers": [3, 2, 3]}, r"names 3 stages, but parallel.pipeline_stage=2 makes 2; give one number"),
+        ({"pipeline_stage": 2, "stage_layers": [3, 4]}, r"stage_layers=\[3, 4\] add up to 7, but model.num_layers=8; make them agree"),
+    ],
+)
+def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology.from_config(ParallelConfig(**layout)).layers_of_stage(0, 8)

@@ -1,0 +1,133 @@
+"""What ``engine: deepspeed`` and ``parallel.strategy`` combine with; refused here, before any process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.config.schema import DeepSpeedConfig, RunConfig
+from common.config.vendor import deepspeed_settings
+from common.errors import ConfigError
+from common.parallel.batch import check_divides
+from common.parallel.pipeline import schedule_error
+from common.parallel.topology import Topology
+
+DEEPSPEED_MATRIX = """engine=deepspeed goes with
+  parallel.zero_stage  data  pipeline  tensor
+  0                    yes   no        no
+  1                    yes   yes       no
+  2, 3                 yes   no        no"""
+
+
+def check_engine(config: RunConfig) -> None:
+    """For a config whose derived values are filled in. Raises ConfigError naming the values that do not go together, and a way out."""
+    if config.engine == "deepspeed":
+        _check_deepspeed(config)
+    else:
+        if config.backend == "torch":
+            _check_native(config)
+        for name, field in DeepSpeedConfig.model_fields.items():
+            if getattr(config.deepspeed, name) != field.default:
+                raise ConfigError(
+                    f"deepspeed.{name}={getattr(config.deepspeed, name)} needs engine=deepspeed; set it, or leave the key out"
+                )
+    if config.parallel.strategy != "ddp":
+        _check_strategy(config)
+
+
+def read_deepspeed_file(config: RunConfig) -> dict[str, Any]:
+    """The tree of ``deepspeed.config_file``, empty where there is none. Raises ConfigError for what is no JSON object."""
+    name = config.deepspeed.config_file
+    if name is None:
+        return {}
+    try:
+        tree = json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"deepspeed.config_file={name}: cannot be read ({error.strerror}); give the path of a ds_config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"deepspeed.config_file={name}: no JSON ({error}); mend the file") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"deepspeed.config_file={name}: found a {type(tree).__name__}, expected a JSON object as in DeepSpeed's manual")
+    return tree
+
+
+def _check_deepspeed(config: RunConfig) -> None:
+    parallel, precision, train, own = config.parallel, config.precision, config.train, config.deepspeed
+    stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
+    if config.backend != "torch":
+        raise ConfigError(f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native")
+    if parallel.model_parallel > 1 or parallel.sequence_parallel:
+        raise ConfigError(f"parallel.model_parallel={parallel.model_parallel} needs engine=native in this version.\n{DEEPSPEED_MATRIX}")
+    if pipeline > 1 and stage != 1:
+        reason = "DeepSpeed then does not clip float32 gradients, and says nothing" if stage == 0 else "DeepSpeed refuses it"
+        raise ConfigError(
+            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: {reason}; set zero_stage=1, or engine=native.\n"
+            f"{DEEPSPEED_MATRIX}"
+        )
+    if pipeline > 1 and (parallel.pipeline_schedule != "1f1b" or (parallel.virtual_stages or 1) > 1):
+        raise ConfigError(
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has"
+            " 1f1b with one stage a rank; choose that, or engine=native"
+        )
+    if parallel.shard_size is not None and parallel.shard_size != parallel.data_parallel:
+        raise ConfigError(
+            f"parallel.shard_size={parallel.shard_size}: DeepSpeed splits over all parallel.data_parallel={parallel.data_parallel} ranks"
+            " here; leave it out, or set engine=native"
+        )
+    if parallel.strategy != "ddp":
+        raise ConfigError(f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it out, or set engine=native")
+    if own.offload_optimizer and (stage == 0 or pipeline > 1):
+        raise ConfigError(
+            f"deepspeed.offload_optimizer=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}: needs zero_stage 1 to 3"
+            " without pipeline; change one of them"
+        )
+    if own.offload_parameters and stage != 3:
+        raise ConfigError(f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs zero_stage=3; change one of them")
+    if precision.parameters != "float32" and stage == 0:
+        raise ConfigError(
+            f"precision.parameters={precision.parameters} with parallel.zero_stage=0: DeepSpeed sums such gradients below float32; set"
+            " zero_stage=1, or parameters=float32"
+        )
+    if train.compile and (stage == 3 or pipeline > 1):
+        raise ConfigError(
+            f"train.compile=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}: DeepSpeed's hooks break the graph;"
+            " leave compile out"
+        )
+    if train.skip_outliers:
+        raise ConfigError("train.skip_outliers=true: DeepSpeed tells the norm of a step after it; leave it out, or set engine=native")
+    deepspeed_settings(config, read_deepspeed_file(config))
+
+
+def _check_native(config: RunConfig) -> None:
+    parallel = config.parallel
+    data, stage = parallel.data_parallel or 1, parallel.zero_stage
+    if parallel.sequence_parallel and parallel.model_parallel == 1:
+        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
+    if stage and data == 1:
+        raise ConfigError(f"parallel.zero_stage={stage} splits over data-parallel ranks, and there is 1; set zero_stage=0")
+    if parallel.shard_size is not None:
+        if not stage:
+            raise ConfigError(
+                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave shard_size out"
+            )
+        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
+    if config.train.compile and (stage or parallel.pipeline_stage > 1):
+        raise ConfigError(
+            f"train.compile=true goes with data and tensor parallel, not with parallel.zero_stage={stage} and"
+            f" parallel.pipeline_stage={parallel.pipeline_stage}; leave it out"
+        )
+    if parallel.pipeline_schedule != "1f1b":  # with few micro batches that is gpipe
+        reason = schedule_error(parallel.pipeline_schedule, Topology.from_config(parallel), config.train.accumulation_steps or 1)
+        if reason:
+            raise ConfigError(f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the schedule")
+
+
+def _check_strategy(config: RunConfig) -> None:
+    parallel = config.parallel
+    named = f"parallel.strategy={parallel.strategy}"
+    if config.backend != "torch":
+        raise ConfigError(f"{named} is for backend torch, not {config.backend}; leave it out")
+    for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0)):
+        if getattr(parallel, key) != plain:
+            raise ConfigError(f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set {plain}, or strategy=ddp")

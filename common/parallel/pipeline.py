@@ -1,0 +1,172 @@
+"""Pipeline schedules as arithmetic: what each rank does in which order, what waits for its backward pass meanwhile, and the bubble.
+
+The orders are those of torch.distributed.pipelining, which runs them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+
+from common.parallel.topology import Topology
+
+
+class Pass(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and of weights."""
+    INPUT = "I"
+    """Gradients of inputs alone, with which the stage before goes on."""
+    WEIGHT = "W"
+    """Gradients of weights; what the forward pass saved is kept until here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    what: Pass
+    stage: int
+    micro_batch: int
+
+
+def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str | None:
+    """Why this many micro batches do not fit the schedule, or None. As torch.distributed.pipelining asks."""
+    ranks = topology.pipeline
+    if ranks == 1 or schedule in ("gpipe", "zbv_zero_bubble"):
+        return None
+    if schedule == "1f1b":
+        return f"1f1b needs at least {ranks} micro batches, one a stage, not {micro_batches}" if micro_batches < ranks else None
+    rounds = max(1, micro_batches // ranks)
+    return f"{schedule} needs micro batches in {rounds} equal rounds, not {micro_batches}" if micro_batches % rounds else None
+
+
+def order_of_rank(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:
+    """What the pipeline rank at this place does in one step. ``micro_batches``: as ``schedule_error`` accepts them."""
+    match schedule:
+        case "gpipe" | "1f1b":
+            return list(_one_stage(place, micro_batches, _waiting(schedule, topology, place, micro_batches)))
+        case "zbv_zero_bubble":
+            return list(_v_shape(topology, place, micro_batches))
+        case _:
+            return list(_interleaved(topology, place, micro_batches, splits=schedule == "interleaved_zero_bubble"))
+
+
+def _waiting(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
+    """Micro batches on their way at once where a rank has one stage."""
+    return micro_batches if schedule == "gpipe" else min(micro_batches, topology.pipeline - place)
+
+
+def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]:
+    """``waiting`` micro batches go forward before the first goes back; then one of each in turn."""
+    for number in range(micro_batches + waiting):
+        if number >= waiting:
+            yield Action(what=Pass.BACKWARD, stage=stage, micro_batch=number - waiting)
+        if number < micro_batches:
+            yield Action(what=Pass.FORWARD, stage=stage, micro_batch=number)
+
+
+def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> Iterator[Action]:
+    """A round of micro batches goes through each stage of the rank before the next (Megatron, arXiv 2104.04473, section 2.2). With
+    ``splits``, weight gradients lag behind by as many passes as there are ranks before (ZB-H1, arXiv 2401.10241, section 2.3)."""
+    ranks, virtual, stages = topology.pipeline, topology.virtual, topology.stages_of(place)
+    per_round = micro_batches // max(1, micro_batches // ranks)
+    total = micro_batches * virtual
+    ahead = min(total, (virtual - 1) * per_round + (1 if splits else 2) * (ranks - 1 - place))
+    seen: Counter[tuple[Pass, int]] = Counter()
+
+    def step(what: Pass, stage: int) -> Action:
+        number = seen[what, stage]
+        seen[what, stage] += 1
+        return Action(what=what, stage=stage, micro_batch=number)
+
+    def backward_stage(number: int) -> int:
+        return stages[virtual - 1 - number // per_round % virtual]
+
+    weights = count()
+    for number in range(total + ahead):
+        if number < total:
+            yield step(Pass.FORWARD, stages[number // per_round % virtual])
+        if number >= ahead:
+            yield step(Pass.INPUT if splits else Pass.BACKWARD, backward_stage(number - ahead))
+        if splits and number >= ahead + place:
+            yield step(Pass.WEIGHT, backward_stage(next(weights)))
+    for number in range(next(weights), total) if splits else ():
+        yield step(Pass.WEIGHT, backward_stage(number))
+
+
+def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Action]:
+    """ZB-V (arXiv 2401.10241, section 6): each rank has the stage at its place from either end."""
+    ranks = topology.pipeline
+    down, up = topology.stages_of(place)
+    planned = max(2 * ranks - 1, micro_batches)  # with fewer than these, the places of those that lack stay empty
+    seen: Counter[tuple[Pass, int]] = Counter()
+
+    def steps(stage: int, *passes: Pass) -> Iterator[Action]:
+        for what in passes:
+            number = seen[what, stage]
+            seen[what, stage] += 1
+            if number < micro_batches:
+                yield Action(what=what, stage=stage, micro_batch=number)
+
+    both = (Pass.INPUT, Pass.WEIGHT)
+    for _ in range(2 * (ranks - place) - 1):
+        yield from steps(down, Pass.FORWARD)
+    for _ in range(place):
+        yield from steps(up, Pass.FORWARD)
+        yield from steps(down, Pass.FORWARD)
+    for _ in range(ranks - place):
+        yield from steps(up, Pass.FORWARD, *both)
+    while seen[Pass.FORWARD, up] < planned:
+        if seen[Pass.FORWARD, down] < planned:
+            yield from steps(down, Pass.FORWARD)
+        yield from steps(down, *both)
+        yield from steps(up, Pass.FORWARD, *both)
+    for _ in range(place):
+        yield from steps(down, Pass.INPUT)
+        yield from steps(up, Pass.INPUT)
+    for _ in range(ranks - place):
+        yield from steps(down, *both)
+    for stage in (up, down):
+        while seen[Pass.WEIGHT, stage] < planned:
+            yield from steps(stage, Pass.WEIGHT)
+
+
+def held_at_most(schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]) -> dict[int, int]:
+    """Micro batches that wait for their backward pass on each stage of a rank, when they take most. sizes: bytes of one, by stage."""
+    if schedule in ("gpipe", "1f1b"):
+        return {place: _waiting(schedule, topology, place, micro_batches)}
+    period = max(2 * topology.pipeline, topology.pipeline * topology.virtual)
+    # after a few rounds the same comes again
+    fewer = micro_batches if micro_batches < 3 * period else 2 * period + micro_batches % topology.pipeline
+    if schedule_error(schedule, topology, fewer):
+        fewer = micro_batches
+    held = dict.fromkeys(topology.stages_of(place), 0)
+    now, most, worst = 0, -1, held
+    for action in order_of_rank(schedule, topology, place, fewer):
+        if action.what is Pass.FORWARD:
+            held[action.stage] += 1
+            now += sizes[action.stage]
+            if now > most:
+                most, worst = now, dict(held)
+        elif action.what in (Pass.BACKWARD, Pass.WEIGHT):
+            held[action.stage] -= 1
+            now -= sizes[action.stage]
+    return worst
+
+
+def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
+    """The part of a step in which a rank waits for others, all stages being equal and messages free.
+
+    A stage's forward pass, and its gradients of inputs and of weights, take one unit each (arXiv 2401.10241, section 3); recomputation of
+    whole blocks one more. Beside the work, a step has (p - 1) / v passes of waiting (GPipe, arXiv 1811.06965, section 2.3; 1F1B and
+    interleaved, arXiv 2104.04473, sections 2.2.1 and 2.2.2), each of forward + backward, or where they are split of forward + inputs -
+    weights (ZB-H1, arXiv 2401.10241, table 1). ZB-V has none but the first rank's lead over the last, since every step ends with a norm
+    of all gradients.
+    """
+    ranks = topology.pipeline
+    backward_inputs = 2 if recomputes else 1
+    work = micro_batches * topology.virtual * (2 + backward_inputs)
+    waiting = (ranks - 1) * (backward_inputs if schedule.endswith("zero_bubble") else 2 + backward_inputs)
+    return waiting / (work + waiting)

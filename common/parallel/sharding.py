@@ -1,0 +1,87 @@
+"""How each parameter splits over tensor-parallel ranks: the one table that backends, checkpoints and the planner read.
+
+Megatron-LM, arXiv 1909.08053, section 3: q, k, v and c_fc by outputs, so that each rank has whole heads and its part of the inner width;
+both c_proj by inputs, whose results are summed; the embedding, which is the head too, by rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.config.resolve import padded_vocabulary
+from common.config.schema import RunConfig
+from common.weights.names import EMBEDDING, parameter_shapes
+
+
+class Role(StrEnum):
+    VOCABULARY = "vocabulary"
+    """Rows are tokens; split along dim 0."""
+    COLUMN = "column"
+    """(out, in) weight and (out,) bias; split along the outputs, dim 0."""
+    ROW = "row"
+    """(out, in) weight; split along the inputs, dim 1."""
+    REPLICATED = "replicated"
+    """Whole on every rank. With sequence parallel its gradient is a sum over the tensor-parallel ranks."""
+
+
+_ROLES = (
+    (re.compile(r"wte\.weight"), Role.VOCABULARY),
+    (re.compile(r"h\.\d+\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)"), Role.COLUMN),
+    (re.compile(r"h\.\d+\.(attn|mlp)\.c_proj\.weight"), Role.ROW),
+    (re.compile(r"wpe\.weight|h\.\d+\.(ln_[12]\.(weight|bias)|(attn|mlp)\.c_proj\.bias)|ln_f\.(weight|bias)"), Role.REPLICATED),
+)
+
+
+def role_of(name: str) -> Role:
+    """Of a parameter by its name (common.weights.names)."""
+    found = [role for pattern, role in _ROLES if pattern.fullmatch(name)]
+    assert len(found) == 1, name
+    return found[0]
+
+
+def split_dim(name: str) -> int | None:
+    """The dim of a parameter that is split over tensor-parallel ranks, in equal contiguous parts; None for one that is whole."""
+    return {Role.VOCABULARY: 0, Role.COLUMN: 0, Role.ROW: 1, Role.REPLICATED: None}[role_of(name)]
+
+
+def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ...]:
+    """What one of ``tensor`` ranks holds of a parameter of this (padded) shape."""
+    dim = split_dim(name)
+    if dim is None:
+        return shape
+    assert shape[dim] % tensor == 0, (name, shape, tensor)
+    return (*shape[:dim], shape[dim] // tensor, *shape[dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector has no columns."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+
+
+def padded_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, the embedding with the rows that pad it. Needs a resolved config."""
+    return parameter_shapes(config.model) | {EMBEDDING: (padded_vocabulary(config), config.model.hidden_size)}
+
+
+def own_piece(name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank: int = 0, shards: int = 1, shard_rank: int = 0) -> Piece:
+    """The piece of a parameter of this padded shape: its tensor-parallel part, and of that ZeRO's share of the rows.
+
+    ZeRO cuts as torch.chunk does: equal parts of ceil(rows / shards) rows, the last ones smaller or empty.
+    """
+    dim, spans = split_dim(name), [(0, size) for size in shape]
+    if dim is not None:
+        part = shape[dim] // tensor
+        spans[dim] = (tensor_rank * part, (tensor_rank + 1) * part)
+    first, last = spans[0]
+    share = -(-(last - first) // shards)
+    spans[0] = (min(first + shard_rank * share, last), min(first + (shard_rank + 1) * share, last))
+    return Piece(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)

@@ -1,0 +1,126 @@
+"""Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played with those."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from common.parallel.pipeline import bubble, held_at_most, order_of_rank, schedule_error
+from common.parallel.topology import Topology
+
+SPLIT = ("interleaved_1f1b", "interleaved_zero_bubble")
+CASES = [
+    *product(("gpipe", "1f1b"), (1,), (2, 3, 4), (1, 2, 3, 4, 6, 13)),
+    *product(SPLIT, (1, 2, 3), (2, 3, 4), (1, 2, 4, 6, 12, 24, 48)),
+    *product(("zbv_zero_bubble",), (2,), (2, 3, 4), (1, 3, 4, 7, 24, 48)),
+]
+Step = tuple[str, int, int]
+PASSES = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def layout(schedule: str, virtual: int, ranks: int) -> Topology:
+    return Topology(pipeline=ranks, virtual=virtual, v_shape=schedule == "zbv_zero_bubble")
+
+
+def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
+    """What torch's class would do on each rank; its constructor wants a running process group."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is not installed")
+    kind = {
+        "gpipe": schedules.ScheduleGPipe,
+        "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+        "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
+    }[schedule]
+    theirs: Any = kind.__new__(kind)
+    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = ranks, virtual, micro_batches
+    theirs._num_stages = theirs.num_stages = ranks * virtual
+    theirs.number_of_rounds = max(1, micro_batches // ranks)
+    theirs.microbatches_per_round = micro_batches // theirs.number_of_rounds
+    if schedule == "gpipe":
+        orders = list(theirs._get_pipeline_order().values())
+    else:
+        orders = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
+    return [
+        [(PASSES[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order if a and a.computation_type.name in PASSES]
+        for order in orders
+    ]
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Step]]:
+    """By the rule (arXiv 2104.04473, figure 4): torch's listing of this schedule misnumbers the last rank's micro batches."""
+    orders = []
+    for rank in range(ranks):
+        ahead = min(ranks - rank - 1, micro_batches)
+        order: list[Step] = [("F", rank, number) for number in range(ahead)]
+        for number in range(micro_batches - ahead):
+            order += [("F", rank, ahead + number), ("B", rank, number)]
+        orders.append(order + [("B", rank, number) for number in range(micro_batches - ahead, micro_batches)])
+    return orders
+
+
+def expected(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
+    if schedule == "1f1b":
+        return one_forward_one_backward(ranks, micro_batches)
+    return torch_orders(schedule, virtual, ranks, micro_batches)
+
+
+def play(orders: list[list[Step]], stages: int) -> int:
+    """Units of time until every rank has done all it has to, each step as soon as what it needs is there."""
+    done: dict[Step, int] = {}
+    clock, at = [0] * len(orders), [0] * len(orders)
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        before = sum(at)
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                what, stage, number = order[at[rank]]
+                needs = [("F", stage - 1, number)] if what == "F" and stage else []
+                if what in "BI":
+                    needs = [("F", stage, number), *([(what, stage + 1, number)] if stage < stages - 1 else [])]
+                if any(need not in done for need in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + UNITS[what]
+                done[what, stage, number] = clock[rank]
+                at[rank] += 1
+        assert sum(at) > before, "each rank waits for another"
+    return max(clock)
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), CASES)
+def test_orders_bubbles_and_what_is_held(schedule: str, virtual: int, ranks: int, micro_batches: int) -> None:
+    topology = layout(schedule, virtual, ranks)
+    if schedule_error(schedule, topology, micro_batches):
+        return
+    orders = expected(schedule, virtual, ranks, micro_batches)
+    for rank, order in enumerate(orders):
+        assert [(a.what.value, a.stage, a.micro_batch) for a in order_of_rank(schedule, topology, rank, micro_batches)] == order
+        sizes = {stage: 10 + stage for stage in topology.stages_of(rank)}
+        now = most = 0
+        for what, stage, _ in order:
+            now += sizes[stage] * {"F": 1, "I": 0}.get(what, -1)
+            most = max(most, now)
+        held = held_at_most(schedule, topology, rank, micro_batches, sizes)
+        assert sum(sizes[stage] * number for stage, number in held.items()) == most
+    enough = {"gpipe": 1, "1f1b": 1, "zbv_zero_bubble": 2 * ranks - 1}.get(schedule, ranks)
+    if micro_batches >= enough:
+        work = 3 * micro_batches * virtual
+        assert bubble(schedule, topology, micro_batches) == pytest.approx(1 - work / play(orders, topology.stages), rel=1e-12)
+
+
+def test_the_bubble_of_the_papers() -> None:
+    """(p - 1) / (m + p - 1) of GPipe and 1F1B, whatever a backward pass takes; v times less waiting interleaved."""
+    for ranks, micro_batches, recomputes in product((1, 4, 16), (16, 1536), (False, True)):
+        whole = (ranks - 1) / (micro_batches + ranks - 1)
+        for schedule in ("gpipe", "1f1b"):
+            assert bubble(schedule, Topology(pipeline=ranks), micro_batches, recomputes=recomputes) == pytest.approx(whole)
+        interleaved = bubble("interleaved_1f1b", Topology(pipeline=ranks, virtual=3), micro_batches, recomputes=recomputes)
+        assert interleaved == pytest.approx((ranks - 1) / (3 * micro_batches + ranks - 1))
+
+
+def test_schedules_say_how_many_micro_batches_they_need() -> None:
+    four = Topology(pipeline=4)
+    assert schedule_error("1f1b", four, 3) == "1f1b needs at least 4 micro batches, one a stage, not 3"
+    assert schedule_error("interleaved_1f1b", four, 9) == "interleaved_1f1b needs micro batches in 2 equal rounds, not 9"
+    for schedule, number in (("1f1b", 4), ("gpipe", 1), ("zbv_zero_bubble", 1), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 8)):
+        assert schedule_error(schedule, four, number) is None
+    assert schedule_error("1f1b", Topology(), 1) is None
