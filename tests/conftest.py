@@ -58,3 +58,14 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
             fresh = generator.random(length) < 0.2
             writer.append(tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))], np.array([length]))
     return prefix
+
+
+@pytest.fixture(scope="session")
+def npu_variables() -> dict[str, str]:
+    """Environment variables of a child process in which device=npu is the simulated one; skips the test where that cannot be built."""
+    from tests.simulated_npu.build import CannotBuild, npu_variables
+
+    try:
+        return npu_variables()
+    except CannotBuild as reason:
+        pytest.skip(f"no simulated NPU: {reason}")
