@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,16 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return clean | {key: str(value) for key, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
-def start_ranks(ranks: int, jobs: Sequence[Job], *, other: dict[int, Sequence[Job]] | None = None) -> list[subprocess.Popen[str]]:
-    """The processes of ``ranks`` ranks, by rank. ``other``: ranks that are given other jobs."""
+def start_ranks(
+    ranks: int, jobs: Sequence[Job], *, other: dict[int, Sequence[Job]] | None = None, variables: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables: more of the environment."""
     ports = [free_port() for _ in jobs]  # one a job: a rank that is early must not meet the group of the job before
     return [
         subprocess.Popen(
             [sys.executable, str(Path(__file__)), json.dumps([ports, list((other or {}).get(rank, jobs))])],
             cwd=ROOT,
-            env=rank_environment(rank, ranks, ports[0]),
+            env=rank_environment(rank, ranks, ports[0]) | dict(variables or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -59,9 +61,9 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
     return [process.returncode for process in processes], printed
 
 
-def run_ranks(ranks: int, jobs: Sequence[Job]) -> None:
+def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None) -> None:
     """Start and wait. Every rank must succeed."""
-    codes, printed = end_ranks(start_ranks(ranks, jobs))
+    codes, printed = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 20.0 * ranks * len(jobs))
     assert codes == [0] * ranks, "\n".join(printed)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
-from common.training.checkpoint import Snapshot
+from common.parallel.sharding import Piece
+from common.training.checkpoint import Part, Snapshot
 from common.training.lent import LentArrays
 from common.training.snapshot import (
     STATE_NAMES,
@@ -21,26 +22,34 @@ from common.training.snapshot import (
     read_moments,
     read_states,
     read_weights,
-    true_rows,
+    true_piece,
 )
 from common.training.state import TrainState
+from common.weights.pieces import to_rectangle
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.optimizer import own_part
 
 if TYPE_CHECKING:
     from torch_gpt2.engine import Engine
+    from torch_gpt2.world import World
 
 
 def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, Any]]) -> Snapshot:
     """Weights and optimizer state, lent by a CPU and copied from other devices; counters, and the random generators of all ranks."""
-    model = engine.config.model
-    weights = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.master.tensors.items()}
+    weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     steps = 0
     for name, tensor in engine.master.tensors.items():
         values = engine.optimizer.state.get(tensor, {})
-        steps = int(values.get("step", 0))
+        steps = int(values.get("step", steps))
+        if not engine.writes(name):
+            continue
+        weights[name] = _cut(engine, name, tensor)
         for part in STATE_NAMES[engine.config.optimizer.name]:
             if values.get(part) is not None:
-                moments[f"{name}.{part}"] = true_rows(name, _to_numpy(values[part]), model)
+                moments[f"{name}.{part}"] = _cut(engine, name, values[part])
+    rectangles = {name: to_rectangle(true_piece(name, engine.pieces[name], engine.config.model)) for name in weights}
+    several = Part(rank=engine.world.rank, ranks=engine.world.size, rectangles=rectangles) if engine.parts_are_split else None
     return make_snapshot(
         engine.config,
         state,
@@ -49,36 +58,51 @@ def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, 
         engine=EngineState(optimizer_steps=steps, loss_scale=engine.loss_scale.state(), rng={"torch": generators}),
         versions={"backend": "torch", "torch": torch.__version__},
         record=engine.record,
+        part=several,
     )
 
 
+def _cut(engine: Engine, name: str, tensor: Tensor) -> Any:
+    """This rank's part of a tensor, without the rows that pad the vocabulary."""
+    piece = true_piece(name, engine.pieces[name], engine.config.model)
+    return _to_numpy(own_part(tensor.detach()))[: piece.rows[1] - piece.rows[0]]
+
+
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path) -> None:
-    """Fill parameters by name from ``checkpoint``. Raises CheckpointError unless every tensor is there with the model's shape."""
-    for name, values in read_weights(checkpoint, model):
-        tensors[name].copy_(torch.from_numpy(padded_rows(values, len(tensors[name]))))
+def load_weights(tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
+    every tensor is there with the model's shape."""
+    for name, values in read_weights(checkpoint, model, pieces):
+        tensor = own_part(tensors[name])
+        tensor.copy_(torch.from_numpy(padded_rows(values, len(tensor))))
 
 
 def restore(engine: Engine, checkpoint: Path) -> TrainState:
     """Put the engine where the checkpoint was taken and return where that is."""
     state, saved = read_states(checkpoint, engine.config, engine.loss_scale)
-    load_weights(engine.master.tensors, engine.config.model, checkpoint)
+    load_weights(engine.master.tensors, engine.config.model, checkpoint, engine.pieces)
     engine.master.write_back()
-    for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps):
+    for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps, engine.pieces):
         tensor = engine.master.tensors[name]
         moments = engine.optimizer.state[tensor]
-        moments[part] = torch.from_numpy(padded_rows(values, len(tensor))).to(tensor.device)
+        moments[part] = torch.zeros_like(tensor)
+        own_part(moments[part]).copy_(torch.from_numpy(values))
         if engine.config.optimizer.name != "sgd":
             on = tensor.device if engine.device.fused_optimizer else "cpu"
             moments["step"] = torch.tensor(float(saved.optimizer_steps), dtype=torch.float32, device=on)
-    try:
-        generators = saved.rng.get("torch", [])
-        if len(generators) == engine.world.size:  # other ranks would draw other masks whatever is done
-            engine.device.set_rng_state(generators[engine.world.rank])
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint}: the state of the random generators is broken ({error}); use another checkpoint") from None
+    restore_generators(engine.device, engine.world, saved, checkpoint)
     engine.step = state.step
     return state
+
+
+def restore_generators(device: TorchDevice, world: World, saved: EngineState, checkpoint: Path) -> None:
+    """Go on with the saved dropout masks, where the number of ranks is the same. Raises CheckpointError for what is no state."""
+    try:
+        generators = saved.rng.get("torch", [])
+        if len(generators) == world.size:  # other ranks would draw other masks whatever is done
+            device.set_rng_state(generators[world.rank])
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint}: the state of the random generators is broken ({error}); use another checkpoint") from None
 
 
 def _to_numpy(tensor: Tensor) -> Any:

@@ -17,10 +17,14 @@ from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.device import GIB, accelerator_flops, device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
+from common.training.log import LOG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+_CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+"""Set by CANN's set_env.sh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,11 @@ class TorchDevice:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def count(self) -> int:
+        """Devices of this kind that the process sees."""
+        return 1 if self.kind == "cpu" else int(self.module.device_count())
 
     @property
     def communication_backend(self) -> str:
@@ -104,15 +113,15 @@ def open_device(config: RunConfig, process: Process = ALONE) -> TorchDevice:
 
 
 def select_device(kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False) -> TorchDevice:
-    """The device asked for; ``auto`` takes an accelerator if there is one. perhaps_alone: where there is but one, it is that one, since
-    some launchers hide the devices of the other ranks.
+    """The device asked for; ``auto`` takes an accelerator if there is one, and looks for an NPU where CANN is set up.
+    perhaps_alone: where there is but one, it is that one, since some launchers hide the devices of the other ranks.
 
     Raises DeviceError when it is not there, saying why as far as torch tells.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+        kind = "cuda" if torch.cuda.is_available() else "npu" if _takes_npu() else "cpu"
     if kind == "cpu":
         keep_freed_memory()
         return TorchDevice(kind="cpu", index=0, name=processor_name(), module=_CPU)
@@ -133,14 +142,6 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None, perh
 
 def check_support(config: RunConfig, device: TorchDevice) -> None:
     """Refuse what torch devices cannot do in this version. Raises ConfigError or DeviceError."""
-    parallel = config.parallel
-    for name in ("model_parallel", "pipeline_stage"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: this version of torch_gpt2 is data parallel alone; set 1")
-    if parallel.sequence_parallel:
-        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
-    if parallel.zero_stage:
-        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage}: this version of torch_gpt2 splits no state over ranks; set 0")
     if device.kind == "cpu" and config.context.max_device_memory:
         raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
     for part, float_name in config.precision.model_dump().items():
@@ -153,6 +154,17 @@ def _has_npu() -> bool:
     return npu is not None and bool(npu.is_available())
 
 
+def _takes_npu() -> bool:
+    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded, so that it is left alone."""
+    if not any(map(os.environ.get, _CANN)):
+        return _has_npu()
+    try:
+        _import_npu()
+    except DeviceError as error:
+        LOG.warning(f"device=auto is the CPU here; {error}")
+    return _has_npu()
+
+
 def _import_npu() -> None:
     if _has_npu():
         return
@@ -160,7 +172,7 @@ def _import_npu() -> None:
         raise DeviceError("device=npu: torch_npu is not installed; install the release that matches this torch, and CANN")
     try:
         importlib.import_module("torch_npu")  # registers torch.npu
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise DeviceError(f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first") from None
     if not _has_npu():
         raise DeviceError("device=npu: torch_npu is installed but sees no NPU; check npu-smi info")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.config.load import flatten
 from common.config.schema import RunConfig
@@ -23,8 +24,11 @@ from torch_gpt2.checkpoint import take_snapshot
 from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
-from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, scale_gradients
-from torch_gpt2.parallel import DataParallel, World
+from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, own_part, scale_gradients
+from torch_gpt2.parallel import Sharing, own_pieces
+from torch_gpt2.pipeline_parallel import Pipeline
+from torch_gpt2.strategies import replicate
+from torch_gpt2.world import World
 
 
 class Engine:
@@ -33,41 +37,77 @@ class Engine:
     steps_per_run = 1
 
     def __init__(
-        self, model: GPT2, config: RunConfig, device: TorchDevice, record: Mapping[str, Any] | None = None, world: World | None = None
+        self,
+        model: GPT2 | list[GPT2],
+        config: RunConfig,
+        device: TorchDevice,
+        record: Mapping[str, Any] | None = None,
+        world: World | None = None,
     ) -> None:
-        """``record``: plain data kept in every checkpoint's manifest. ``world``: the ranks, where there are several."""
-        self.model = model
+        """``model``: or its parts on this rank. ``record``: plain data kept in every checkpoint's manifest. ``world``: the ranks, where
+        there are several."""
+        self.parts = model if isinstance(model, list) else [model]
+        self.model = self.parts[0]
         self.config = config
         self.device = device
         self.record = dict(record or {})
         self.world = world or World()
         self.step = 0
         self.loss_scale = LossScale(config.loss_scale)
-        self.master = MasterWeights(dict(model.named_parameters()), DTYPES[config.precision.reduction])
+        parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+        self.master = MasterWeights(parameters, DTYPES[config.precision.reduction])
         self.optimizer = build_optimizer(self.master.tensors, config.optimizer, fused=device.fused_optimizer)
         self._lent: Snapshot | None = None
         """What the checkpoint writer may still be reading."""
-        self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
-        self._parallel = DataParallel(model, self._loss_sum, config, self.world)
+        self._loss_sum = torch.compile(self.parts[0].loss_sum) if config.train.compile else self.parts[0].loss_sum
+        self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
+        self._sharing = Sharing(config, self.world)
+        self.pieces = {name: piece for name, piece in own_pieces(config, self.world).items() if name in parameters}
+        """Which part of each parameter this rank holds."""
+        self._pipeline = Pipeline(self.parts, config, self.world, device) if self.world.topology.pipeline > 1 else None
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        self.model.train()
+        for part in self.parts:
+            part.train()
         return [self._train_step(next(batches).tokens, limits) for _ in range(steps)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        self.model.eval()
+        for part in self.parts:
+            part.eval()
+        loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
         total, tokens = 0.0, 0
         for batch in batches:
-            ids, targets = inputs_and_targets(batch, self.device)
-            total += self._loss_sum(ids, targets).item()
-            tokens += targets.numel()
-        total, all_tokens = self.world.sum(total, tokens)
+            # a rank without a batch goes through the model all the same, for the ranks that need its part
+            ids, targets = inputs_and_targets(batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32), self.device)
+            loss = loss_sum(ids, targets).item()
+            if len(batch):
+                total += loss
+                tokens += targets.numel()
+        total, all_tokens = self.world.sum(total, tokens) if self._has_loss else self.world.sum(0.0, 0.0)
         return total, int(all_tokens)
+
+    @property
+    def _has_loss(self) -> bool:
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
+        return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
+
+    @property
+    def parts_are_split(self) -> bool:
+        """Whether ranks hold different parts of the weights, so that each writes its own."""
+        return not self._sharing.alone
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank is the one, of those that hold the same part of a parameter, that counts and writes it."""
+        return self._sharing.counts(name)
+
+    def parts_of_tensors(self) -> dict[str, Tensor]:
+        """What this rank holds of the weights that the optimizer updates."""
+        return {name: own_part(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         generators = self.world.gather(self.device.rng_state())
-        if self.world.rank:
+        if self.world.rank and not self.parts_are_split:
             return None
         snapshot = take_snapshot(self, state, generators)
         self._lent = snapshot if self.device.kind == "cpu" else None  # other devices have copied
@@ -75,9 +115,12 @@ class Engine:
 
     def identity(self, state: TrainState) -> dict[str, Any]:
         """What must be the same on every rank before the first step."""
-        norm = global_norm([tensor.detach() for tensor in self.master.tensors.values()]).item()
-        facts = {"data": self.record.get("data"), "state": state.to_dict(), "norm of the weights": norm}
+        facts = {"data": self.record.get("data"), "state": state.to_dict()}
         return dict(flatten(self.config.model_dump(exclude={"context"}))) | facts
+
+    def norm_of_weights(self) -> float:
+        """Of this rank's part alone; ranks that hold the same part must have the same."""
+        return global_norm(list(self.parts_of_tensors().values())).item()
 
     def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
         self.step += 1
@@ -85,19 +128,23 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate_gradients(tokens, scale)
         gradients = self.master.take_gradients()
-        self._parallel.sum_gradients(gradients)
-        norm = global_norm(gradients).item() / scale
+        self._data_parallel.sum_gradients(list(gradients.values()))
+        self._sharing.complete(gradients)
+        if self._sharing.alone:
+            norm = self._data_parallel.norm(global_norm(list(gradients.values()))).item() / scale
+        else:
+            norm = self._sharing.norm(gradients) / scale
         rate = learning_rate(self.config.optimizer, self.step)
         finite = math.isfinite(norm) and math.isfinite(loss)
         applied = finite and not limits.exceeded(loss, norm)
         if applied:
-            scale_gradients(gradients, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
+            scale_gradients(list(gradients.values()), clip_factor(norm, self.config.optimizer.clip_grad) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             if self._lent is not None:
                 self._lent.keep()
                 self._lent = None
-            self.optimizer.step()
+            self._data_parallel.update(self.optimizer.step)
             self.master.write_back()
         self.loss_scale.update(finite)
         return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
@@ -107,12 +154,17 @@ class Engine:
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
         assert micro is not None and samples is not None
         predicted = samples * (tokens.shape[1] - 1)
+        if self._pipeline is not None:
+            ids, targets = inputs_and_targets(tokens, self.device)
+            with self._data_parallel.micro_batch(last=True):
+                total = self._pipeline.step(ids, targets, lambda loss: loss * (scale / predicted)) / scale
+            return self.world.sum(total.item() if self._has_loss else 0.0)[0]
         total = torch.zeros((), device=self.device.torch_device)
         starts = range(0, tokens.shape[0], micro)
         for start in starts:
             ids, targets = inputs_and_targets(tokens[start : start + micro], self.device)
-            with self._parallel.micro_batch(last=start == starts[-1]):
-                loss = self._parallel.loss_sum(ids, targets) / predicted
+            with self._data_parallel.micro_batch(last=start == starts[-1]):
+                loss = self._data_parallel.loss_sum(ids, targets) / predicted
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        return self.world.sum(total.item())[0]
+        return self.world.sum(total.item() if self._has_loss else 0.0)[0]

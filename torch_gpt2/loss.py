@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ROWS_AT_ONCE = 1024
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The head's rows are split over the ranks of a group: this one's begin at token ``first``."""
+
+    group: dist.ProcessGroup
+    first: int
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, shard: VocabularyShard | None = None) -> Tensor:
     """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on masked.
 
     hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats.
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept.
+    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a shard every rank of its group returns the
+    whole sum, and the gradient of ``hidden`` is this rank's part of it.
     """
     # Inside the function gradients are always off, and its needs_input_grad does not know of no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _CrossEntropySum.apply(hidden, weight, targets, vocab_size, wanted)  # type: ignore[no-untyped-call, no-any-return]
+    return _CrossEntropySum.apply(hidden, weight, targets, vocab_size, wanted, shard)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, wanted: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, wanted: bool, shard: VocabularyShard | None
+    ) -> Tensor:
+        first = 0 if shard is None else shard.first
         head = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted else None
@@ -32,15 +46,19 @@ class _CrossEntropySum(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             logits = (hidden[rows] @ head.t()).float()  # (n, rows of the table)
-            logits[:, vocab_size:] = float("-inf")
-            target = targets[rows, None]
-            picked = logits.gather(1, target)
+            logits[:, max(vocab_size - first, 0) :] = float("-inf")
+            target = targets[rows, None] - first
+            here = (target >= 0) & (target < weight.shape[0])
+            target = target.masked_fill(~here, 0)
+            picked = logits.gather(1, target).masked_fill(~here, 0.0)
             log_sum = logits.logsumexp(1, keepdim=True)
+            if shard is not None:
+                log_sum, picked = _over_shards(log_sum, picked, shard)
             total += (log_sum - picked).sum()
             if hidden_grad is None or weight_grad is None:
                 continue
             slope = logits.sub_(log_sum).exp_()  # softmax, and minus one at the target
-            slope.scatter_add_(1, target, slope.new_full((1, 1), -1.0).expand_as(target))
+            slope.scatter_add_(1, target, -here.to(slope.dtype))
             # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             slope = slope.to(hidden.dtype)
             hidden_grad[rows] = slope @ head
@@ -55,4 +73,13 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return (hidden_grad * grads[0]).to(hidden_grad.dtype), (weight_grad * grads[0]).to(ctx.weight_dtype), None, None, None
+        return (hidden_grad * grads[0]).to(hidden_grad.dtype), (weight_grad * grads[0]).to(ctx.weight_dtype), None, None, None, None
+
+
+def _over_shards(log_sum: Tensor, picked: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum of exponentials over all shards, and the target's logit, which one of them has; (n, 1) each."""
+    largest = log_sum.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+    both = torch.cat([(log_sum - largest).exp(), picked], 1)
+    dist.all_reduce(both, group=shard.group)
+    return largest + both[:, :1].log(), both[:, 1:]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolve import padded_vocabulary
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from common.parallel.sharding import Piece, own_piece, padded_shapes
 from common.weights.initial import initial_rows
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
@@ -129,11 +130,17 @@ class GPT2(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Hidden states (B, T, C) after the last layer norm of token ids (B, T)."""
-        x = F.dropout(self.embed(ids, torch.arange(ids.shape[1], device=ids.device)), self.dropout, self.training)
+        hidden: Tensor = self.ln_f(self.blocks(self.begin(ids)))
+        return hidden
+
+    def begin(self, ids: Tensor) -> Tensor:
+        """What the first block takes: (B, T) -> (B, T, C)."""
+        return F.dropout(self.embed(ids, torch.arange(ids.shape[1], device=ids.device)), self.dropout, self.training)
+
+    def blocks(self, x: Tensor) -> Tensor:
         for block in self.h:
             x = _maybe_recompute(self.recompute, block, x)
-        hidden: Tensor = self.ln_f(x)
-        return hidden
+        return x
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Token and position embeddings (..., T, C) in the type of the computation."""
@@ -142,8 +149,11 @@ class GPT2(nn.Module):
 
     def loss_sum(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
-        hidden = self(ids).flatten(0, 1)
-        return cross_entropy_sum(hidden, self.wte.weight, targets.flatten(), self.config.vocab_size)
+        return self.loss_of(self(ids), targets)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The same from the hidden states (B, T, C)."""
+        return cross_entropy_sum(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""
@@ -152,17 +162,25 @@ class GPT2(nn.Module):
 
 def build_model(config: RunConfig, device: TorchDevice) -> GPT2:
     """The model on its device, with weights not yet filled in. The config must be resolved."""
+    return build_meta_model(config).to_empty(device=device.torch_device)
+
+
+def build_meta_model(config: RunConfig) -> GPT2:
+    """The model without memory for its weights."""
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, padded_vocabulary(config))
     set_recompute(model, config.train.recompute)
-    return model.to(DTYPES[config.precision.parameters]).to_empty(device=device.torch_device)
+    return model.to(DTYPES[config.precision.parameters])
 
 
 @torch.no_grad()
-def initialise(tensors: Mapping[str, Tensor], config: RunConfig) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``."""
-    for name, tensor in tensors.items():
-        tensor.copy_(torch.from_numpy(initial_rows(config.model, config.seed, name, tuple(tensor.shape))))
+def initialise(tensors: Mapping[str, Tensor], config: RunConfig, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
+    for name, shape in padded_shapes(config).items():
+        if name in tensors:
+            piece = pieces[name] if pieces else own_piece(name, shape)
+            values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
+            tensors[name].copy_(torch.from_numpy(values))
 
 
 def set_recompute(model: GPT2, mode: str) -> None:

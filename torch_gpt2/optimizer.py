@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from common.config.schema import OptimizerConfig
 from common.weights.names import decays
@@ -31,12 +34,12 @@ class MasterWeights:
             if reduction == torch.float32:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
 
-    def take_gradients(self) -> list[Tensor]:
-        """The gradients of the float32 tensors, once all micro batches are done."""
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the float32 tensors by name, this rank's part of them, once all micro batches are done."""
         for name in self.tensors:
             if self.tensors[name] is not self.model[name] and self.model[name].grad is not None:
                 self._take_gradient(name)
-        return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
+        return {name: own_part(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
@@ -55,16 +58,33 @@ class MasterWeights:
         parameter.grad = None
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that ZeRO has split, in the same memory; any other tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameter_groups(tensors: Mapping[str, Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices and embeddings with decay; biases and layer norms without.
+
+    Plain tensors and those split over ranks form groups of their own, since torch's loops over lists (foreach) take no list of both.
+    """
+    groups = []
+    for decay, split in itertools.product((True, False), repeat=2):
+        members = [tensor for name, tensor in tensors.items() if decays(name) is decay and isinstance(tensor, DTensor) is split]
+        if members:
+            groups.append({"params": members, "weight_decay": config.weight_decay if decay else 0.0})
+    return groups
+
+
 def build_optimizer(tensors: Mapping[str, Tensor], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """torch's own optimizer over two groups: matrices and embeddings with decay; biases and layer norms without."""
-    groups = [
-        {"params": [tensor for name, tensor in tensors.items() if decays(name)], "weight_decay": config.weight_decay},
-        {"params": [tensor for name, tensor in tensors.items() if not decays(name)], "weight_decay": 0.0},
-    ]
+    """torch's own optimizer over ``parameter_groups``."""
+    groups = parameter_groups(tensors, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused)
+    # fused=False would also keep torch from choosing foreach
+    return kind(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused or None)
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

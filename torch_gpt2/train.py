@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
+from common.parallel.topology import Topology
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
 from common.training.data import open_data
@@ -15,16 +16,19 @@ from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import load_weights, restore
+from torch_gpt2.deepspeed_engine import DeepSpeedEngine
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
-from torch_gpt2.model import build_model, initialise
-from torch_gpt2.parallel import open_world
+from torch_gpt2.model import initialise
+from torch_gpt2.parallel import build_parts, seed_offset
 from torch_gpt2.profile import make_trace
+from torch_gpt2.world import open_world
 
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    data, config = open_data(config, rank=process.rank)
+    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    data, config = open_data(config, rank=at.data)
     folder = Path(config.output_dir)
     writes = process.rank == 0
     with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
@@ -32,18 +36,26 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
         world.require_equal({"the checkpoint to begin with": setup.identity_of(start)})
         if len(set(world.gather(setup.holder(folder)))) > 1 and writes:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
-        model = build_model(config, device)
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
-        engine = Engine(model, config, device, record, world)
-        device.seed(config.seed + process.rank)
         state = TrainState(sample_hash=data.fingerprint)
-        if start.resume is not None:
-            state = restore(engine, start.resume)
-        elif start.weights is not None:
-            load_weights(engine.master.tensors, config.model, start.weights)
+        engine: Engine | DeepSpeedEngine
+        if config.engine == "deepspeed":
+            engine = DeepSpeedEngine(config, device, process, world, start, record)
+            device.seed(config.seed + seed_offset(config, world))
+            if start.resume is not None:
+                state = engine.restore(start.resume)
         else:
-            initialise(engine.master.tensors, config)
-        engine.master.write_back()
+            engine = Engine(build_parts(config, device, world), config, device, record, world)
+            device.seed(config.seed + seed_offset(config, world))
+            if start.resume is not None:
+                state = restore(engine, start.resume)
+            elif start.weights is not None:
+                load_weights(engine.master.tensors, config.model, start.weights, engine.pieces)
+            else:
+                initialise(engine.parts_of_tensors(), config, engine.pieces)
+            engine.master.write_back()
+            if not config.parallel.zero_stage:
+                world.require_equal({"norm of the weights": engine.norm_of_weights()}, world.replicas)
         world.require_equal(engine.identity(state))
         profile = ProfileWindow(config, state, make_trace(config, device), rank=process.rank)
         setup.announce(config, data, device.name, start, state)
@@ -51,7 +63,11 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
             setup.begin(config, start)
         with (
             CheckpointWriter(
-                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous, active=writes
+                folder / "checkpoints",
+                keep=config.checkpoint.keep,
+                asynchronous=config.checkpoint.asynchronous,
+                active=writes,
+                patience=config.runtime.stall_limit,
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             data.training_batches(state) as batches,

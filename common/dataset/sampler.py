@@ -89,10 +89,12 @@ def ordered_batches(
 ) -> Iterator[npt.NDArray[np.int32]]:
     """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first ``limit`` samples of it.
 
-    Of several ranks each gets every ``ranks``-th batch. vocab_size: as in ShardedSampler.
+    Of several ranks each gets every ``ranks``-th batch, and as many as the others: its last one may be empty. vocab_size: as in
+    ShardedSampler.
     """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
-    for first in range(rank * batch_size, end, ranks * batch_size):
+    for start in range(0, end, ranks * batch_size):
+        first = min(start + rank * batch_size, end)
         ids = np.arange(first, min(first + batch_size, end))
         tokens = samples.read(ids)
         if vocab_size is not None:
@@ -102,7 +104,7 @@ def ordered_batches(
 
 def check_tokens(tokens: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:
     """Raises DataError naming the file and the id when a token is not in 0 ... vocab_size - 1."""
-    if int(tokens.view(np.uint32).max()) < vocab_size:  # seen as unsigned, a negative id is a huge one
+    if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:  # seen as unsigned, a negative id is a huge one
         return
     row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0].tolist()
     raise DataError(

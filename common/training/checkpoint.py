@@ -5,6 +5,9 @@
     checkpoints/step_00000100/manifest.json           state, resolved config, tokenizer, versions, file sizes
     checkpoints/latest                                the name of the newest whole folder
 
+Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors with its
+rectangles of the tensors, and rank_00003.json, which says which they are; rank 0 takes these into the manifest when all are there.
+
 A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last.
 """
 
@@ -15,6 +18,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +30,23 @@ from common.files import atomic_write, clean_up, fsync_folder, put_in_place
 from common.training.lent import LentArrays
 from common.training.log import LOG
 from common.weights.files import Tensors, file_checksum, write_safetensors
+from common.weights.names import parameter_of
+from common.weights.pieces import Rectangle, file_of_rank
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the parts of a snapshot that ``ranks`` write, each its own: rectangles of the tensors, none of them in two parts."""
+
+    rank: int
+    ranks: int
+    rectangles: Mapping[str, Rectangle]
+    """By parameter; those of its moments are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +57,7 @@ class Snapshot:
     """File name -> tensors by name."""
     manifest: Mapping[str, Any]
     """Plain data; must hold ``state``."""
+    part: Part | None = None
     beside: Callable[[Path], None] | None = None
     """Called with the folder of the checkpoints once this one is whole, to write it in another form too."""
 
@@ -60,8 +77,10 @@ class Snapshot:
 class CheckpointWriter:
     """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False."""
 
-    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True, active: bool = True) -> None:
-        """``active``: False on ranks that write nothing, and must leave the folder alone."""
+    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True, active: bool = True, patience: float = 3600.0) -> None:
+        """``active``: False on ranks other than 0, which must leave the folder alone. ``patience``: seconds in which all ranks must have
+        written their parts after rank 0 has."""
+        self._patience = patience
         self.folder = Path(folder)
         self._keep = keep
         self._asynchronous = asynchronous
@@ -116,6 +135,8 @@ class CheckpointWriter:
         temporary = target.with_name(f".{target.name}.tmp")
         try:
             self._write_folder(temporary, snapshot)
+            if snapshot.part is not None and snapshot.part.rank > 0:
+                return
             put_in_place(temporary, target)
             point_latest(target)
             self._prune(target)
@@ -129,15 +150,43 @@ class CheckpointWriter:
             snapshot.beside(self.folder)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        files = {}
-        for name, tensors in snapshot.files.items():
+        part = snapshot.part
+        if part is None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True, exist_ok=True)
+        files: dict[str, dict[str, Any]] = {}
+        for stem, tensors in snapshot.files.items():
+            name = stem if part is None else file_of_rank(stem, part.rank)
             checksum = write_safetensors(temporary / name, tensors)
             files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
+            if part is not None:
+                files[name]["pieces"] = {tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors}
+        if part is not None:
+            with atomic_write(temporary / f"rank_{part.rank:05d}.json", "w") as file:
+                json.dump(files, file)
+            if part.rank > 0:
+                return
+            files = self._collect_parts(temporary, part.ranks)
         with atomic_write(temporary / MANIFEST, "w") as file:
             json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
         fsync_folder(temporary)
+
+    def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
+        """What all ranks have written, waited for. Raises StorageError naming those that have not."""
+        files: dict[str, dict[str, Any]] = {}
+        waiting, end = set(range(ranks)), time.monotonic() + self._patience
+        while True:
+            for rank in sorted(waiting):
+                path = temporary / f"rank_{rank:05d}.json"
+                if path.is_file():  # whole: it was renamed
+                    files |= json.loads(path.read_text(encoding="utf-8"))
+                    path.unlink()
+                    waiting.remove(rank)
+            if not waiting:
+                return files
+            if time.monotonic() > end:
+                raise StorageError(f"ranks {sorted(waiting)} have not written their parts within {self._patience:g} s")
+            time.sleep(0.05)
 
     def _prune(self, written: Path) -> None:
         """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
@@ -191,8 +240,9 @@ def require_checkpoint(where: Path, why: str) -> Path:
     return found
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there and unchanged. Raises CheckpointError."""
+def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there and unchanged, by their sizes alone without ``checksums``. Raises
+    CheckpointError."""
     path = checkpoint / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -215,6 +265,6 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{file}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; use another checkpoint"
             )
-        if file_checksum(file) != checksum:
+        if checksums and file_checksum(file) != checksum:
             raise CheckpointError(f"{file}: its bytes have changed since it was written (CRC-32); use another checkpoint")
     return manifest

@@ -159,7 +159,7 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
     def go_on(_: Tokens) -> bool:
         beat(step, "validating")
-        return stop.number is None
+        return not run.agree(stop.number or 0)
 
     start = time.perf_counter()
     total, tokens = run.engine.evaluate(itertools.takewhile(go_on, run.validation()))

@@ -5,8 +5,8 @@ Files hold float32 and the true vocabulary; rows that pad the embedding are cut 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig, RunConfig
 from common.errors import CheckpointError
-from common.training.checkpoint import MANIFEST, Snapshot, read_manifest
+from common.parallel.sharding import Piece, own_piece
+from common.training.checkpoint import MANIFEST, Part, Snapshot, read_manifest
 from common.training.loss_scale import LossScale
 from common.training.state import TrainState
-from common.weights.files import Tensors, check_tensors, open_safetensors, shapes_of
+from common.weights.files import Tensors, check_tensors
 from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.pieces import open_stored
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Array = NDArray[np.float32]
+Pieces = Mapping[str, Piece]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,12 @@ def make_snapshot(
     engine: EngineState,
     versions: dict[str, str],
     record: dict[str, Any],
+    part: Part | None = None,
 ) -> Snapshot:
-    """Weights by name; moments by NAME.exp_avg and so on; both on the host, cut to the true vocabulary, copied or lent."""
+    """Weights by name; moments by NAME.exp_avg and so on; both on the host, cut to the true vocabulary, copied or lent.
+
+    part: which rectangles of them these are, where several ranks write.
+    """
     manifest = {
         "state": state.to_dict(),
         "engine": {"optimizer_steps": engine.optimizer_steps, "loss_scale": engine.loss_scale, "rng": engine.rng},
@@ -57,12 +64,12 @@ def make_snapshot(
         "config": config.model_dump(),
         "versions": {**versions, "numpy": np.__version__},
     }
-    return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest)
+    return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
 
 
 def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
     """The run's and the engine's state; ``loss_scale`` takes over its part. Raises CheckpointError for another optimizer."""
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, checksums=False)  # whoever chose this checkpoint has compared them
     try:
         saved = manifest["config"]["optimizer"]["name"]
         state, engine = TrainState.from_dict(manifest["state"]), EngineState(**manifest["engine"])
@@ -77,17 +84,19 @@ def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> t
     return state, engine
 
 
-def read_weights(checkpoint: Path, model: ModelConfig) -> Iterator[tuple[str, Array]]:
-    """Names and values of all weights, one at a time. Raises CheckpointError unless every tensor is there with the model's shape."""
-    path = checkpoint / MODEL_FILE
+def read_weights(checkpoint: Path, model: ModelConfig, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
+    """Names and values of all weights, or of the ``pieces`` asked for, one at a time. Raises CheckpointError unless every tensor is there
+    with the model's shape."""
     shapes = parameter_shapes(model)
-    with open_safetensors(path) as reader:
-        check_tensors(path, shapes_of(reader), shapes)
-        for name in shapes:
-            yield name, reader.get_tensor(name)
+    with open_stored(checkpoint, MODEL_FILE, read_manifest(checkpoint, checksums=False)) as stored:
+        check_tensors(checkpoint / MODEL_FILE, stored.shapes, shapes)
+        for name, piece in (pieces or _whole(shapes)).items():
+            yield name, stored.read(name, piece)
 
 
-def read_moments(checkpoint: Path, config: RunConfig, optimizer_steps: int) -> Iterator[tuple[str, str, Array]]:
+def read_moments(
+    checkpoint: Path, config: RunConfig, optimizer_steps: int, pieces: Pieces | None = None
+) -> Iterator[tuple[str, str, Array]]:
     """Parameter names, parts of the optimizer's state and values; nothing before the first step and for sgd without momentum.
 
     sgd may also begin or end to use momentum: an empty file is then no fault, and a full one is left unread.
@@ -98,19 +107,28 @@ def read_moments(checkpoint: Path, config: RunConfig, optimizer_steps: int) -> I
     is_sgd = config.optimizer.name == "sgd"
     if is_sgd and not config.optimizer.momentum:
         return
-    with open_safetensors(path) as reader:
-        found = shapes_of(reader)
+    with open_stored(checkpoint, OPTIMIZER_FILE, read_manifest(checkpoint, checksums=False)) as stored:
+        found = stored.shapes
         if not found and (is_sgd or not optimizer_steps):
             return
         check_tensors(path, found, {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
-        for name in shapes:
+        for name, piece in (pieces or _whole(shapes)).items():
             for part in parts:
-                yield name, part, reader.get_tensor(f"{name}.{part}")
+                yield name, part, stored.read(f"{name}.{part}", piece)
+
+
+def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    return {name: own_piece(name, shape) for name, shape in shapes.items()}
 
 
 def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
     """Without the rows that pad the vocabulary."""
     return values[: model.vocab_size] if name == EMBEDDING else values
+
+
+def true_piece(name: str, piece: Piece, model: ModelConfig) -> Piece:
+    """The same for a part of it."""
+    return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
 
 
 def padded_rows(values: Array, rows: int) -> Array:

@@ -19,15 +19,22 @@ ROWS_PER_BLOCK = 128
 
 
 def initial_rows(
-    model: ModelConfig, seed: int, name: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None
+    model: ModelConfig,
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    start: int = 0,
+    stop: int | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> NDArray[np.float32]:
-    """Rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``.
+    """Rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``; of them the ``columns`` from first to end.
 
     Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``, and ``initializer_range /
     sqrt(2 x num_layers)`` for projections back into the residual stream (Radford et al. 2019, section 2.3). Rows of the
     embedding beyond the vocabulary are 0, and stay 0, since their logits are masked.
     """
     stop = shape[0] if stop is None else stop
+    width = slice(*columns) if columns else slice(None)
     if name.endswith(".bias"):
         return np.zeros((stop - start, *shape[1:]), np.float32)
     if ".ln_" in f".{name}":
@@ -35,12 +42,12 @@ def initial_rows(
     deviation = np.float32(model.initializer_range)
     if name.endswith("c_proj.weight"):
         deviation = np.float32(model.initializer_range / math.sqrt(2 * model.num_layers))
-    rows = np.empty((stop - start, *shape[1:]), np.float32)
+    rows = np.empty((stop - start, len(range(*width.indices(shape[1])))), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
         made = _generator(seed, name, block).standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
         here = slice(max(first, start), min(first + ROWS_PER_BLOCK, stop))
-        rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first] * deviation
+        rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first, width] * deviation
     if name == EMBEDDING and stop > model.vocab_size:
         rows[max(model.vocab_size - start, 0) :] = 0.0
     return rows

@@ -6,6 +6,8 @@ The head is tied to ``wte.weight`` and has no parameter of its own.
 
 from __future__ import annotations
 
+import re
+
 from common.config.schema import ModelConfig
 
 EMBEDDING = "wte.weight"
@@ -48,3 +50,8 @@ def count_parameters(model: ModelConfig) -> int:
 def decays(name: str) -> bool:
     """True for matrices and embeddings, which weight decay shrinks; False for biases and layer norms."""
     return name.endswith(".weight") and ".ln_" not in f".{name}"
+
+
+def parameter_of(tensor: str) -> str:
+    """The parameter to which a tensor of a checkpoint belongs: ``wte.weight`` of ``wte.weight.exp_avg``."""
+    return re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", tensor)

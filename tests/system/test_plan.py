@@ -66,7 +66,19 @@ def test_contradictions_are_one_message_and_exit_code_2(words: list[str], variab
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
-def test_all_ranks_is_for_plans_alone() -> None:
-    command = [sys.executable, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2.yaml", "--run_mode", "train", "--all_ranks"]
+def test_a_device_and_devices() -> None:
+    done = plan("run_gpt2_13b", "--accelerator", "Ascend 910A")
+    assert done.returncode == 0 and "\nA step may take " in done.stdout and " s on Ascend 910A, " in done.stdout
+    done = plan("run_gpt2_13b", "--accelerator=Ascend 910A", "--devices=32")
+    assert done.returncode == 0 and done.stdout.startswith("Layouts for 32 x Ascend 910A (32 GiB), best first")
+    assert "\nThe first: parallel.data_parallel=" in done.stdout and "\nNot possible:\n" in done.stdout
+    done = plan("run_gpt2_13b", "--accelerator", "abacus")
+    assert done.returncode == 2 and done.stderr.startswith("error: --accelerator abacus: no figures are known for it; choose H200, ")
+    assert "--devices needs to know of what kind they are; add --accelerator NAME" in plan("run_gpt2_13b", "--devices", "8").stderr
+
+
+@pytest.mark.parametrize("words", [["--all_ranks"], ["--accelerator", "H100"], ["--devices", "8"]])
+def test_options_of_plans_alone(words: list[str]) -> None:
+    command = [sys.executable, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2.yaml", "--run_mode", "train", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--all_ranks is for --run_mode plan, not train" in done.stderr
+    assert done.returncode == 2 and f"{words[0]} is for --run_mode plan, not train" in done.stderr

@@ -15,7 +15,7 @@ from common.training.checkpoint import find_checkpoint
 from common.training.metrics import read_metrics
 from tests.changes import changed
 from tests.ranks import end_ranks, run_ranks, start_ranks
-from torch_gpt2.parallel import _leaving_together
+from torch_gpt2.world import _leaving_together
 
 # float32 sums of the same terms in another order: 12 steps of SGD differed by 1e-7, bounds leave a factor of ten
 TOLERANCE = 1e-6

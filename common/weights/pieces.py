@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint as a whole, whichever ranks have written them in which pieces; any rectangle of them is read on its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.parallel.sharding import Piece
+from common.weights.files import open_safetensors, shapes_of
+
+Array = NDArray[np.float32]
+Rectangle = list[list[int]]
+"""[[first row, end], [first column, end]] as the manifest holds it; a vector has the first of them alone."""
+
+
+def to_rectangle(piece: Piece) -> Rectangle:
+    return [list(span) for span in (piece.rows, piece.columns) if span is not None]
+
+
+class StoredTensors:
+    def __init__(self, where: Path) -> None:
+        self._where = where
+        self._parts: dict[str, list[tuple[Any, tuple[slice, ...]]]] = defaultdict(list)
+
+    def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
+        """The tensors of one open file; of those in ``pieces`` it holds these rectangles, of the others all."""
+        for name, shape in shapes_of(reader).items():
+            spans = pieces[name] if pieces is not None else [[0, size] for size in shape]
+            self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole tensors. Raises CheckpointError for one of which a part is missing."""
+        found = {}
+        for name, parts in self._parts.items():
+            shape = tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
+            there = sum(int(np.prod([span.stop - span.start for span in spans])) for _, spans in parts)
+            if there != int(np.prod(shape)):
+                raise CheckpointError(f"{self._where}: of {name} {list(shape)} only {there} elements are there; use another checkpoint")
+            found[name] = shape
+        return found
+
+    def read(self, name: str, piece: Piece) -> Array:
+        """A rectangle of a tensor; what lies beyond its rows is 0."""
+        wanted = [piece.rows, *([piece.columns] if piece.columns else [])]
+        parts = self._parts[name]
+        if len(parts) == 1 and [(span.start, span.stop) for span in parts[0][1]] == wanted:
+            whole: Array = parts[0][0].get_tensor(name)
+            return whole
+        values = np.zeros(piece.shape, np.float32)
+        for reader, spans in parts:
+            common = [(max(first, span.start), min(end, span.stop)) for (first, end), span in zip(wanted, spans, strict=True)]
+            if all(first < end for first, end in common):
+                target = tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(common, wanted, strict=True))
+                source = tuple(slice(first - span.start, end - span.start) for (first, end), span in zip(common, spans, strict=True))
+                values[target] = reader.get_slice(name)[source]
+        return values
+
+
+@contextmanager
+def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[StoredTensors]:
+    """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its part of. Raises CheckpointError."""
+    stored = StoredTensors(checkpoint)
+    with ExitStack() as stack:
+        for name, record in manifest["files"].items():
+            if name == file or name.startswith(f"{Path(file).stem}.rank_"):
+                stored.add(stack.enter_context(open_safetensors(checkpoint / name)), record.get("pieces"))
+        yield stored
+
+
+def file_of_rank(file: str, rank: int) -> str:
+    return f"{Path(file).stem}.rank_{rank:05d}{Path(file).suffix}"

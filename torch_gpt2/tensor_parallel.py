@@ -1,0 +1,200 @@
+"""Tensor and sequence parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2).
+
+Between the split regions every rank of the group has all activations (B, T, C); with sequence parallel it has (B, T / group, C) there.
+A region is entered once and left once: its input is copied or gathered, its partial results are summed or summed and scattered.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.parallel.sharding import Role, local_shape, role_of
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
+from torch_gpt2.model import GPT2, Block, LayerNorm, Linear
+
+# torch 2.13 has new names for these two
+_gather_parts: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_sum_parts: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorGroup:
+    """The ranks that share every layer, and this one's place among them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    sequence: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a region whose weights are split: whole activations (B, T, C) on every rank."""
+        function = _Gather if self.sequence else _Copy
+        out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Out of it: the sum of the ranks' partial results, with sequence parallel this rank's part of it."""
+        function = _Scatter if self.sequence else _Sum
+        out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return out
+
+    def own_part(self, positions: Tensor) -> Tensor:
+        """(T,) positions -> those whose activations this rank has between the regions."""
+        return positions.chunk(self.size)[self.rank] if self.sequence else positions
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grads[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.group), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, T / group, C) of each rank -> (B, T, C)."""
+    parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    _gather_parts(parts, x.contiguous(), group=group)
+    return torch.cat(parts.chunk(group.size()), 1)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, T, C) on each rank -> this rank's (B, T / group, C) of the sum."""
+    parts = torch.cat(x.chunk(group.size(), 1))
+    out = parts.new_empty((x.shape[0], *parts.shape[1:]))
+    _sum_parts(out, parts, group=group)
+    return out
+
+
+class RowLinear(Linear):
+    """Weight (out, in / group): the results are summed over the group before the bias, which every rank has whole, is added."""
+
+    tensor: TensorGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return self.tensor.leave(F.linear(x, self.weight.to(x.dtype))) + self.bias.to(x.dtype)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has all."""
+
+    tensor: TensorGroup
+
+    def forward(self, ids: Tensor) -> Tensor:
+        local = ids - self.tensor.rank * self.num_embeddings
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.tensor.leave(found.masked_fill(elsewhere[..., None], 0.0))
+
+
+def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
+    """Replace each parameter of a model on the meta device by this rank's part, and join the regions by communication."""
+    for name, parameter in list(model.named_parameters()):
+        owner, _, part = name.rpartition(".")
+        module = model.get_submodule(owner)
+        shape = local_shape(name, tuple(parameter.shape), tensor.size)
+        setattr(module, part, nn.Parameter(parameter.new_empty(shape)))
+        if role_of(name) is Role.ROW:
+            _become(module, RowLinear, tensor)
+        elif role_of(name) is Role.VOCABULARY:
+            assert isinstance(module, nn.Embedding)
+            module.num_embeddings = shape[0]
+            _become(module, VocabularyEmbedding, tensor)
+    for block in model.h:
+        assert isinstance(block, Block)
+        for region in (block.attn, block.mlp):
+            region.register_forward_pre_hook(lambda _, inputs: (tensor.enter(inputs[0]),))
+        if not tensor.sequence and model.config.attention_dropout:
+            _draw_own_masks(block.attn, tensor.rank, device)
+    if hasattr(model, "wpe"):
+        model.wpe.register_forward_pre_hook(lambda _, inputs: (tensor.own_part(inputs[0]),))
+    if isinstance(model.ln_f, LayerNorm):
+        model.ln_f.register_forward_hook(lambda _, __, output: tensor.enter(output))
+    model.loss_of = types.MethodType(_loss_of(tensor), model)  # type: ignore[method-assign]
+
+
+def _become(module: nn.Module, kind: type[nn.Module], tensor: TensorGroup) -> None:
+    """Another forward for the same parameters under the same names."""
+    module.__class__ = kind
+    module.tensor = tensor  # type: ignore[assignment]
+
+
+def _loss_of(tensor: TensorGroup) -> Any:
+    def loss_of(self: GPT2, hidden: Tensor, targets: Tensor) -> Tensor:
+        shard = VocabularyShard(group=tensor.group, first=tensor.rank * self.wte.num_embeddings)
+        return cross_entropy_sum(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size, shard)
+
+    return loss_of
+
+
+def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> None:
+    """Dropout of the heads, which are split, differs between the ranks; all else between the regions must not.
+
+    The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make alike, and which recomputation
+    repeats: it restores that generator before it runs a block again.
+    """
+    before: list[dict[str, Any]] = []
+
+    def own(module: nn.Module, inputs: Sequence[Tensor]) -> None:
+        if module.training:
+            drawn = int(torch.randint(2**62, ()))
+            before.append(device.rng_state())
+            device.seed((drawn + rank * 0x9E3779B97F4A7C15) % 2**63)
+
+    def common(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
+        if module.training:
+            device.set_rng_state(before.pop())
+
+    attention.register_forward_pre_hook(own)
+    attention.register_forward_hook(common)
