@@ -68,8 +68,7 @@ def own_pieces(config: RunConfig, world: World) -> dict[str, Piece]:
 
 def seed_offset(config: RunConfig, world: World) -> int:
     """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each has its own part of the sequence."""
-    group = world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
-    return group
+    return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
 
 
 class Sharing:

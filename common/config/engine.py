@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import DeepSpeedConfig, RunConfig
+from common.config.schema import DeepSpeedConfig, ParallelConfig, RunConfig
 from common.config.vendor import deepspeed_settings
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
@@ -27,6 +27,10 @@ def check_engine(config: RunConfig) -> None:
     else:
         if config.backend == "torch":
             _check_native(config)
+        else:
+            for name in ("pipeline_schedule", "virtual_stages", "stage_layers", "shard_size"):
+                if getattr(config.parallel, name) != ParallelConfig.model_fields[name].default:
+                    raise ConfigError(f"parallel.{name}={getattr(config.parallel, name)} is for backend torch; leave it out")
         for name, field in DeepSpeedConfig.model_fields.items():
             if getattr(config.deepspeed, name) != field.default:
                 raise ConfigError(

@@ -34,7 +34,7 @@ def npu_variables() -> dict[str, str]:
 def _built() -> Path:
     """The folder of the compiled module: among torch's other extensions, named by all that it depends on."""
     import torch
-    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import get_default_build_root, include_paths, library_paths
 
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -47,15 +47,15 @@ def _built() -> Path:
         *(compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared"),
         *("-DUSE_DISTRIBUTED", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={_NAME}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{path}" for path in [*cpp_extension.include_paths(), python]),
+        *(f"-I{path}" for path in [*include_paths(), python]),
         str(_HERE / "npu.cpp"),
-        *(f"-L{path}" for path in cpp_extension.library_paths()),
+        *(f"-L{path}" for path in library_paths()),
         *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
     ]
     files = [*sorted(_HERE.glob("*.[ch]pp")), Path(__file__)]
     versions = [torch.__version__, torch.version.git_version, suffix]
     digest = hashlib.sha256(repr(versions).encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()) / f"gpt2_simulated_npu_{digest}"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"gpt2_simulated_npu_{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     module = folder / f"{_NAME}{suffix}"
     with (folder / "lock").open("w") as lock:

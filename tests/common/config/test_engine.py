@@ -130,6 +130,7 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("parallel.strategy=parameter_server is data parallel alone, but parallel.zero_stage=1",),
         ),
         ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),
+        ({"engine": "native", "backend": "mindspore", "parallel__shard_size": 2}, ("parallel.shard_size=2 is for backend torch",)),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
