@@ -19,6 +19,13 @@ DEEPSPEED_MATRIX = """engine=deepspeed goes with
   1                    yes   yes       no
   2, 3                 yes   no        no"""
 
+NATIVE_MATRIX = """engine=native goes with (any value of one column with any of the others)
+  data                                 tensor                      pipeline
+  copies, or zero_stage 1, 2, 3 from   model_parallel, alone or    gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble,
+  2 ranks on, shard_size dividing      with sequence_parallel      zbv_zero_bubble; equal stages, or stage_layers
+  them
+and train.compile with copies and tensor parallel; strategy parameter_server or horovod with copies alone"""
+
 
 def check_engine(config: RunConfig) -> None:
     """For a config whose derived values are filled in. Raises ConfigError naming the values that do not go together, and a way out."""
@@ -107,24 +114,22 @@ def _check_native(config: RunConfig) -> None:
     parallel = config.parallel
     data, stage = parallel.data_parallel or 1, parallel.zero_stage
     if parallel.sequence_parallel and parallel.model_parallel == 1:
-        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
+        raise _refused("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
     if stage and data == 1:
-        raise ConfigError(f"parallel.zero_stage={stage} splits over data-parallel ranks, and there is 1; set zero_stage=0")
+        raise _refused(f"parallel.zero_stage={stage} splits over data-parallel ranks, and there is 1; set zero_stage=0")
     if parallel.shard_size is not None:
         if not stage:
-            raise ConfigError(
-                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave shard_size out"
-            )
+            raise _refused(f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave shard_size out")
         check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
     if config.train.compile and (stage or parallel.pipeline_stage > 1):
-        raise ConfigError(
+        raise _refused(
             f"train.compile=true goes with data and tensor parallel, not with parallel.zero_stage={stage} and"
             f" parallel.pipeline_stage={parallel.pipeline_stage}; leave it out"
         )
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches that is gpipe
         reason = schedule_error(parallel.pipeline_schedule, Topology.from_config(parallel), config.train.accumulation_steps or 1)
         if reason:
-            raise ConfigError(f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the schedule")
+            raise _refused(f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the schedule")
 
 
 def _check_strategy(config: RunConfig) -> None:
@@ -134,4 +139,8 @@ def _check_strategy(config: RunConfig) -> None:
         raise ConfigError(f"{named} is for backend torch, not {config.backend}; leave it out")
     for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0)):
         if getattr(parallel, key) != plain:
-            raise ConfigError(f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set {plain}, or strategy=ddp")
+            raise _refused(f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set {plain}, or strategy=ddp")
+
+
+def _refused(text: str) -> ConfigError:
+    return ConfigError(f"{text}.\n{NATIVE_MATRIX}")

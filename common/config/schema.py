@@ -359,6 +359,9 @@ class ExportConfig(Section):
 class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
+    hash_interval: Annotated[int, Field(ge=0)] = 100
+    """Steps between log lines with the hash of all samples read so far, equal under every layout and on both frameworks; 0: none.
+    metrics.jsonl has it for every step."""
     style: Literal["gpt2", "megatron", "fleetx", "mindformers"] = "gpt2"
     """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's, PaddleFleetX's or MindFormers';
     metrics.jsonl is the same in all."""

@@ -54,6 +54,9 @@ class Report:
             for line in self.step_lines(self._rows):
                 LOG.info(line)
             self._rows = []
+        hashes = self.config.logging.hash_interval
+        if hashes and row["step"] % hashes == 0:
+            LOG.info(f"data: {row['consumed_samples']} samples up to step {row['step']}, hash {row['sample_hash']}")
 
     def validation(self, row: Row) -> None:
         for line in self.validation_lines(row):

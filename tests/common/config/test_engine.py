@@ -103,6 +103,7 @@ def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: s
 
 
 MATRIX = "engine=deepspeed goes with"
+NATIVE = "engine=native goes with"
 STAGE_1 = {"parallel__zero_stage": 1}
 PIPELINE = {"parallel__pipeline_stage": 2}
 
@@ -127,7 +128,15 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         ({"engine": "native", "deepspeed__build_kernels": True}, ("deepspeed.build_kernels=True needs engine=deepspeed",)),
         (
             {"engine": "native", "parallel": {"strategy": "parameter_server", "zero_stage": 1}},
-            ("parallel.strategy=parameter_server is data parallel alone, but parallel.zero_stage=1",),
+            ("parallel.strategy=parameter_server is data parallel alone, but parallel.zero_stage=1", NATIVE),
+        ),
+        ({"engine": "native", "parallel__sequence_parallel": True}, ("sequence_parallel=true needs parallel.model_parallel", NATIVE)),
+        ({"engine": "native", "parallel": {"model_parallel": 4, "zero_stage": 2}}, ("parallel.zero_stage=2 splits over", NATIVE)),
+        ({"engine": "native", "parallel__shard_size": 2}, ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE)),
+        ({"engine": "native", "train__compile": True} | PIPELINE, ("train.compile=true goes with data and tensor parallel", NATIVE)),
+        (
+            {"engine": "native", "parallel": {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"}, "train__accumulation_steps": 5},
+            ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
         ),
         ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),
         ({"engine": "native", "backend": "mindspore", "parallel__shard_size": 2}, ("parallel.shard_size=2 is for backend torch",)),

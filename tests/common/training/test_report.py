@@ -34,7 +34,7 @@ def make_row(step: int, **values: Any) -> dict[str, Any]:
     seconds = values.get("step_time", 2.0)
     row = {"loss": 3.25, "learning_rate": 1.5e-4, "grad_norm": 1.25, "step_time": seconds, "data_wait": 0.25, "mfu": 0.0}
     row |= {"tokens_per_second": 8192 / seconds, "peak_memory": 3 * 2**29, "loss_scale": 65536.0, "skipped": False, "outlier": False}
-    return row | {"step": step, "consumed_samples": 8 * step} | values
+    return row | {"step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef"} | values
 
 
 @pytest.fixture
@@ -151,6 +151,14 @@ def test_our_words(lines: Any) -> None:
     head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
     assert first == head + " | data wait 15% | MFU 25.0% | 1.50 GiB | loss scale 65536"
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_hash_of_the_data_has_its_own_interval(lines: Any, style: str) -> None:
+    config = make_config(style, logging__interval=1000, logging__hash_interval=3)
+    rows = [make_row(step, consumed_samples=8 * step, sample_hash=f"{step:016x}") for step in range(1, 8)]
+    assert lines(config, rows) == [f"data: {8 * step} samples up to step {step}, hash {step:016x}" for step in (3, 6)]
+    assert not [line for line in lines(make_config(style, logging__interval=1000, logging__hash_interval=0), rows) if "hash" in line]
 
 
 @pytest.mark.parametrize("style", STYLES)
