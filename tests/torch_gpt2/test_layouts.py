@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from common.config.load import build_config
 from common.config.resolve import resolve_config
@@ -17,8 +15,6 @@ from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
 from tests.changes import changed
 from tests.ranks import run_ranks
-from torch_gpt2.device import select_device
-from torch_gpt2.tensor_parallel import _draw_own_masks
 
 # float32 sums of the same terms in another order: losses and norms over ten steps differed by 2.3e-7 at most
 TOLERANCE = 1e-6
@@ -163,22 +159,6 @@ def test_half_precision(half: Path, layout: str, precision: str) -> None:
         bound = TOLERANCE if row["step"] <= first else 2.0**-9
         for key in ("loss", "grad_norm", "validation_loss"):
             assert other.get(key) == (row.get(key) and pytest.approx(row[key], rel=bound)), (row["step"], key)
-
-
-def test_dropout_of_split_heads_differs_and_all_else_does_not() -> None:
-    """Two ranks of a tensor group, one after the other in this process."""
-    device = select_device("cpu")
-    inside, after = [], []
-    for rank in range(2):
-        attention = nn.Module()
-        attention.forward = lambda x: inside.append(torch.rand(8)) or x  # type: ignore[method-assign]
-        _draw_own_masks(attention, rank, device)
-        device.seed(7)
-        torch.rand(3)
-        attention(torch.zeros(1))
-        after.append(torch.rand(8))
-    assert not torch.equal(*inside)
-    assert torch.equal(*after)
 
 
 def test_dropout_is_repeated_by_recomputation_and_resume(tmp_path: Path, corpus_prefix: Path) -> None:

@@ -135,7 +135,11 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         ({"engine": "native", "parallel__shard_size": 2}, ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE)),
         ({"engine": "native", "train__compile": True} | PIPELINE, ("train.compile=true goes with data and tensor parallel", NATIVE)),
         (
-            {"engine": "native", "parallel": {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"}, "train__accumulation_steps": 5},
+            {
+                "engine": "native",
+                "parallel": {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"},
+                "train__accumulation_steps": 5,
+            },
             ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
         ),
         ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),

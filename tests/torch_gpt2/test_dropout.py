@@ -1,0 +1,133 @@
+"""Dropout masks of the ranks of a layout, by statistics: equal where they must be, independent elsewhere, the same in a second run.
+
+One process plays each rank in turn. The weights are such that what the layers give is 1 before dropout, so that a mask can be read off.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config
+from common.config.schema import RunConfig
+from common.parallel.topology import Topology
+from torch_gpt2.device import select_device
+from torch_gpt2.parallel import build_parts, seed_offset
+from torch_gpt2.world import World, _make_groups
+
+RATE, RANKS, BATCH, LENGTH, WIDTH, HEADS = 0.25, 4, 4, 32, 64, 8
+HEAD_SIZE = WIDTH // HEADS
+
+
+def make_config(**parallel: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "model": {"num_layers": 2, "hidden_size": WIDTH, "num_heads": HEADS, "seq_length": LENGTH, "vocab_size": 101, "dropout": RATE},
+        "train": {"max_steps": 1, "micro_batch_size": BATCH},
+        "optimizer": {"learning_rate": 0.1},
+        "parallel": parallel,
+    }
+    return resolve_config(build_config(tree), world_size=RANKS)
+
+
+def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
+    """Of two forward passes of this rank's layers: whether an element was kept, (elements,); of attention, how far the weights
+    kept by each query of each head are from their mean, in standard deviations of a single key."""
+    device, topology = select_device("cpu"), Topology.from_config(config.parallel)
+    dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+    world = World(rank=rank, size=RANKS, topology=topology, groups=_make_groups(topology, rank))
+    model = build_parts(config, device, world)[0].train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if name.endswith(("wpe.weight", "c_proj.bias", "v_proj.bias")) else 0.0)
+    seen: dict[str, Tensor] = {}
+    visible = torch.arange(1, LENGTH + 1, dtype=torch.float64)
+
+    def keep(name: str, x: Tensor) -> None:
+        seen[f"pass {number} {name}"] = x.detach().flatten()
+
+    first = "0" if world.at.pipeline == 0 else None
+    for index, block in model.h.named_children():
+        inputs: list[Tensor] = []
+        block.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+        block.ln_2.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+
+        def read(_: Any, __: Any, output: Tensor, inputs: list[Tensor] = inputs, index: str = index) -> None:
+            before, between = inputs
+            if index == first:
+                keep("embedding", before > 0)
+            keep(f"attention output {index}", between - before > 0.5)
+            keep(f"mlp output {index}", output - between > 0.5)
+            inputs.clear()
+
+        def read_heads(_: Any, args: tuple[Tensor], index: str = index) -> None:
+            kept = args[0].double()[..., ::HEAD_SIZE].transpose(1, 2)  # (B, heads of this rank, T)
+            keep(f"heads {index}", (kept - 1.0) * (visible * (1 - RATE) / RATE).sqrt())
+
+        block.register_forward_hook(read)
+        block.attn.c_proj.register_forward_pre_hook(read_heads)
+    device.seed(config.seed + seed_offset(config, world))
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    for number in range(2):  # noqa: B007  (keep reads it)
+        model(ids if first else torch.zeros(BATCH, LENGTH, WIDTH))
+    dist.destroy_process_group()
+    return seen
+
+
+def assert_independent(one: Tensor, other: Tensor) -> None:
+    """Five standard deviations of what independent masks would show."""
+    if one.dtype == torch.bool:
+        expected = RATE**2 + (1 - RATE) ** 2
+        agreement = (one == other).double().mean().item()
+        assert abs(agreement - expected) < 5 * math.sqrt(expected * (1 - expected) / one.numel())
+    else:
+        assert abs((one * other).mean().item()) < 5 / math.sqrt(one.numel())
+
+
+def assert_rate(mask: Tensor) -> None:
+    if mask.dtype == torch.bool:
+        assert abs(mask.double().mean().item() - (1 - RATE)) < 5 * math.sqrt(RATE * (1 - RATE) / mask.numel())
+    else:
+        assert abs(mask.mean().item()) < 5 / math.sqrt(mask.numel())
+        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5), "each key is dropped on its own"
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"model_parallel": 2}, {"model_parallel": 2, "sequence_parallel": True}, {"zero_stage": 1}, {"pipeline_stage": 2}],
+    ids=["tensor", "sequence", "data", "pipeline"],
+)
+def test_masks(parallel: dict[str, Any]) -> None:
+    config = make_config(**parallel)
+    masks = [masks_of(config, rank) for rank in range(RANKS)]
+    topology = Topology.from_config(config.parallel)
+    for of_rank in masks:
+        for mask in of_rank.values():
+            assert_rate(mask)
+        for one, other in itertools.combinations(of_rank, 2):  # layers, branches and micro batches
+            if of_rank[one].shape == of_rank[other].shape and of_rank[one].dtype == of_rank[other].dtype:
+                assert_independent(of_rank[one], of_rank[other])
+    for one, other in itertools.combinations(range(RANKS), 2):
+        here, there = topology.coordinates(one), topology.coordinates(other)
+        same_activations = (here.data, here.pipeline) == (there.data, there.pipeline) and not config.parallel.sequence_parallel
+        for name in masks[one].keys() & masks[other].keys():
+            if same_activations and "heads" not in name:
+                assert torch.equal(masks[one][name], masks[other][name]), (name, one, other)
+            else:
+                assert_independent(masks[one][name], masks[other][name])
+    again = masks_of(config, 3)
+    assert all(torch.equal(again[name], mask) for name, mask in masks[3].items()), "a second run draws the same"
