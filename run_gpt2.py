@@ -154,6 +154,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it."""
     from common.config.resolve import ONE_DEVICE_MODES
     from common.errors import ConfigError
+    from common.parallel.topology import Topology
     from common.training.log import LOG
     from common.training.stop import receive_interrupts
 
@@ -171,7 +172,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
     if run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    if process.rank > 0 and run_mode in ONE_DEVICE_MODES:
+    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and Topology.from_config(config.parallel).world_size == 1:
         LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
         return
     name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[run_mode]

@@ -2,7 +2,8 @@
 
     run_ranks(2, [job, job])    starts ``python tests/ranks.py`` twice
 
-A job is the tree of a configuration. One start serves many jobs, since importing the framework takes longer than they do.
+A job is the tree of a configuration, with "run_mode" where that is not train. One start serves many jobs, since importing the framework
+takes longer than they do.
 """
 
 from __future__ import annotations
@@ -71,17 +72,20 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from common.cluster.environment import find_process
     from common.config.load import build_config
-    from common.config.resolve import resolve_config
+    from common.config.resolve import resolve_mode
     from common.errors import GPT2Error
     from common.training.log import start_log
+    from torch_gpt2.evaluate import evaluate
     from torch_gpt2.train import train
 
     ports, jobs = json.loads(sys.argv[1])
     for port, tree in zip(ports, jobs, strict=True):
         process = find_process(os.environ | {"MASTER_PORT": str(port)})
         start_log(rank=process.rank)
+        mode = tree.pop("run_mode", "train")
         try:
-            train(resolve_config(build_config(tree), world_size=process.world_size), process)
+            config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
+            {"train": train, "eval": evaluate}[mode](config, process)
         except GPT2Error as error:
             print(f"error: {error}")
             sys.exit(error.exit_code)

@@ -23,6 +23,7 @@ from common.training.state import TrainState
 from torch_gpt2.checkpoint import take_snapshot
 from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.evaluate import sum_losses
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, own_part, scale_gradients
 from torch_gpt2.parallel import Sharing, own_pieces
@@ -62,7 +63,7 @@ class Engine:
         self._loss_sum = torch.compile(self.parts[0].loss_sum) if config.train.compile else self.parts[0].loss_sum
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._sharing = Sharing(config, self.world)
-        self.pieces = {name: piece for name, piece in own_pieces(config, self.world).items() if name in parameters}
+        self.pieces = own_pieces(config, self.world, parameters)
         """Which part of each parameter this rank holds."""
         self._pipeline = Pipeline(self.parts, config, self.world, device) if self.world.topology.pipeline > 1 else None
 
@@ -71,21 +72,9 @@ class Engine:
             part.train()
         return [self._train_step(next(batches).tokens, limits) for _ in range(steps)]
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        for part in self.parts:
-            part.eval()
         loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
-        total, tokens = 0.0, 0
-        for batch in batches:
-            # a rank without a batch goes through the model all the same, for the ranks that need its part
-            ids, targets = inputs_and_targets(batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32), self.device)
-            loss = loss_sum(ids, targets).item()
-            if len(batch):
-                total += loss
-                tokens += targets.numel()
-        total, all_tokens = self.world.sum(total, tokens) if self._has_loss else self.world.sum(0.0, 0.0)
-        return total, int(all_tokens)
+        return sum_losses(self.parts, loss_sum, batches, self.device, self.world, counts=self._has_loss)
 
     @property
     def _has_loss(self) -> bool:

@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
+from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.parallel.topology import Topology
 from common.training import setup
+from common.training.loop import Tokens
 from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.data import inputs_and_targets
+from torch_gpt2.data_parallel import LossSum
 from torch_gpt2.device import TorchDevice, open_device
-from torch_gpt2.engine import Engine
 from torch_gpt2.loss import ROWS_AT_ONCE
-from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.model import GPT2
+from torch_gpt2.parallel import build_parts, own_pieces
+from torch_gpt2.pipeline_parallel import Pipeline
+from torch_gpt2.world import World, open_world
 
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    task, config = open_task(config)
-    checkpoint = setup.weights_to_use(config, task.tokenizer_record)
-    model = build_model(config, device)
-    load_weights(dict(model.named_parameters()), config.model, checkpoint)
-    if isinstance(task, ValidationTask):
-        result = task.result(*Engine(model, config, device).evaluate(task.windows()))
-    else:
-        result = task.result(score_rows(task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit))
-    report(config, checkpoint, result)
+    topology = Topology.from_config(config.parallel)
+    if topology.world_size == 1:
+        process = replace(process, rank=0, world_size=1)
+    task, config = open_task(config, rank=topology.coordinates(process.rank).data)
+    with open_world(config, process, device) as world:
+        checkpoint = world.from_first(lambda: setup.weights_to_use(config, task.tokenizer_record))
+        world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))) | {"checkpoint": setup.identity_of(checkpoint)})
+        parts = build_parts(config, device, world)
+        parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        load_weights(parameters, config.model, checkpoint, own_pieces(config, world, parameters))
+        if isinstance(task, ValidationTask):
+            pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
+            loss_sum, counts = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
+            figures = sum_losses(parts, loss_sum, task.windows(), device, world, counts=counts and world.at.tensor == 0)
+            result = task.result(*figures)
+        else:
+            result = task.result(score_rows(task.rows, make_scorer(parts[0], device), config.evaluation.batch_size, task.unit))
+        if world.rank == 0:
+            report(config, checkpoint, result)
+
+
+@torch.no_grad()
+def sum_losses(
+    parts: Sequence[GPT2], loss_sum: LossSum, batches: Iterable[Tokens], device: TorchDevice, world: World, *, counts: bool
+) -> tuple[float, int]:
+    """Sum of the losses over all predicted tokens of all ranks, in nats, and their number. counts: whether this rank's losses do."""
+    for part in parts:
+        part.eval()
+    total, tokens = 0.0, 0
+    for batch in batches:
+        # a rank without a batch goes through the model all the same, for the ranks that need its part
+        ids, targets = inputs_and_targets(batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32), device)
+        loss = loss_sum(ids, targets).item()
+        if len(batch):
+            total += loss
+            tokens += targets.numel()
+    total, all_tokens = world.sum(total, tokens) if counts else world.sum(0.0, 0.0)
+    return total, int(all_tokens)
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:

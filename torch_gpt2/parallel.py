@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -56,13 +57,14 @@ def tensor_group(config: RunConfig, world: World) -> TensorGroup:
     )
 
 
-def own_pieces(config: RunConfig, world: World) -> dict[str, Piece]:
-    """What this rank holds of each parameter, of those too that belong to other stages."""
+def own_pieces(config: RunConfig, world: World, names: Collection[str]) -> dict[str, Piece]:
+    """What this rank holds of each of its parameters."""
     topology, at = world.topology, world.at
     shards = (config.parallel.shard_size or topology.data) if config.parallel.zero_stage else 1
     return {
         name: own_piece(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
         for name, shape in padded_shapes(config).items()
+        if name in names
     }
 
 

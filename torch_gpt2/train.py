@@ -33,7 +33,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     writes = process.rank == 0
     with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
         start = world.from_first(lambda: setup.where_to_start(config, data))
-        world.require_equal({"the checkpoint to begin with": setup.identity_of(start)})
+        world.require_equal({"the checkpoint to begin with": setup.identity_of(start.resume or start.weights)})
         if len(set(world.gather(setup.holder(folder)))) > 1 and writes:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from common.config.engine import check_engine
-from common.config.schema import ContextConfig, RunConfig
+from common.config.schema import ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 from common.parallel.topology import Topology
 
 ONE_DEVICE_MODES = ("eval", "predict", "export")
-"""Run modes of rank 0 alone in this version."""
+"""Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows with torch."""
 
 
 def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
@@ -65,21 +65,25 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunConfig:
-    """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes."""
+    """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes.
+
+    An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline and ZeRO-3.
+    """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
-    alone = {
-        "data_parallel": 1,
-        "model_parallel": 1,
-        "pipeline_stage": 1,
-        "stage_layers": None,
-        "micro_batch_num": None,
-        "sequence_parallel": False,
-        "zero_stage": 0,
-    }
-    micro = config.train.micro_batch_size or 1
-    batch = {"micro_batch_size": micro, "global_batch_size": micro, "accumulation_steps": None, "recompute_slice_activation": False}
-    return resolve_config(_with(config, parallel=alone, train=batch))
+    parallel, micro = config.parallel, config.train.micro_batch_size or 1
+    shared = run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
+    plain = {name: field.default for name, field in ParallelConfig.model_fields.items()}
+    if shared:
+        kept = {name: getattr(parallel, name) for name in ("model_parallel", "pipeline_stage", "sequence_parallel")}
+        one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
+        plain |= kept | {"stage_layers": parallel.stage_layers if one_stage else None, "zero_stage": parallel.zero_stage // 3 * 3}
+        copies = world_size // (parallel.model_parallel * parallel.pipeline_stage)
+        if copies == 1:
+            plain["zero_stage"] = 0
+    batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None, "recompute_slice_activation": False}
+    alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
+    return resolve_config(_with(config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
 
 
 _TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}

@@ -24,11 +24,14 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 """What each task reads of EvaluationConfig; the rest is refused, not ignored."""
 
 
-def open_task(config: RunConfig) -> tuple[ValidationTask | TextTask | LambadaTask, RunConfig]:
-    """The task of a resolved config, its file read; also settles the vocabulary. Raises ConfigError, TokenizerError."""
+def open_task(config: RunConfig, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, RunConfig]:
+    """The task of a resolved config, its file read; also settles the vocabulary. rank: data-parallel rank, of validation windows.
+
+    Raises ConfigError, TokenizerError.
+    """
     _check_settings(config.evaluation)
     if config.evaluation.task == "validation":
-        data, config = open_data(config, training=False)
+        data, config = open_data(config, training=False, rank=rank)
         return ValidationTask(config=config, data=data), config
     window, stride = config.model.seq_length, config.evaluation.stride
     if stride is not None and stride > window:

@@ -71,7 +71,7 @@ class TrainingData:
 def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tuple[TrainingData, RunConfig]:
     """Open the data of a resolved config; also settles the vocabulary and the length of the run.
 
-    rank: data-parallel rank. Validation windows are divided over ranks in training alone. Raises DataError and ConfigError.
+    rank: data-parallel rank. Raises DataError and ConfigError.
     """
     record = _tokenizer_record(config)
     if record is not None:
@@ -93,7 +93,7 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
         )
     validation, reason = None, None
     try:
-        validation = _validation(config, rank, (config.parallel.data_parallel or 1) if training else 1)
+        validation = _validation(config, rank)
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -104,13 +104,15 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
     return data, config
 
 
-def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: RunConfig, rank: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
     samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
     assert batch_size is not None
-    return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
+    return partial(
+        ordered_batches, samples, batch_size, limit, rank=rank, ranks=config.parallel.data_parallel or 1, vocab_size=config.model.vocab_size
+    )
 
 
 def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:

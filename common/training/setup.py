@@ -73,9 +73,8 @@ def holder(folder: Path) -> str:
         return ""
 
 
-def identity_of(start: Start) -> str:
-    """Of the checkpoint that a run begins with, as this host sees it."""
-    found = start.resume or start.weights
+def identity_of(found: Path | None) -> str:
+    """Of a checkpoint that all hosts must read, as this one sees it."""
     if found is None:
         return "none"
     try:

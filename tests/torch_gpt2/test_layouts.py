@@ -1,5 +1,6 @@
 """Every layout against one process: losses, gradient norms before clipping, samples and final weights; and runs that change layout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     8: {"dp2 tp2 pp2": TENSOR | PIPELINE, "zero3 tp2 pp2": SEQUENCE | PIPELINE | SPLIT},
 }
 
+EVALUATED = ("uneven", "dp2 tp2", "zero3 tp2", "dp2 pp2")
+
 
 def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     """101 tokens, which no vocabulary is padded to; three micro batches on each of two data ranks. With a deviation of 0.02 a model this
@@ -86,6 +89,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
             for layout, settings in layouts.items()
             for variant, changes in VARIANTS.items()
         ]
+        whole = {"run_mode": "eval", "checkpoint__load": str(folder / "one" / "clip")}
+        jobs += [tree(folder / name / "eval", corpus_prefix, **layouts[name], **whole) for name in EVALUATED if name in layouts]
         run_ranks(ranks, jobs)
     return folder
 
@@ -112,6 +117,14 @@ def test_a_layout_trains_as_one_process(runs: Path, corpus_prefix: Path, layout:
     for name, found in weights_of(runs / layout / variant, corpus_prefix).items():
         scale = 1.0 if name.endswith("k_proj.bias") else float(np.abs(expected[name]).max())  # the key bias has no true gradient
         assert np.abs(found - expected[name]).max() <= TOLERANCE * scale, name
+
+
+@pytest.mark.parametrize("layout", EVALUATED)
+def test_ranks_evaluate_a_checkpoint_together(runs: Path, layout: str) -> None:
+    *_, expected = read_metrics(runs / "one" / "clip" / "metrics.jsonl")
+    found = json.loads((runs / layout / "eval" / "evaluation.json").read_text())
+    assert found["tokens"] == expected["validation_tokens"]
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=TOLERANCE)
 
 
 def test_the_clip_acts_on_some_steps(runs: Path) -> None:

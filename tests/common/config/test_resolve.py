@@ -6,7 +6,7 @@ import pytest
 
 from common.config.load import build_config
 from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_mode, resolve_vocabulary
-from common.config.schema import RunConfig
+from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
 from tests.changes import changed
 
@@ -103,9 +103,24 @@ def test_modes_of_one_device_do_not_ask_for_the_layout_of_the_training(mode: str
         train__accumulation_steps=8,
         parallel__zero_stage=1,
     )
-    for processes in (1, 16):
-        found = resolve_mode(trained, mode, world_size=processes)
+    for processes, task in ((1, "validation"), (16, "text")):
+        found = resolve_mode(trained.model_copy(update={"evaluation": EvaluationConfig(task=task)}), mode, world_size=processes)
         assert (found.parallel.data_parallel, found.parallel.model_parallel, found.parallel.zero_stage) == (1, 1, 0)
         assert found.validation.micro_batch_size == 2
     with pytest.raises(ConfigError, match="16 processes, but 1 are running"):
         resolve_mode(trained, "train", world_size=1)
+
+
+def test_an_evaluation_that_ranks_share_keeps_what_makes_the_model_fit() -> None:
+    trained = config(
+        parallel={"data_parallel": 2, "model_parallel": 4, "pipeline_stage": 2, "zero_stage": 3, "pipeline_schedule": "interleaved_1f1b"},
+        train={"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 2, "global_batch_size": 8},
+    )
+    for processes, copies, stage in ((16, 2, 3), (8, 1, 0)):
+        found = resolve_mode(trained, "eval", world_size=processes).parallel
+        assert (found.data_parallel, found.model_parallel, found.pipeline_stage, found.zero_stage) == (copies, 4, 2, stage)
+    deepspeed = config(engine="deepspeed", parallel__zero_stage=2, deepspeed__offload_optimizer=True)
+    found = resolve_mode(deepspeed, "eval", world_size=2)
+    assert (found.engine, found.parallel.data_parallel, found.parallel.zero_stage) == ("native", 2, 0)
+    with pytest.raises(ConfigError, match="6"):
+        resolve_mode(trained, "eval", world_size=6)
