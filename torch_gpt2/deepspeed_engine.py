@@ -36,7 +36,7 @@ from common.errors import ConfigError, DeviceError
 from common.parallel.topology import Topology
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale
+from common.training.loss_scale import LossScale, clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
 from common.training.setup import Start
@@ -49,7 +49,7 @@ from torch_gpt2.deepspeed_state import DeepSpeedState, Values
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
 from torch_gpt2.model import GPT2, build_meta_model, build_model
-from torch_gpt2.optimizer import build_optimizer, global_norm, parameter_groups
+from torch_gpt2.optimizer import build_optimizer, global_norm, parameter_groups, scale_gradients
 from torch_gpt2.world import World
 
 
@@ -185,18 +185,19 @@ class DeepSpeedEngine:
             mean = self._engine(*inputs_and_targets(piece, self.device))
             self._engine.backward(mean if zero else mean * scale)
             if not zero and piece is pieces[-1]:
-                norm = self._unscale(scale)
+                norm = self._unscale_and_clip(scale)
             self._engine.step()
             total += mean.item()
         loss = self.world.sum(total)[0] / (len(pieces) * self._ranks)
         return loss, float(self._engine.get_global_grad_norm()) if zero else norm
 
-    def _unscale(self, scale: float) -> float:
-        """ZeRO-0 steps with torch's bare optimizer, which knows of no loss scale and would apply what is not finite."""
+    def _unscale_and_clip(self, scale: float) -> float:
+        """ZeRO-0 steps with torch's bare optimizer, which knows of no loss scale and would apply what is not finite; its clip on a CPU has
+        the norm of few digits that ``global_norm`` speaks of."""
         parameters = self._state.parameters.values()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / scale)
-        norm = global_norm(gradients).item()
+        norm = global_norm(gradients).item() / scale
+        scale_gradients(gradients, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
         if not math.isfinite(norm):
             for parameter in parameters:
                 parameter.grad = None

@@ -30,7 +30,7 @@ _OURS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.accumulation_steps",
-    "gradient_clipping": "optimizer.clip_grad",
+    "gradient_clipping": "optimizer.clip_grad (with zero_stage 0 the engine clips)",
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer": "deepspeed.offload_optimizer",
     "zero_optimization.offload_param": "deepspeed.offload_parameters",
@@ -74,7 +74,7 @@ def deepspeed_settings(config: RunConfig, own: Mapping[str, Any] | None = None) 
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": config.train.accumulation_steps,
-        "gradient_clipping": optimizer.clip_grad,
+        "gradient_clipping": optimizer.clip_grad if zero["stage"] else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # torch's own SGD
         "zero_force_ds_cpu_optimizer": wish.build_kernels,

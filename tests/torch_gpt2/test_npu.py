@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "state split (ZeRO 1)": {"parallel__zero_stage": 1, **CLIPPED},
     "everything split (ZeRO 3)": {"parallel__zero_stage": 3, **CLIPPED},
 }
+if find_spec("deepspeed"):  # its ZeRO-3 needs kernels of Ascend's
+    VARIANTS |= {
+        "DeepSpeed": {"engine": "deepspeed", **CLIPPED},
+        "DeepSpeed ZeRO 2": {"engine": "deepspeed", "parallel__zero_stage": 2, **CLIPPED},
+        "DeepSpeed pipeline": {"engine": "deepspeed", "parallel__zero_stage": 1, "parallel__pipeline_stage": 2, **PLAIN},
+    }
 
 
 def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
@@ -64,10 +71,11 @@ def test_everything_on_one_npu(npu_variables: dict[str, str], tmp_path: Path) ->
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, npu_variables: dict[str, str]) -> Path:
     """Every variant on two NPUs, and on one CPU in one process: folder / device / variant."""
     folder = tmp_path_factory.mktemp("npus")
-    run_ranks(2, [tree(folder / "npu" / name, corpus_prefix, **VARIANTS[name]) for name in VARIANTS], variables=npu_variables)
+    variables = npu_variables | {"ASCEND_HOME_PATH": str(folder)}  # DeepSpeed asks where CANN is
+    run_ranks(2, [tree(folder / "npu" / name, corpus_prefix, **VARIANTS[name]) for name in VARIANTS], variables=variables)
     with sdpa_kernel(SDPBackend.MATH):  # the simulated NPU's only one
         for name, changes in VARIANTS.items():
-            alone = {key: value for key, value in changes.items() if not key.startswith("parallel__")}
+            alone = {key: value for key, value in changes.items() if not key.startswith(("parallel__", "engine"))}
             train(resolve_config(build_config(tree(folder / "cpu" / name, corpus_prefix, device="cpu", **alone))))
     return folder
 
