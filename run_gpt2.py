@@ -151,8 +151,8 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
-    """Import the backend of a resolved config, and run the mode in it."""
-    from common.config.resolve import ONE_DEVICE_MODES
+    """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
+    from common.config.resolve import ONE_DEVICE_MODES, export_format
     from common.errors import ConfigError
     from common.parallel.topology import Topology
     from common.training.log import LOG
@@ -162,8 +162,14 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     # an installed torch_npu breaks `import torch` where CANN is not set up; the device that needs it loads it
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
-    if run_mode == "export" and config.backend != "mindspore":
-        raise ConfigError("--run_mode export is for backend mindspore in this version (it writes MindIR); add backend=mindspore")
+    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and Topology.from_config(config.parallel).world_size == 1:
+        LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
+        return
+    if run_mode == "export" and export_format(config) == "safetensors":
+        from common.training.export import export
+
+        export(config)
+        return
     if config.backend == "mindspore":
         receive_interrupts()
     try:
@@ -172,9 +178,6 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
     if run_mode == "finetune" and config.checkpoint.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
-    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and Topology.from_config(config.parallel).world_size == 1:
-        LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
-        return
     name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[run_mode]
     getattr(importlib.import_module(f"{package}.{name}"), name)(config, process)
 

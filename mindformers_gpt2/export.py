@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,11 @@ from mindspore import Tensor, nn
 from common.cluster.environment import ALONE, Process
 from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
-from common.errors import RunError, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, put_in_place
+from common.errors import RunError
+from common.files import atomic_write, fsync_folder
 from common.training import setup
 from common.training.checkpoint import read_manifest
+from common.training.export import whole_folder
 from common.training.log import LOG
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
@@ -51,7 +50,7 @@ def export(config: RunConfig, process: Process = ALONE) -> None:
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     folder = Path(config.output_dir) / "export"
-    with setup.owned_folder(folder.parent), _whole_folder(folder) as temporary:
+    with setup.owned_folder(folder.parent), whole_folder(folder) as temporary:
         graphs = {}
         for graph in _graphs(config):
             try:
@@ -226,22 +225,3 @@ def _seal(folder: Path) -> dict[str, dict[str, Any]]:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": checksum}
     return files
-
-
-@contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name ``folder`` at the end. Raises StorageError when the disk refuses, and an older one stays."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        clean_up(folder.parent, folder.name)
-        temporary.mkdir(parents=True)
-        yield temporary
-        put_in_place(temporary, folder)
-    except (OSError, StorageError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise StorageError(
-            f"{folder}: the export could not be written: {reason}; an older export is untouched;"
-            " make room there, or choose another output_dir and say checkpoint.load"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

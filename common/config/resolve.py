@@ -101,6 +101,8 @@ def _check_backend(config: RunConfig) -> None:
     """Refuse what the backend cannot honour whatever the device."""
     context, train = config.context, config.train
     target = _TARGETS.get(context.device_target or "", config.device)
+    if config.export.batch_size is not None and config.export.format == "safetensors":
+        raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
     if config.device not in ("auto", target):
         raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
     if target == "cpu" and context.device_id:
@@ -115,6 +117,8 @@ def _check_backend(config: RunConfig) -> None:
         if train.recompute_slice_activation and config.parallel.model_parallel == 1:
             raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
         return
+    if config.export.format == "mindir":
+        raise ConfigError("export.format=mindir is for backend mindspore; set export.format=safetensors, or backend=mindspore")
     for dotted in _MINDSPORE_ONLY:
         section, _, name = dotted.partition(".")
         given = getattr(config, section)
@@ -182,6 +186,11 @@ def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: s
     if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
         return _with(config, model={"vocab_size": tokenizer_size})
     return config
+
+
+def export_format(config: RunConfig) -> str:
+    """What --run_mode export writes. Left open in a resolved config, which the other backend may read."""
+    return config.export.format or {"torch": "safetensors", "mindspore": "mindir"}[config.backend]
 
 
 def padded_vocabulary(config: RunConfig) -> int:

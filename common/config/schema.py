@@ -350,10 +350,13 @@ class EvaluationConfig(Section):
 
 
 class ExportConfig(Section):
-    """--run_mode export, on MindSpore alone in this version."""
+    """What --run_mode export writes of a checkpoint."""
 
+    format: Literal["safetensors", "mindir"] | None = None
+    """safetensors: its weights as one file, whichever ranks wrote it, on either backend; mindir: a program, on MindSpore. When left out,
+    mindir on mindspore and safetensors on torch."""
     batch_size: Count | None = None
-    """Sequences at once that the exported files take; any number when left out."""
+    """Of mindir: sequences at once that the files take; any number when left out."""
 
 
 class LoggingConfig(Section):

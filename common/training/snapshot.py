@@ -19,7 +19,7 @@ from common.parallel.sharding import Piece, own_piece
 from common.training.checkpoint import MANIFEST, Part, Snapshot, read_manifest
 from common.training.loss_scale import LossScale
 from common.training.state import TrainState
-from common.weights.files import Tensors, check_tensors
+from common.weights.files import Tensors
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import open_stored
 
@@ -89,7 +89,7 @@ def read_weights(checkpoint: Path, model: ModelConfig, pieces: Pieces | None = N
     with the model's shape."""
     shapes = parameter_shapes(model)
     with open_stored(checkpoint, MODEL_FILE, read_manifest(checkpoint, checksums=False)) as stored:
-        check_tensors(checkpoint / MODEL_FILE, stored.shapes, shapes)
+        stored.require(shapes)
         for name, piece in (pieces or _whole(shapes)).items():
             yield name, stored.read(name, piece)
 
@@ -101,17 +101,21 @@ def read_moments(
 
     sgd may also begin or end to use momentum: an empty file is then no fault, and a full one is left unread.
     """
-    path = checkpoint / OPTIMIZER_FILE
     shapes = parameter_shapes(config.model)
     parts = STATE_NAMES[config.optimizer.name]
     is_sgd = config.optimizer.name == "sgd"
     if is_sgd and not config.optimizer.momentum:
         return
-    with open_stored(checkpoint, OPTIMIZER_FILE, read_manifest(checkpoint, checksums=False)) as stored:
-        found = stored.shapes
-        if not found and (is_sgd or not optimizer_steps):
+    manifest = read_manifest(checkpoint, checksums=False)
+    if optimizer_steps and manifest["files"].keys() == {MODEL_FILE}:
+        raise CheckpointError(
+            f"{checkpoint}: an export, without the state of the optimizer; resume what it was made of, or start anew from its weights with"
+            f" checkpoint.init_from={checkpoint}"
+        )
+    with open_stored(checkpoint, OPTIMIZER_FILE, manifest) as stored:
+        if not stored and (is_sgd or not optimizer_steps):
             return
-        check_tensors(path, found, {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
+        stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
         for name, piece in (pieces or _whole(shapes)).items():
             for part in parts:
                 yield name, part, stored.read(f"{name}.{part}", piece)

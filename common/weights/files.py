@@ -6,11 +6,13 @@ Format: https://github.com/huggingface/safetensors#format (8 bytes of header len
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,30 @@ Tensors = Mapping[str, NDArray[Any]]
 _DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorKind:
+    dtype: str
+    """As numpy calls it."""
+    shape: tuple[int, ...]
+
+
 def write_safetensors(path: Path, tensors: Tensors) -> int:
     """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy at most.
 
     OSError is left to the caller, who owns the folder.
     """
+    kinds = {name: TensorKind(dtype=array.dtype.name, shape=array.shape) for name, array in tensors.items()}
+    return stream_safetensors(path, kinds, tensors.values())
+
+
+def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
+    """The same of ``arrays`` made one at a time, in the order of ``kinds``: none is held while the next is made."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, array in tensors.items():
-        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
+    for name, kind in kinds.items():
+        end = offset + math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
+        header[name] = {"dtype": _DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
@@ -42,11 +58,13 @@ def write_safetensors(path: Path, tensors: Tensors) -> int:
             file.write(head)
             checksum = zlib.crc32(head, checksum)
         with ThreadPoolExecutor(1) as other:  # the checksum takes half as long as a fast disk
-            for array in tensors.values():
+            for array in arrays:
                 data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
                 summed = other.submit(zlib.crc32, data, checksum)
                 file.write(data)
                 checksum = summed.result()
+                del array, data
+        assert file.tell() == 8 + len(text) + offset, "the arrays are those of kinds"
         file.flush()
         os.fsync(file.fileno())
     return checksum
@@ -75,18 +93,26 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: not a whole safetensors file ({error}); use another checkpoint") from None
 
 
-def check_tensors(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError listing every tensor that is missing, unexpected or of another shape."""
+def check_tensors(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], partial: Mapping[str, int] | None = None
+) -> None:
+    """Raise CheckpointError listing every tensor that is missing, unexpected, of another shape, or ``partial``: how many elements are
+    there of those that are not whole."""
+    partial = partial or {}
     faults = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     faults += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
+    faults += [f"of {name} {list(expected[name])} only {there} elements are there" for name, there in partial.items()]
     faults += [
         f"{name} is {list(found[name])}, the model's is {list(shape)}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if name in found and name not in partial and found[name] != shape
     ]
     if faults:
         shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
-        raise CheckpointError(f"{path}: does not fit the model: {shown}. Give the model section that the checkpoint was trained with")
+        remedy = (
+            "Use another checkpoint: a rank's part is lost" if partial else "Give the model section that the checkpoint was trained with"
+        )
+        raise CheckpointError(f"{path}: does not fit the model: {shown}. {remedy}")
 
 
 def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import CheckpointError
 from common.parallel.sharding import Piece
-from common.weights.files import open_safetensors, shapes_of
+from common.weights.files import check_tensors, open_safetensors, shapes_of
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
@@ -25,27 +26,36 @@ def to_rectangle(piece: Piece) -> Rectangle:
 
 
 class StoredTensors:
-    def __init__(self, where: Path) -> None:
-        self._where = where
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._parts: dict[str, list[tuple[Any, tuple[slice, ...]]]] = defaultdict(list)
+        self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
         """The tensors of one open file; of those in ``pieces`` it holds these rectangles, of the others all."""
         for name, shape in shapes_of(reader).items():
-            spans = pieces[name] if pieces is not None else [[0, size] for size in shape]
+            spans = [[0, size] for size in shape]
+            if pieces is not None and name in pieces:  # what the manifest does not know is no tensor of the model: require refuses it
+                spans = pieces[name]
+                self._split.add(name)
             self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors. Raises CheckpointError for one of which a part is missing."""
-        found = {}
-        for name, parts in self._parts.items():
-            shape = tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
-            there = sum(int(np.prod([span.stop - span.start for span in spans])) for _, spans in parts)
-            if there != int(np.prod(shape)):
-                raise CheckpointError(f"{self._where}: of {name} {list(shape)} only {there} elements are there; use another checkpoint")
-            found[name] = shape
-        return found
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless these tensors are there, whole and with these shapes, and no others."""
+        found = {
+            name: tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
+            for name, parts in self._parts.items()
+        }
+        there = {
+            name: sum(math.prod(span.stop - span.start for span in spans) for _, spans in self._parts[name])
+            for name, shape in expected.items()
+            if name in self._split and len(shape) == len(found[name]) and all(map(operator.le, found[name], shape))
+        }
+        partial = {name: elements for name, elements in there.items() if elements != math.prod(expected[name])}
+        check_tensors(self._path, found, expected, partial)
 
     def read(self, name: str, piece: Piece) -> Array:
         """A rectangle of a tensor; what lies beyond its rows is 0."""
@@ -67,7 +77,7 @@ class StoredTensors:
 @contextmanager
 def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[StoredTensors]:
     """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its part of. Raises CheckpointError."""
-    stored = StoredTensors(checkpoint)
+    stored = StoredTensors(checkpoint / file)
     with ExitStack() as stack:
         for name, record in manifest["files"].items():
             if name == file or name.startswith(f"{Path(file).stem}.rank_"):

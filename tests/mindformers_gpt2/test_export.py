@@ -273,18 +273,3 @@ def test_a_file_that_differs_from_the_model_is_refused(tmp_path: Path, run_folde
     with pytest.raises(RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"):
         mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative"))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_on_torch_it_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    program = f"""
-import runpy, sys
-sys.argv = ["run_gpt2.py", "--config", {str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")!r}, "--run_mode", "export", "backend=torch"]
-try:
-    runpy.run_path({str(ROOT / "run_gpt2.py")!r}, run_name="__main__")
-except SystemExit as stop:
-    assert stop.code == 2
-assert not {{"torch", "mindspore"}} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1 and "export is for backend mindspore in this version" in done.stderr

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE_SIDED_FILES = {
     "deepspeed_engine.py": "DeepSpeed is torch's",
     "deepspeed_state.py": "DeepSpeed is torch's",
-    "export.py": "MindIR is MindSpore's; torch has no export in this version",
+    "export.py": "MindIR is MindSpore's; weights alone are exported without a framework",
     "data_parallel.py": "MindSpore trains on one device in this version",
     "parallel.py": "MindSpore trains on one device in this version",
     "pipeline_parallel.py": "MindSpore trains on one device in this version",

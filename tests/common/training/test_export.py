@@ -1,0 +1,212 @@
+"""One safetensors file out of parts that ranks have written: against the arrays they were cut from, and the library's own reading."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from common.config.load import build_config
+from common.config.resolve import resolve_mode
+from common.config.schema import RunConfig
+from common.errors import CheckpointError, ConfigError, StorageError
+from common.training.checkpoint import MANIFEST, CheckpointWriter, Part, Snapshot, find_checkpoint, read_manifest
+from common.training.export import export
+from common.training.snapshot import read_moments, read_weights
+from common.weights.names import parameter_shapes
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101}
+
+
+def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
+    optimizer = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "schedule": "constant"}
+    return {"output_dir": str(folder), "device": "cpu", "model": model, "optimizer": optimizer, "train": {"max_steps": 1}, **more}
+
+
+def config_of(folder: Path, **more: Any) -> RunConfig:
+    return resolve_mode(build_config(tree(folder, **more)), "export", world_size=1)
+
+
+def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Different for each tensor, row and column, and made without keeping anything."""
+    first = sum(name.encode()) / 1000
+    return np.add.outer(np.arange(shape[0], dtype=np.float32) + np.float32(first), np.zeros(shape[1:], np.float32))
+
+
+def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:
+    """Two uneven parts: of matrices by columns, but of the largest by rows; of vectors by elements."""
+    dim = 0 if len(shape) == 1 or shape[0] > shape[1] else 1
+    border = shape[dim] // 3
+    spans = [[0, size] for size in shape]
+    spans[dim] = [0, border] if rank == 0 else [border, shape[dim]]
+    return spans
+
+
+def write_parts(folder: Path, model: dict[str, Any] = MODEL, make: Callable[..., np.ndarray] = value_of) -> Path:
+    """A checkpoint of two ranks in the run ``folder``."""
+    config = config_of(folder, model=model)
+    shapes = parameter_shapes(config.model)
+    manifest = {
+        "state": {"step": 7},
+        "engine": {"optimizer_steps": 7, "loss_scale": {}, "rng": {}},
+        "config": config.model_dump(),
+        "tokenizer": None,
+    }
+    for rank in (1, 0):  # rank 0 waits for the others
+        rectangles = {name: cut(shape, rank) for name, shape in shapes.items()}
+        tensors = {name: make(name, shape)[tuple(slice(*span) for span in rectangles[name])] for name, shape in shapes.items()}
+        part = Part(rank=rank, ranks=2, rectangles=rectangles)
+        files = {"model.safetensors": tensors, "optimizer.safetensors": {}}
+        writer = CheckpointWriter(folder / "checkpoints", asynchronous=False, active=False, patience=5)
+        writer.save(Snapshot(files=files, manifest=manifest, part=part))
+    found = find_checkpoint(folder)
+    assert found is not None
+    return found
+
+
+def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
+    checkpoint = write_parts(tmp_path)
+    config = config_of(tmp_path)
+    export(config)
+    exported = tmp_path / "weights"
+    found = load_file(exported / "model.safetensors")
+    shapes = parameter_shapes(config.model)
+    assert list(found) == list(shapes)
+    for name, shape in shapes.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], value_of(name, shape))
+    with safe_open(exported / "model.safetensors", "numpy") as reader:
+        assert reader.metadata() == {"format": "pt"}
+    before, after = read_manifest(checkpoint), read_manifest(exported)
+    assert after.pop("exported_from") == str(checkpoint)
+    assert list(after.pop("files")) == ["model.safetensors"] and len(before.pop("files")) == 4
+    assert after == before
+    # the folder is a checkpoint of weights
+    assert find_checkpoint(exported) == exported
+    for name, values in read_weights(exported, config.model):
+        np.testing.assert_array_equal(values, found[name])
+    with pytest.raises(CheckpointError, match=r"an export, without the state of the optimizer; .* checkpoint\.init_from="):
+        next(iter(read_moments(exported, config, 7)))
+    # and may be exported again, over itself
+    export(config_of(tmp_path, checkpoint={"load": str(exported)}))
+    assert load_file(exported / "model.safetensors").keys() == found.keys()
+
+
+_COMMAND = """
+import re, sys
+from pathlib import Path
+sys.modules |= {"torch": None, "mindspore": None, "deepspeed": None}  # cannot be imported
+
+import run_gpt2
+from common.weights.pieces import StoredTensors
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+seen = []
+read = StoredTensors.read
+
+def watched(self, name, piece):
+    seen.append(anonymous())
+    values = read(self, name, piece)
+    seen.append(anonymous())
+    return values
+
+StoredTensors.read = watched
+code = run_gpt2.main(sys.argv[1:])
+print(max(seen) - seen[0])
+sys.exit(code)
+"""
+
+
+def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Path) -> None:
+    """Of 101 MB; anonymous memory alone, since pages of the mapped files are the kernel's to give away."""
+    model = {"num_layers": 8, "hidden_size": 512, "num_heads": 2, "seq_length": 16, "vocab_size": 101}
+    write_parts(
+        tmp_path, model, make=lambda name, shape: np.broadcast_to(value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1)), shape)
+    )
+    config = tmp_path / "run.json"  # JSON is YAML
+    config.write_text(json.dumps(tree(tmp_path, model)))
+    words = ["--config", str(config), "--run_mode", "export"]
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    exported = tmp_path / "weights" / "model.safetensors"
+    largest = 4 * 4 * 512 * 512
+    assert exported.stat().st_size > 23 * largest
+    assert 0 < int(done.stdout.split()[-1]) < 4 * largest
+    with safe_open(exported, "numpy") as reader:
+        for name, shape in parameter_shapes(config_of(tmp_path, model=model).model).items():
+            np.testing.assert_array_equal(reader.get_tensor(name)[:, ...], value_of(name, shape))
+    assert re.search(r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7", done.stderr + done.stdout)
+
+
+def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
+    checkpoint = write_parts(tmp_path)
+    path = checkpoint / MANIFEST
+    manifest = json.loads(path.read_text())
+    lost = manifest["files"].pop("model.rank_00001.safetensors")
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as caught:
+        export(config_of(tmp_path))
+    message = str(caught.value)
+    assert (
+        "model.safetensors: does not fit the model: of wte.weight [101, 32] only 1056 elements are there; of wpe.weight [16, 32]" in message
+    )
+    assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
+    manifest["files"]["model.rank_00001.safetensors"] = lost
+    path.write_text(json.dumps(manifest))
+    deeper = MODEL | {"num_layers": 3}
+    with pytest.raises(CheckpointError, match=r"missing h\.2\.ln_1\.weight \[32\]; missing h\.2\.ln_1\.bias .* Give the model section"):
+        export(config_of(tmp_path, model=deeper))
+    with pytest.raises(CheckpointError, match=r"unexpected h\.1\.attn\.c_proj\.bias \[32\]; .* Give the model section"):
+        export(config_of(tmp_path, model=MODEL | {"num_layers": 1}))
+    # a tensor in a rank's file that the manifest does not know
+    for file in manifest["files"].values():
+        file.get("pieces", {}).pop("ln_f.bias", None)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias is \[22\], the model's is \[32\]"):
+        export(config_of(tmp_path))
+    assert not (tmp_path / "weights").exists()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    """No file may grow beyond a limit: writing fails in the middle, as on a full disk, but as "File too large"."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+    write_parts(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    small_disk(50_000)
+    with pytest.raises(StorageError, match="weights: the export could not be written: File too large; an older export is untouched"):
+        export(config_of(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *names])
+    small_disk(resource.RLIM_INFINITY)
+    export(config_of(tmp_path))
+    exported = tmp_path / "weights" / "model.safetensors"
+    inode = os.stat(exported).st_ino
+    small_disk(50_000)
+    with pytest.raises(StorageError):
+        export(config_of(tmp_path))
+    assert os.stat(exported).st_ino == inode
+    read_manifest(exported.parent)
+
+
+def test_formats_and_backends(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"export\.format=mindir is for backend mindspore"):
+        config_of(tmp_path, export={"format": "mindir"})
+    with pytest.raises(ConfigError, match=r"export\.batch_size=3 is for export\.format=mindir"):
+        config_of(tmp_path, backend="mindspore", export={"format": "safetensors", "batch_size": 3})
