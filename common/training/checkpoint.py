@@ -8,7 +8,8 @@
 Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors with its
 rectangles of the tensors, and rank_00003.json, which says which they are; rank 0 takes these into the manifest when all are there.
 
-A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last.
+A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last. What a writer
+that died has left under a temporary name, the next one on rank 0 removes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +38,8 @@ from common.weights.pieces import Rectangle, file_of_rank
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+PATIENCE_AFTER_FAILURE = 60.0
+"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be dead."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -94,6 +98,8 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         """Wait for what is being written, whatever happened; a failure here must not hide the one that ends the run."""
+        if value is not None:
+            self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
         try:
             self.wait()
         except GPT2Error as error:
@@ -141,7 +147,7 @@ class CheckpointWriter:
             point_latest(target)
             self._prune(target)
         except (OSError, StorageError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
         finally:
@@ -174,7 +180,7 @@ class CheckpointWriter:
     def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
         """What all ranks have written, waited for. Raises StorageError naming those that have not."""
         files: dict[str, dict[str, Any]] = {}
-        waiting, end = set(range(ranks)), time.monotonic() + self._patience
+        waiting, began = set(range(ranks)), time.monotonic()
         while True:
             for rank in sorted(waiting):
                 path = temporary / f"rank_{rank:05d}.json"
@@ -184,7 +190,7 @@ class CheckpointWriter:
                     waiting.remove(rank)
             if not waiting:
                 return files
-            if time.monotonic() > end:
+            if time.monotonic() > began + self._patience:
                 raise StorageError(f"ranks {sorted(waiting)} have not written their parts within {self._patience:g} s")
             time.sleep(0.05)
 
@@ -200,6 +206,16 @@ class CheckpointWriter:
             renamed = doomed.with_name(f".{doomed.name}.doomed.tmp")
             os.replace(doomed, renamed)
             shutil.rmtree(renamed, ignore_errors=True)
+
+
+def _remove(temporary: Path, part: Part | None) -> None:
+    """What this rank has written. The folder stays where others may be writing: without it they would fail too, and be blamed."""
+    if part is None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for path in temporary.glob(f"*rank_{part.rank:05d}.*"):
+            path.unlink()
 
 
 def point_latest(checkpoint: Path) -> None:

@@ -39,8 +39,9 @@ def launched(run: Path, corpus: Path, ranks: int, **keys: object) -> subprocess.
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(tmp_path: Path, corpus_prefix: Path) -> None:
+    """Under ZeRO, where each rank writes its part of a checkpoint."""
     run = tmp_path / "run"
-    launcher = launched(run, corpus_prefix, 2)
+    launcher = launched(run, corpus_prefix, 2, parallel__zero_stage=2)
     wait_until(lambda: steps(run) > 15, "steps")
     os.kill(pid_of_rank(run, 1), signal.SIGKILL)
     killed = time.monotonic()
@@ -53,9 +54,10 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(tmp_path: Path, c
     assert checkpoint is not None
     saved = read_manifest(checkpoint)["state"]["step"]
     assert saved % 10 == 0, "nobody saves after a failure"
-    again = launched(run, corpus_prefix, 2, train__max_steps=saved + 20)
+    again = launched(run, corpus_prefix, 2, parallel__zero_stage=2, train__max_steps=saved + 20)
     assert again.wait(timeout=60) == 0
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row] == list(range(1, saved + 21))
+    assert not list((run / "checkpoints").glob(".*")), "what the kill left of a save is gone"
 
 
 def test_a_stopped_rank_is_found_and_blamed(tmp_path: Path, corpus_prefix: Path) -> None:
@@ -96,6 +98,24 @@ def test_a_rank_that_fails_alone_at_its_start(tmp_path: Path, corpus_prefix: Pat
     assert "rank 3" in text and "it cannot be imported" in text
     assert not (run / "metrics.jsonl").exists() or steps(run) == 0
     assert pids_with(str(run)) == []
+
+
+def test_a_rank_whose_disk_is_full_while_all_save_their_parts(tmp_path: Path, corpus_prefix: Path) -> None:
+    """Rank 1 may write no file above 20 kB, under ZeRO, where each rank writes its own: as a full disk, in the middle of a file."""
+    limited = tmp_path / "limited"
+    limited.mkdir()
+    (limited / "sitecustomize.py").write_text(
+        "import os, resource\nif os.environ.get('RANK') == '1':\n    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    )
+    run = tmp_path / "run"
+    words = run_words(run, corpus_prefix, checkpoint__interval=5, train__max_steps=15, parallel__zero_stage=2)
+    launcher = start_script("none", CONFIG, "[0,2)", "train", *words, log=tmp_path / "log", PYTHONPATH=str(limited))
+    assert launcher.wait(timeout=60) == 1
+    text = (tmp_path / "log").read_text()
+    assert "rank 1 (device 1) ended with exit code 1" in text
+    assert "step_00000005: the checkpoint could not be written: File too large; earlier checkpoints are whole" in text
+    assert pids_with(str(run)) == [] and find_checkpoint(run) is None
+    assert (run / "checkpoints" / ".step_00000005.tmp").is_dir()
 
 
 @pytest.mark.campaign

@@ -18,8 +18,10 @@ from safetensors.numpy import load_file
 
 import common.training.checkpoint as module
 from common.errors import CheckpointError, StorageError
-from common.training.checkpoint import CheckpointWriter, Snapshot, find_checkpoint, read_manifest, whole_checkpoints
+from common.parallel.sharding import Piece
+from common.training.checkpoint import CheckpointWriter, Part, Snapshot, find_checkpoint, read_manifest, whole_checkpoints
 from common.training.lent import LentArrays
+from common.weights.pieces import open_stored
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -236,3 +238,125 @@ def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatc
     assert not owner.is_alive()
     with pytest.raises(StorageError, match="No space left on device"):
         writer.wait()
+
+
+# ---- parts of two ranks ----
+
+
+def part(step: int, rank: int) -> Snapshot:
+    """Rank 0 has the first row of three, rank 1 the others."""
+    rows = [[0, 1], [1, 3]][rank]
+    tensors = {"w": np.full((rows[1] - rows[0], 2), step, np.float32)}
+    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
+    return Snapshot(
+        files={"model.safetensors": tensors}, manifest=manifest, part=Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
+    )
+
+
+def save_parts(folder: Path, step: int) -> None:
+    """As the next start would, after what it finds."""
+    writers = [CheckpointWriter(folder, active=rank == 0, patience=5) for rank in (0, 1)]
+    for rank, writer in enumerate(writers):
+        writer.save(part(step, rank))
+    for writer in writers:
+        writer.wait()
+
+
+def assert_parts_load(folder: Path, step: int) -> None:
+    found = find_checkpoint(folder)
+    assert found == folder / f"step_{step:08d}"
+    with open_stored(found, "model.safetensors", read_manifest(found)) as stored:
+        stored.require({"w": (3, 2)})
+        assert (stored.read("w", Piece(rows=(0, 3), columns=(0, 2))) == step).all()
+
+
+_DIE_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from common.training.checkpoint import CheckpointWriter, Part, Snapshot
+
+folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+def die(of, before):
+    def call(*arguments):
+        name = arguments[0] if isinstance(arguments[0], Path) else os.readlink(f"/proc/self/fd/{arguments[0]}")
+        if moment == f"{of} of {Path(name).name.lstrip('.').split('.')[0]}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*arguments)
+    return call
+
+if rank == dying:
+    os.fsync, os.replace = die("fsync", os.fsync), die("rename", os.replace)
+rows = [[0, 1], [1, 3]][rank]
+part = Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
+files = {"model.safetensors": {"w": np.zeros((rows[1] - rows[0], 2), np.float32)}}
+snapshot = Snapshot(files=files, manifest={"state": {"step": 10}, "engine": {}, "config": {}}, part=part)
+CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(snapshot)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dying", "moment"),
+    [(1, "fsync of model"), (1, "fsync of rank_00001"), (0, "fsync of manifest"), (0, "rename of step_00000010")],
+)
+def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(tmp_path: Path, dying: int, moment: str) -> None:
+    save_parts(tmp_path, 5)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path), str(rank), str(dying), moment], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]
+    printed = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    assert codes == ([-signal.SIGKILL, 0] if dying == 0 else [1, -signal.SIGKILL]), printed
+    assert (
+        dying == 0 or "step_00000010: the checkpoint could not be written: ranks [1] have not written their parts within 1 s" in printed[0]
+    )
+    assert_parts_load(tmp_path, 5)
+    assert (tmp_path / ".step_00000010.tmp").is_dir()
+    save_parts(tmp_path, 10)
+    assert_parts_load(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005", "step_00000010"]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
+    """The others write theirs, and find the folder where it was."""
+    save_parts(tmp_path, 5)
+    write = module.write_safetensors
+    failed = threading.Event()
+
+    def of_rank(path: Path, tensors: dict[str, np.ndarray]) -> int:
+        if f"rank_{full:05d}" not in path.name:
+            assert failed.wait(10)
+            return write(path, tensors)
+        path.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "write_safetensors", of_rank)
+    writers = [CheckpointWriter(tmp_path, active=rank == 0, patience=0.2) for rank in (0, 1)]
+    writers[full].save(part(10, full))
+    with pytest.raises(StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"):
+        writers[full].wait()
+    failed.set()
+    writers[1 - full].save(part(10, 1 - full))
+    if full == 1:
+        with pytest.raises(StorageError, match=r"ranks \[1\] have not written their parts within 0\.2 s"):
+            writers[0].wait()
+    else:
+        writers[1].wait()
+    assert_parts_load(tmp_path, 5)
+    assert not list(tmp_path.glob(f".step_00000010.tmp/*rank_{full:05d}*")), "its space is given back"
+    monkeypatch.undo()
+    save_parts(tmp_path, 10)
+    assert_parts_load(tmp_path, 10)
+
+
+def test_a_run_that_failed_waits_less_for_the_parts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_AFTER_FAILURE", 0.1)
+    with pytest.raises(RuntimeError, match="no contact"), CheckpointWriter(tmp_path, patience=3600) as writer:
+        writer.save(part(5, 0))
+        raise RuntimeError("no contact")
+    assert find_checkpoint(tmp_path) is None
