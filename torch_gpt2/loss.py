@@ -55,17 +55,18 @@ class _CrossEntropySum(torch.autograd.Function):
             if shard is not None:
                 log_sum, picked = _over_shards(log_sum, picked, shard)
             total += (log_sum - picked).sum()
-            if hidden_grad is None or weight_grad is None:
-                continue
-            slope = logits.sub_(log_sum).exp_()  # softmax, and minus one at the target
-            slope.scatter_add_(1, target, -here.to(slope.dtype))
-            # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
-            slope = slope.to(hidden.dtype)
-            hidden_grad[rows] = slope @ head
-            if hidden.dtype == torch.float32:
-                weight_grad.addmm_(slope.t(), hidden[rows])
-            else:
-                weight_grad += slope.t() @ hidden[rows]
+            if hidden_grad is not None and weight_grad is not None:
+                slope = logits.sub_(log_sum).exp_()  # softmax, and minus one at the target
+                slope.scatter_add_(1, target, -here.to(slope.dtype))
+                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
+                slope = slope.to(hidden.dtype)
+                hidden_grad[rows] = slope @ head
+                if hidden.dtype == torch.float32:
+                    weight_grad.addmm_(slope.t(), hidden[rows])
+                else:
+                    weight_grad += slope.t() @ hidden[rows]
+                del slope
+            del logits  # or they would wait beside the next ones
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return total

@@ -133,14 +133,13 @@ def of_loss(config: RunConfig) -> int:
 
 def while_in_loss(config: RunConfig) -> int:
     """Most bytes that come and go in the loss. Forward, beside the head in the type of the computation: the float32 logits of LOSS_ROWS
-    positions with as much for their logsumexp, and what is still there of the positions before; or the product that adds to the head's
-    gradient. Backward: that gradient times the loss scale."""
+    positions with as much for their logsumexp; or the product that adds to the head's gradient. Backward: that gradient times the loss
+    scale."""
     s = Sizes.of(config)
     rows, shard = min(s.tokens, LOSS_ROWS), s.vocabulary // s.tensor
-    logits = 12 if s.tokens > LOSS_ROWS else 8
     head = shard * s.hidden * s.compute if s.held != s.compute else 0
     product = shard * s.hidden * s.compute + rows * shard * (4 + s.compute) if s.compute < 4 else 0
-    return max(head + max(rows * shard * logits, product), 4 * shard * s.hidden)
+    return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
 def while_in_block(config: RunConfig) -> int:
