@@ -25,13 +25,14 @@ LossSum = Callable[[Tensor, Tensor], Tensor]
 def shard_model(model: GPT2, config: RunConfig, mesh: DeviceMesh) -> None:
     """ZeRO: each rank of the data axis keeps its rows of every parameter, and all that follows from them.
 
-    Stages 1 and 2 keep the gathered parameters from the forward to the backward pass, stage 3 gathers them twice. Weights below float32
-    are the gathered copies of float32 ones.
+    Stages 1 and 2 keep the gathered parameters until the last backward pass of a step, stage 3 gathers a block for every pass. A pipeline
+    keeps them in any stage: torch's schedules let go of nothing between backward passes, so that stage 3 would gather in vain. Weights
+    below float32 are the gathered copies of float32 ones.
     """
     precision = config.precision
     low = DTYPES[precision.parameters] if precision.parameters != "float32" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=DTYPES[precision.reduction], cast_forward_inputs=False)
-    reshard = config.parallel.zero_stage == 3
+    reshard = config.parallel.zero_stage == 3 and config.parallel.pipeline_stage == 1
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head needs the embedding after it
@@ -64,7 +65,7 @@ def _sharded(model: nn.Module) -> Iterable[FSDPModule]:
 class DataParallel:
     """The loss of a micro batch whose gradients are summed over the data-parallel ranks.
 
-    DDP does so while the last micro batch of a step goes backward, FSDP while each does. Where neither can (weights below float32 whose
+    DDP does so while the last micro batch of a step goes backward, FSDP in ZeRO stages 2 and 3 while each does. Where neither can (weights below float32 whose
     gradients are summed in float32 outside the parameters; pipelines) ``sum_gradients`` does it after that.
     """
 
@@ -85,11 +86,14 @@ class DataParallel:
             self._settle(config)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """For forward and backward of one micro batch; ranks exchange gradients after the ``last``, in ZeRO stages 2 and 3 after each."""
+        """For forward and backward of one micro batch; ranks exchange gradients after the ``last``, in ZeRO stages 2 and 3 after each.
+        After the last one, in stage 3 after each, a rank again has its own part of the parameters alone."""
         if self._stage:
             for part in self._parts:
                 assert isinstance(part, FSDPModule)
                 part.set_requires_gradient_sync(last or self._stage > 1)
+                part.set_requires_all_reduce(last)  # between the copies of hybrid sharding
+                part.set_reshard_after_backward(last or self._stage == 3)
         return self._ddp.no_sync() if self._ddp is not None and not last else nullcontext()
 
     def sum_gradients(self, gradients: list[Tensor]) -> None:

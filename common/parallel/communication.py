@@ -96,8 +96,8 @@ def _whole_parameters(config: RunConfig, topology: Topology, place: int) -> floa
 
 def _data(config: RunConfig, topology: Topology, place: int) -> float:
     """Without ZeRO an all-reduce of the gradients a step. With it the two halves of one (arXiv 1910.02054, section 7): a reduce-scatter of
-    the gradients, a step or a micro batch, and gathers of the parameters every micro batch, in stage 3 those of blocks for the forward and
-    for the backward pass. With hybrid sharding the reduced parts are summed over the copies."""
+    the gradients, a step or a micro batch, and a gather of the parameters a step, in stage 3 every micro batch, those of blocks for the
+    forward and for the backward pass. With hybrid sharding the reduced parts are summed over the copies once a step."""
     ranks, cut, zero = topology.data, shard_ranks(config), config.parallel.zero_stage
     if ranks == 1:
         return 0.0
@@ -108,11 +108,8 @@ def _data(config: RunConfig, topology: Topology, place: int) -> float:
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if cut == 1:  # a pipeline sums float32 gradients after its last micro batch
         return all_reduce(elements * (4 if topology.pipeline > 1 else reduced), ranks)
-    gathered, reductions = elements + (blocks if zero == 3 else 0), micro_batches
-    if keeps_whole_gradients(config):
-        reductions = 1
-    # DeepSpeed gathers what it has updated; a pipeline leaves parameters gathered
-    once = zero < 3 and (topology.pipeline > 1 or not is_fully_sharded(config))
-    gathers = 1 if once else micro_batches
+    reductions = 1 if keeps_whole_gradients(config) else micro_batches
+    # a pipeline leaves parameters gathered
+    gathered = elements if zero < 3 or topology.pipeline > 1 else micro_batches * (elements + blocks)
     copies = all_reduce(elements * reduced / cut, ranks // cut)
-    return (all_gather(elements * reduced, cut) + copies) * reductions + all_gather(gathered * held, cut) * gathers
+    return all_gather(elements * reduced, cut) * reductions + copies + all_gather(gathered * held, cut)

@@ -2,9 +2,9 @@
 ranks hold as much.
 
 How ZeRO (arXiv 1910.02054) is met on torch's native engine, by FSDP2: each rank keeps its rows of every parameter, in float32. In
-stages 1 and 2 parameters are gathered, in the type of precision.parameters, for a micro batch's forward and backward pass, in stage 3 a
-block at a time. Gradients of several micro batches add up whole in stage 1, and in a pipeline, which also leaves parameters gathered;
-else each block's are reduced as its backward pass ends.
+stages 1 and 2, and in a pipeline, parameters are gathered, in the type of precision.parameters, for the passes of a step, in stage 3 a
+block at a time. Gradients of several micro batches add up whole in stage 1, and in a pipeline; else each block's are reduced as its
+backward pass ends.
 """
 
 from __future__ import annotations

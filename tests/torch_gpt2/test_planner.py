@@ -271,14 +271,14 @@ def four_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("precision", ["float32", "half"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_fully_sharded_state_and_messages(zero: int, precision: str) -> None:
-    """The engine's own FSDP2, with and without accumulation: bytes held, gathered, reduced."""
+@pytest.mark.parametrize(("zero", "shards"), [(1, 4), (2, 4), (3, 4), (1, 2), (2, 2), (3, 2)])
+def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str) -> None:
+    """The engine's own FSDP2, also as two copies of two shards, with and without accumulation: bytes held, gathered, reduced. Parameters
+    are gathered and copies summed once a step, blocks of stage 3 alone for every pass."""
     for micro_batches in (1, 3):
         train = {"accumulation_steps": micro_batches}
-        config = make(
-            4, train=train, precision=PRECISIONS[precision], parallel={"zero_stage": zero}, model={"hidden_size": 42, "num_heads": 3}
-        )
+        layout = {"zero_stage": zero, "shard_size": shards}
+        config = make(4, train=train, precision=PRECISIONS[precision], parallel=layout, model={"hidden_size": 42, "num_heads": 3})
         stage = make_plan(config).stages[0]
         model = GPT2(config.model, config.precision, padded_vocabulary(config))
         assert dist.group.WORLD is not None
@@ -286,12 +286,15 @@ def test_fully_sharded_state_and_messages(zero: int, precision: str) -> None:
         shard_model(model, config, data_mesh(config, world, select_device("cpu")))
         parallel = DataParallel([model], model.loss_sum, config, world)
         ids = torch.zeros(3, 40, dtype=torch.int64)
-        with Messages(4) as messages:
+        with Messages(shards) as messages:  # there are as many copies where there are two
             for micro_batch in range(micro_batches):
                 with parallel.micro_batch(last=micro_batch == micro_batches - 1):
                     parallel.loss_sum(ids, ids).backward()
-        shards = [parameter.to_local() for parameter in model.parameters()]
-        assert stage.memory.weights == sum(shard.nbytes for shard in shards)
+        names = [name.partition(".")[0].lstrip("_") for name, _ in messages.calls]
+        gathers = sum("all_gather" in name or "allgather" in name for name in names)
+        assert gathers == ((1 + 2 * 4) * micro_batches if zero == 3 else 1 + 4)
+        assert sum("allreduce" in name for name in names) == (0 if shards == 4 else 1 + 4)
+        assert stage.memory.weights == sum(parameter.to_local().nbytes for parameter in model.parameters())
         gradients = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
         if zero > 1 or micro_batches == 1:
             assert stage.memory.gradients == gradients
