@@ -65,8 +65,8 @@ def _sharded(model: nn.Module) -> Iterable[FSDPModule]:
 class DataParallel:
     """The loss of a micro batch whose gradients are summed over the data-parallel ranks.
 
-    DDP does so while the last micro batch of a step goes backward, FSDP in ZeRO stages 2 and 3 while each does. Where neither can (weights below float32 whose
-    gradients are summed in float32 outside the parameters; pipelines) ``sum_gradients`` does it after that.
+    DDP does so while the last micro batch of a step goes backward, FSDP in ZeRO stages 2 and 3 while each does. Where neither can (weights
+    below float32 whose gradients are summed in float32 outside the parameters; pipelines) ``sum_gradients`` does it after that.
     """
 
     def __init__(self, parts: list[GPT2], loss_sum: LossSum, config: RunConfig, world: World) -> None:

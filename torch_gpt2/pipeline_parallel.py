@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,50 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
         del model.wte
 
 
+class Stage(PipelineStage):
+    """Has a buffer for a message from when it is awaited to the end of the pass that last needs it, where torch's has one for each micro
+    batch of a step all the time. Until then, and after, a buffer is on the meta device: shape and type alone."""
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(1, *args, **kwargs)
+        first = self.args_recv_info[0]
+        self.args_recv_info = {number: _without_memory(first) for number in range(num_microbatches)}
+        return result
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return _without_memory(super()._create_grad_recv_info(act_send_info))
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        self.args_recv_info[fwd_chunk_id] = _without_memory(self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        self.grad_recv_info[bwd_chunk_id] = _without_memory(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
+
+
+def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, their buffers on the meta device; those from outside the pipeline have none."""
+    copies = tuple(copy.copy(message) for message in messages)
+    for message in copies:
+        if getattr(message, "buffer", None) is not None:
+            message.buffer = torch.empty_like(message.buffer, device="meta", requires_grad=message.buffer.requires_grad)
+    return copies
+
+
 def _unchanged(x: Tensor) -> Tensor:
     return x
 
@@ -65,7 +110,7 @@ class Pipeline:
         self.has_loss = self._count - 1 in self._parts
         micro_batches = config.train.accumulation_steps
         assert micro_batches is not None
-        made = [PipelineStage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
+        made = [Stage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
         kind = _SCHEDULES[config.parallel.pipeline_schedule]
         if kind is Schedule1F1B and micro_batches < world.topology.pipeline:  # too few to alternate
             kind = ScheduleGPipe
@@ -79,7 +124,7 @@ class Pipeline:
         losses: list[Tensor] = []
         inputs = (ids,) if 0 in self._parts else ()
         if self.has_loss:
-            self._schedule.step(*inputs, target=targets, losses=losses)
+            self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
             return torch.stack([loss.detach() for loss in losses]).sum()
         self._schedule.step(*inputs)
         return torch.zeros((), device=self._device)

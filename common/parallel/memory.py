@@ -17,7 +17,7 @@ from common.config.resolve import padded_vocabulary
 from common.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from common.parallel import activations
 from common.parallel.activations import BYTES, Sizes
-from common.parallel.pipeline import held_at_most
+from common.parallel.pipeline import gradients_at_most, held_at_most
 from common.parallel.sharding import local_shape, split_dim
 from common.parallel.topology import Topology
 from common.weights.names import EMBEDDING, parameter_shapes
@@ -44,7 +44,7 @@ class Memory:
     working: int
     """What comes and goes within a pass: logits, recomputed activations, gradients between layers."""
     communication: int
-    """Buffers of messages: gathered and reduced blocks, what stages have sent."""
+    """Buffers of messages: gathered and reduced blocks, gradients that other stages have sent."""
     shared: int = 0
     """What gradients take of the room of activations: with one micro batch a step they come as those go."""
 
@@ -179,16 +179,18 @@ def _saved(config: RunConfig, topology: Topology, place: int) -> tuple[int, int]
 
 
 def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[int, int]:
-    """Bytes of activations and of the loss that one micro batch leaves. Between stages the pipeline keeps each one's output until its
-    backward pass; its input lies in the buffer that received it."""
-    sizes, mode = Sizes.of(config), config.train.recompute
+    """Bytes of activations and of the loss that one micro batch leaves. The pipeline keeps what a stage has received and what it sends,
+    which are one where the stage after it is on the same rank."""
+    sizes, mode, place = Sizes.of(config), config.train.recompute, topology.place_of_stage(stage)
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
     saved = layers * activations.of_block(config, mode)
     loss = 0
     if stage == 0:
         saved += activations.of_embedding(config)
-    elif mode == "full" or sizes.norm == sizes.compute:
-        saved -= sizes.residual
+    else:
+        is_in_block = layers > 0 and (mode == "full" or sizes.norm == sizes.compute)
+        is_sent = topology.place_of_stage(stage - 1) != place
+        saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:
         saved += activations.of_norm(config)
         loss = activations.of_loss(config)
@@ -198,11 +200,12 @@ def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[
 
 
 def _buffers(config: RunConfig, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
-    """torch.distributed.pipelining has a buffer for every micro batch that comes from either side. FSDP2 copies a unit in and out of
-    one message, and has its whole gradients beside the message that reduces them."""
-    micro_batches = config.train.accumulation_steps or 1
-    neighbours = sum((stage > 0) + (stage < topology.stages - 1) for stage in topology.stages_of(place))
-    received = neighbours * micro_batches * Sizes.of(config).residual
+    """Gradients that come from other stages; torch_gpt2.pipeline_parallel.Stage has a buffer for a message while it is needed. FSDP2
+    copies a unit in and out of one message, and has its whole gradients beside the message that reduces them."""
+    received = 0
+    if topology.pipeline > 1:
+        schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps or 1
+        received = gradients_at_most(schedule, topology, place, micro_batches) * Sizes.of(config).residual
     largest = max(unit.elements for unit in units)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):

@@ -137,14 +137,9 @@ def held_at_most(schedule: str, topology: Topology, place: int, micro_batches: i
     """Micro batches that wait for their backward pass on each stage of a rank, when they take most. sizes: bytes of one, by stage."""
     if schedule in ("gpipe", "1f1b"):
         return {place: _waiting(schedule, topology, place, micro_batches)}
-    period = max(2 * topology.pipeline, topology.pipeline * topology.virtual)
-    # after a few rounds the same comes again
-    fewer = micro_batches if micro_batches < 3 * period else 2 * period + micro_batches % topology.pipeline
-    if schedule_error(schedule, topology, fewer):
-        fewer = micro_batches
     held = dict.fromkeys(topology.stages_of(place), 0)
     now, most, worst = 0, -1, held
-    for action in order_of_rank(schedule, topology, place, fewer):
+    for action in _a_few_rounds(schedule, topology, place, micro_batches):
         if action.what is Pass.FORWARD:
             held[action.stage] += 1
             now += sizes[action.stage]
@@ -154,6 +149,29 @@ def held_at_most(schedule: str, topology: Topology, place: int, micro_batches: i
             held[action.stage] -= 1
             now -= sizes[action.stage]
     return worst
+
+
+def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
+    """Gradients from other ranks that a rank holds at once: from a stage's backward pass, until that of its weights where it is split.
+    One or two more may come early."""
+    now = most = 0
+    sent = {stage for stage in topology.stages_of(place) if stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place}
+    for action in _a_few_rounds(schedule, topology, place, micro_batches):
+        if action.stage in sent and action.what in (Pass.BACKWARD, Pass.INPUT):
+            now += 1
+            most = max(most, now)
+        if action.stage in sent and action.what in (Pass.BACKWARD, Pass.WEIGHT):
+            now -= 1
+    return most
+
+
+def _a_few_rounds(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:
+    """The order of so many micro batches that more would bring nothing new."""
+    period = max(2 * topology.pipeline, topology.pipeline * topology.virtual)
+    fewer = micro_batches if micro_batches < 3 * period else 2 * period + micro_batches % topology.pipeline
+    if schedule_error(schedule, topology, fewer):
+        fewer = micro_batches
+    return order_of_rank(schedule, topology, place, fewer)
 
 
 def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
