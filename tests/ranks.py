@@ -1,15 +1,19 @@
 """Several ranks on this machine: every job in turn, each rank a process that goes through all of them.
 
-    run_ranks(2, [job, job])    starts ``python tests/ranks.py`` twice
+    run_ranks(2, [job, job])      starts ``python tests/ranks.py`` once, which becomes two ranks (fork) when it has imported the framework
+    start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
-A job is the tree of a configuration, with "run_mode" where that is not train. One start serves many jobs, since importing the framework
-takes longer than they do.
+A job is the tree of a configuration, with "run_mode" where that is not train. One start serves many jobs, and all ranks, since importing
+the framework takes longer than they do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -62,30 +66,68 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
     return [process.returncode for process in processes], printed
 
 
-def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None) -> None:
-    """Start and wait. Every rank must succeed."""
-    codes, printed = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 20.0 * ranks * len(jobs))
-    assert codes == [0] * ranks, "\n".join(printed)
+def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False) -> None:
+    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output (tests/watch.py)."""
+    ports = [free_port() for _ in jobs]
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), json.dumps([ports, list(jobs), ranks, watched])],
+        cwd=ROOT,
+        env=rank_environment(0, ranks, ports[0]) | dict(variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=60.0 + 20.0 * ranks * len(jobs))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # no rank is left
+    assert process.returncode == 0, printed
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
+    import torch_gpt2.train  # noqa: F401
+
+    ports, jobs, *several = json.loads(sys.argv[1])
+    if not several:
+        go_through(ports, jobs)
+        return
+    ranks, watched = several
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched)) for rank in range(ranks)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    sys.exit(int(any(child.exitcode for child in children)))
+
+
+def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: bool) -> None:
+    os.environ.update(rank_environment(rank, ranks, ports[0]))
+    go_through(ports, jobs, watched=watched)
+
+
+def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.config.resolve import resolve_mode
     from common.errors import GPT2Error
     from common.training.log import start_log
+    from tests.watch import watch
     from torch_gpt2.evaluate import evaluate
     from torch_gpt2.train import train
 
-    ports, jobs = json.loads(sys.argv[1])
     for port, tree in zip(ports, jobs, strict=True):
         process = find_process(os.environ | {"MASTER_PORT": str(port)})
         start_log(rank=process.rank)
         mode = tree.pop("run_mode", "train")
+        note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"
         try:
             config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
-            {"train": train, "eval": evaluate}[mode](config, process)
+            with watch(note) if watched else contextlib.nullcontext():
+                {"train": train, "eval": evaluate}[mode](config, process)
         except GPT2Error as error:
             print(f"error: {error}")
             sys.exit(error.exit_code)

@@ -29,11 +29,12 @@ SEQUENCE = {**TENSOR, "parallel__sequence_parallel": True}
 PIPELINE: dict[str, Any] = {"parallel__pipeline_stage": 2}
 SPLIT: dict[str, Any] = {"parallel__zero_stage": 3}
 RECOMPUTE: dict[str, Any] = {"train__recompute": "full"}
+THREE: dict[str, Any] = {"train__micro_batch_size": 4}  # micro batches a step where six would only be more messages
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "tp2": TENSOR,
-        "tp2 sp": SEQUENCE,
-        "tp2 sp recomputed": SEQUENCE | RECOMPUTE,
+        "tp2": TENSOR | THREE,
+        "tp2 sp": SEQUENCE | THREE,
+        "tp2 sp recomputed": SEQUENCE | RECOMPUTE | THREE,
         "zero1": {"parallel__zero_stage": 1},
         "zero2 recomputed": {"parallel__zero_stage": 2} | RECOMPUTE,
         "zero3": SPLIT | {"train__recompute": "selective"},
@@ -45,11 +46,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "uneven": PIPELINE | {"parallel__stage_layers": [3, 1]},
     },
     4: {
-        "tp4": {"parallel__model_parallel": 4},
+        "tp4": {"parallel__model_parallel": 4} | THREE,
         "pp4": {"parallel__pipeline_stage": 4},
         "dp2 tp2": TENSOR,
         "dp2 pp2": PIPELINE,
-        "tp2 pp2": SEQUENCE | PIPELINE,
+        "tp2 pp2": SEQUENCE | PIPELINE | THREE,
         "zero3 tp2": SEQUENCE | SPLIT,
         "zero1 pp2": PIPELINE | {"parallel__zero_stage": 1},
         "zero3 pp2": PIPELINE | SPLIT,
@@ -62,8 +63,8 @@ EVALUATED = ("uneven", "dp2 tp2", "zero3 tp2", "dp2 pp2")
 
 
 def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
-    """101 tokens, which no vocabulary is padded to; three micro batches on each of two data ranks. With a deviation of 0.02 a model this
-    narrow would have gradients of biases that are rounding alone."""
+    """101 tokens, which no vocabulary is padded to; three micro batches on each of two data ranks, six on one. With a deviation of 0.02 a
+    model this narrow would have gradients of biases that are rounding alone."""
     return changed(
         {
             "output_dir": str(folder),
@@ -79,9 +80,26 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
+    "fp16 that overflows": {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}},
+}
+# these compute each micro batch as one process does, so that only float32 sums differ
+SAME_PRODUCTS = {"one": (1, {}), "zero1": (2, {"parallel__zero_stage": 1}), "zero3": (2, SPLIT), "1f1b": (2, PIPELINE)}
+
+DROPOUT = TENSOR | {"model__dropout": 0.1, "train__global_batch_size": 4, "train__micro_batch_size": 2}
+WITH_DROPOUT: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("recomputed", RECOMPUTE),
+    ("begun", {"train__max_steps": 4}),
+    ("begun", {}),  # to step 10
+]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """folder / layout / variant; "one" is one process."""
+    """folder / layout / variant or precision, and folder / dropout / run; "one" is one process."""
     folder = tmp_path_factory.mktemp("layouts")
     for ranks, layouts in {1: {"one": {}}, **LAYOUTS}.items():
         jobs = [
@@ -89,9 +107,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
             for layout, settings in layouts.items()
             for variant, changes in VARIANTS.items()
         ]
+        jobs += [
+            tree(folder / layout / name, corpus_prefix, **settings, **precision, optimizer__clip_grad=0.0, train__max_steps=6)
+            for layout, (wanted, settings) in SAME_PRODUCTS.items()
+            for name, precision in PRECISIONS.items()
+            if wanted == ranks
+        ]
+        if ranks == 2:
+            jobs += [tree(folder / "dropout" / name, corpus_prefix, **DROPOUT, **changes) for name, changes in WITH_DROPOUT]
         whole = {"run_mode": "eval", "checkpoint__load": str(folder / "one" / "clip")}
         jobs += [tree(folder / name / "eval", corpus_prefix, **layouts[name], **whole) for name in EVALUATED if name in layouts]
-        run_ranks(ranks, jobs)
+        run_ranks(ranks, jobs, watched=True)
     return folder
 
 
@@ -132,34 +158,10 @@ def test_the_clip_acts_on_some_steps(runs: Path) -> None:
     assert any(norm > CLIP for norm in norms) and any(norm < CLIP for norm in norms)
 
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16"},
-    "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "fp16 that overflows": {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}},
-}
-# these compute each micro batch as one process does, so that only float32 sums differ
-SAME_PRODUCTS = {"one": (1, {}), "zero1": (2, {"parallel__zero_stage": 1}), "zero3": (2, SPLIT), "1f1b": (2, PIPELINE)}
-
-
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """folder / layout / precision."""
-    folder = tmp_path_factory.mktemp("half")
-    for ranks in (1, 2):
-        jobs = [
-            tree(folder / layout / name, corpus_prefix, **settings, **precision, optimizer__clip_grad=0.0, train__max_steps=6)
-            for layout, (wanted, settings) in SAME_PRODUCTS.items()
-            for name, precision in PRECISIONS.items()
-            if wanted == ranks
-        ]
-        run_ranks(ranks, jobs)
-    return folder
-
-
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("layout", [name for name in SAME_PRODUCTS if name != "one"])
-def test_half_precision(half: Path, layout: str, precision: str) -> None:
-    one, many = (read_metrics(half / name / precision / "metrics.jsonl") for name in ("one", layout))
+def test_half_precision(runs: Path, layout: str, precision: str) -> None:
+    one, many = (read_metrics(runs / name / precision / "metrics.jsonl") for name in ("one", layout))
     for key in ("step", "loss_scale", "skipped", "sample_hash"):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
     if precision.startswith("fp16"):
@@ -174,15 +176,41 @@ def test_half_precision(half: Path, layout: str, precision: str) -> None:
             assert other.get(key) == (row.get(key) and pytest.approx(row[key], rel=bound)), (row["step"], key)
 
 
-def test_dropout_is_repeated_by_recomputation_and_resume(tmp_path: Path, corpus_prefix: Path) -> None:
+def test_dropout_is_repeated_by_recomputation_and_resume(runs: Path) -> None:
     """Recomputed blocks must draw the masks of the forward pass, which the loss curve tells; so must a resumed run."""
-    settings = TENSOR | {"model__dropout": 0.1, "train__global_batch_size": 4, "train__micro_batch_size": 2}
-    runs = {"plain": {}, "recomputed": RECOMPUTE, "begun": {"train__max_steps": 4}}
-    jobs = [tree(tmp_path / name, corpus_prefix, **settings, **changes) for name, changes in runs.items()]
-    run_ranks(2, [*jobs, tree(tmp_path / "begun", corpus_prefix, **settings)])
     losses = {
-        name: [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
-        for name in runs
+        name: [
+            (row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(runs / "dropout" / name / "metrics.jsonl") if "loss" in row
+        ]
+        for name, _ in WITH_DROPOUT
     }
     assert losses["begun"] == losses["plain"], "four steps and six more are ten, bit for bit"
     assert losses["recomputed"] == [tuple(map(lambda value: pytest.approx(value, rel=TOLERANCE), row)) for row in losses["plain"]]
+
+
+def watched(run: Path, what: str) -> list[int]:
+    """By rank."""
+    return [json.loads((run / f"watched_{rank}.json").read_text())[what] for rank in range(len(list(run.glob("watched_*"))))]
+
+
+@pytest.mark.parametrize(("layout", "units"), [("zero1", 5), ("zero2 recomputed", 5), ("zero1 pp2", 3), ("zero3 pp2", 3)])
+def test_parameters_are_gathered_once_a_step(runs: Path, layout: str, units: int) -> None:
+    """Those of each block and all others, for ten steps of three micro batches and two validations, of which the sixth step uses what the
+    first gathered; a pipeline tries its stages once before."""
+    assert set(watched(runs / layout / "clip", "gathers")) == {units * (STEPS + 2 - 1 + layout.endswith("pp2"))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        ("gpipe", [1, 6]),
+        ("1f1b", [1, 1]),
+        ("pp4", [1, 3 + 1, 2 + 1, 1]),
+        ("interleaved", [2 + 1, 4 + 2]),
+        ("zero bubble", [2 + 1, 4 + 2]),
+        ("zbv", [2, 3 + 1]),
+    ],
+)
+def test_buffers_are_those_of_micro_batches_under_way(runs: Path, layout: str, most: list[int]) -> None:
+    """Inputs of stages until their backward passes, and gradients, where torch has one of each for all six micro batches."""
+    assert watched(runs / layout / "no clip", "received") == most
