@@ -33,8 +33,8 @@ THREE: dict[str, Any] = {"train__micro_batch_size": 4}  # micro batches a step w
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "tp2": TENSOR | THREE,
-        "tp2 sp": SEQUENCE | THREE,
-        "tp2 sp recomputed": SEQUENCE | RECOMPUTE | THREE,
+        "tp2 sp": SEQUENCE,
+        "tp2 sp recomputed": SEQUENCE | RECOMPUTE,
         "zero1": {"parallel__zero_stage": 1},
         "zero2 recomputed": {"parallel__zero_stage": 2} | RECOMPUTE,
         "zero3": SPLIT | {"train__recompute": "selective"},
