@@ -3,8 +3,8 @@
     run_ranks(2, [job, job])      starts ``python tests/ranks.py`` once, which becomes two ranks (fork) when it has imported the framework
     start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
-A job is the tree of a configuration, with "run_mode" where that is not train. One start serves many jobs, and all ranks, since importing
-the framework takes longer than they do.
+A job is the tree of a configuration, with "run_mode" where that is not train, and "ranks" where it is of the first so many alone, while the
+others wait for the next. One start serves many jobs, and all ranks, since importing the framework takes longer than they do.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
     from torch_gpt2.train import train
 
     for port, tree in zip(ports, jobs, strict=True):
-        process = find_process(os.environ | {"MASTER_PORT": str(port)})
+        rank, ranks = int(os.environ["RANK"]), tree.pop("ranks", int(os.environ["WORLD_SIZE"]))
+        if rank >= ranks:
+            continue
+        process = find_process(rank_environment(rank, ranks, port))
         start_log(rank=process.rank)
         mode = tree.pop("run_mode", "train")
         note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"

@@ -185,7 +185,6 @@ SLOWER: dict[str, Any] = {
     "model__num_heads": 4,
     "model__seq_length": 64,
     "model__initializer_range": 0.1,
-    "model__dropout": 0.0,
     "train__global_batch_size": 16,
     "train__max_steps": 150,
     "optimizer__learning_rate": 0.05,

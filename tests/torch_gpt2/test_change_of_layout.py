@@ -1,14 +1,22 @@
 """A run that stops under one layout and goes on under another: the losses of one that was never stopped."""
 
+import importlib.util
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.config.load import build_config
+from common.config.resolve import resolve_config, resolve_mode
+from common.errors import CheckpointError
 from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.export import export
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.torch_gpt2.test_layouts import PIPELINE, SEQUENCE, SPLIT, TENSOR, tree
+from torch_gpt2.train import train
 
 # float32 sums of the same terms in another order, for four steps; see test_layouts.py
 TOLERANCE = 1e-6
@@ -17,12 +25,15 @@ SAVED: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 tp2 pp2": (8, TENSOR | PIPELINE),
     "zero3 on 4": (4, SPLIT),
     "zero3 tp2": (4, SEQUENCE | SPLIT),
+    "deepspeed zero2": (2, {"engine": "deepspeed", "parallel__zero_stage": 2}),
 }
+if importlib.util.find_spec("deepspeed") is None:
+    del SAVED["deepspeed zero2"]
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp4": (4, {"parallel__model_parallel": 4}),
     "pp2 dp2": (4, PIPELINE),
-    "zero2 on 2": (2, {"parallel__zero_stage": 2}),
+    "zero3 on 2": (2, SPLIT),
 }
 ADAMW: dict[str, Any] = {
     "train__global_batch_size": 8,
@@ -32,26 +43,23 @@ ADAMW: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """whole NAME: eight steps; NAME: four; NAME, OTHER: from there to step eight under another layout, or the same."""
+    """whole NAME: eight steps; NAME: four; NAME, OTHER: from there to step eight under another layout, or the same; NAME, copied: read
+    and written again by one process."""
     folder = tmp_path_factory.mktemp("changes")
+    jobs = []
 
-    def run(ranks: int, runs: dict[str, dict[str, Any]], steps: int) -> None:
-        jobs = [tree(folder / name, corpus_prefix, **settings, **ADAMW, train__max_steps=steps) for name, settings in runs.items()]
-        run_ranks(ranks, jobs)
+    def add(name: str, layout: tuple[int, dict[str, Any]], steps: int, saved: str | None = None) -> None:
+        ranks, settings = layout
+        resume = {"checkpoint__resume": str(folder / saved)} if saved else {}
+        jobs.append(tree(folder / name, corpus_prefix, **settings, **ADAMW, **resume, train__max_steps=steps, ranks=ranks))
 
-    for name, (ranks, settings) in SAVED.items():
-        again = settings | {"checkpoint__resume": str(folder / name)}
-        runs = [(f"whole {name}", settings, 8), (name, settings, 4), (f"{name}, same", again, 8)]
-        jobs = [tree(folder / run, corpus_prefix, **changes, **ADAMW, train__max_steps=steps) for run, changes, steps in runs]
-        run_ranks(ranks, jobs)
-    for ranks in (1, 2, 4):
-        again = {
-            f"{saved}, {name}": settings | {"checkpoint__resume": str(folder / saved)}
-            for name, (wanted, settings) in RESUMED.items()
-            for saved in SAVED
-            if wanted == ranks
-        }
-        run(ranks, again, 8)
+    for saved, layout in SAVED.items():
+        add(f"whole {saved}", layout, 8)
+        add(saved, layout, 4)
+        add(f"{saved}, copied", RESUMED["one"], 4, saved)
+        for name, other in {"same": layout, **RESUMED}.items():
+            add(f"{saved}, {name}", other, 8, saved)
+    run_ranks(8, jobs)
     return folder
 
 
@@ -70,6 +78,16 @@ def test_a_run_goes_on_under_another_layout(folder: Path, saved: str, resumed: s
         assert [row[key] for row in later] == expected, key
 
 
+@pytest.mark.parametrize("saved", list(SAVED))
+def test_an_export_is_the_file_that_one_process_writes(folder: Path, tmp_path: Path, saved: str) -> None:
+    """Byte for byte, whoever wrote the checkpoint and however many rows padded its vocabulary."""
+    copied = find_checkpoint(folder / f"{saved}, copied")
+    assert copied is not None
+    words = tree(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
+    export(resolve_mode(build_config(words), "export", world_size=1))
+    assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (copied / "model.safetensors").read_bytes()
+
+
 def test_each_rank_has_written_its_own_part(folder: Path) -> None:
     checkpoint = find_checkpoint(folder / "dp2 tp2 pp2")
     assert checkpoint is not None
@@ -81,21 +99,14 @@ def test_each_rank_has_written_its_own_part(folder: Path) -> None:
 
 
 def test_a_part_that_is_missing_is_an_error(folder: Path, tmp_path: Path, corpus_prefix: Path) -> None:
-    import json
-    import shutil
-
-    from common.config.load import build_config
-    from common.config.resolve import resolve_config
-    from common.errors import CheckpointError
-    from torch_gpt2.train import train
-
     found = find_checkpoint(folder / "zero3 on 4")
     assert found is not None
     broken = tmp_path / "run" / "checkpoints" / found.name
     shutil.copytree(found, broken)
     manifest = json.loads((broken / "manifest.json").read_text())
-    del manifest["files"]["model.rank_00002.safetensors"]
+    del manifest["files"]["optimizer.rank_00002.safetensors"]
     (broken / "manifest.json").write_text(json.dumps(manifest))
     config = resolve_config(build_config(tree(tmp_path / "again", corpus_prefix, **ADAMW, checkpoint__resume=str(broken))))
-    with pytest.raises(CheckpointError, match=r"of .* only \d+ elements are there; use another checkpoint"):
+    message = r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\. Use another checkpoint"
+    with pytest.raises(CheckpointError, match=message):
         train(config)
