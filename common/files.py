@@ -56,13 +56,17 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Finish what a killed writer left of folders of these names (a glob): one whose replacement never came is put back, .NAME*.tmp go."""
+    """Finish what a killed writer left of files and folders of these names (a glob): a folder whose replacement never came is put back,
+    .NAME*.tmp go."""
     for replaced in parent.glob(f".{names}{_REPLACED}"):
         target = parent / replaced.name[1:].removesuffix(_REPLACED)
         if not target.exists():
             os.replace(replaced, target)
     for leftover in (*parent.glob(f".{names}.tmp"), *parent.glob(f".{names}.*.tmp")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -92,6 +92,7 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         if active:
             clean_up(self.folder, "step_*")
+            clean_up(self.folder, LATEST)
 
     def __enter__(self) -> CheckpointWriter:
         return self
