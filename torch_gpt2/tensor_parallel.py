@@ -7,7 +7,6 @@ A region is entered once and left once: its input is copied or gathered, its par
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,19 +181,19 @@ def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> Non
     """Dropout of the heads, which are split, differs between the ranks; all else between the regions must not.
 
     The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make alike, and which recomputation
-    repeats: it restores that generator before it runs a block again.
+    repeats: it restores that generator before it runs a block again. Compilation leaves this out: it would break at each of these lines.
     """
-    before: list[dict[str, Any]] = []
+    attend = attention.attend
 
-    def own(module: nn.Module, inputs: Sequence[Tensor]) -> None:
-        if module.training:
-            drawn = int(torch.randint(2**62, ()))
-            before.append(device.rng_state())
-            device.seed((drawn + rank * 0x9E3779B97F4A7C15) % 2**63)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend_with_own_masks(*tensors: Tensor) -> Tensor:
+        if not attention.training:
+            return attend(*tensors)  # type: ignore[no-any-return, operator]
+        drawn = int(torch.randint(2**62, ()))
+        before = device.rng_state()
+        device.seed((drawn + rank * 0x9E3779B97F4A7C15) % 2**63)
+        out: Tensor = attend(*tensors)
+        device.set_rng_state(before)
+        return out
 
-    def common(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
-        if module.training:
-            device.set_rng_state(before.pop())
-
-    attention.register_forward_pre_hook(own)
-    attention.register_forward_hook(common)
+    attention.attend = attend_with_own_masks  # type: ignore[assignment]
