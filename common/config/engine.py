@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.config.parallel_mode import check_parallel_mode, compiled_mode
 from common.config.schema import DeepSpeedConfig, ParallelConfig, RunConfig
 from common.config.vendor import deepspeed_settings
 from common.errors import ConfigError
@@ -35,7 +36,10 @@ def check_engine(config: RunConfig) -> None:
         if config.backend == "torch":
             _check_native(config)
         else:
-            for name in ("pipeline_schedule", "virtual_stages", "stage_layers", "shard_size"):
+            check_parallel_mode(config, config.device)
+            for name in (
+                () if compiled_mode(config, config.device) else ("pipeline_schedule", "virtual_stages", "stage_layers", "shard_size")
+            ):
                 if getattr(config.parallel, name) != ParallelConfig.model_fields[name].default:
                     raise ConfigError(f"parallel.{name}={getattr(config.parallel, name)} is for backend torch; leave it out")
         for name, field in DeepSpeedConfig.model_fields.items():

@@ -13,12 +13,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write
-
-Path_ = tuple[str | int, ...]
-Sources = dict[Path_, str]
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,6 +102,7 @@ def _read_with_bases(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, A
     if path.resolve() in parents:
         raise ConfigError(f"{path}: base files include each other: {' -> '.join(str(p) for p in (*parents, path))}")
     own, own_sources = read_yaml(path)
+    rename_keys(own, own_sources)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -193,14 +192,18 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     dotted, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", dotted):
         raise ConfigError(f"command line: {word!r}: expected section.key=value")
-    path = tuple(dotted.split("."))
+    path: Path_ = tuple(dotted.split("."))
     value = text if _takes_text(path, text) else parse_scalar(text, f"command line: {dotted}")
+    renamed = rename(path, value, "command line")
+    if renamed is None:
+        return
+    path, value = renamed
     at = tree
     for depth, key in enumerate(path[:-1], 1):
-        below = _expanded(path[:depth], at.get(key))
-        at[key] = below if isinstance(below, dict) else {}
-        at = at[key]
-    at[path[-1]] = value
+        below = _expanded(path[:depth], at.get(str(key)))
+        at[str(key)] = below if isinstance(below, dict) else {}
+        at = at[str(key)]
+    at[str(path[-1])] = value
     sources[path] = "command line"
 
 

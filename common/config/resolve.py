@@ -55,7 +55,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
             "global_batch_size": batch.global_batch,
             "accumulation_steps": batch.accumulation,
         },
-        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation},
+        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation, **_optimizer_split(parallel)},
         validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
         loss_scale={"mode": scale_mode},
         device=_TARGETS.get(config.context.device_target or "", config.device),
@@ -73,7 +73,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunCon
         return resolve_config(config, world_size=world_size)
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
     shared = run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
-    plain = {name: field.default for name, field in ParallelConfig.model_fields.items()}
+    plain = dict(ParallelConfig())
     if shared:
         kept = {name: getattr(parallel, name) for name in ("model_parallel", "pipeline_stage", "sequence_parallel")}
         one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
@@ -92,9 +92,16 @@ _TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
 _MINDSPORE_ONLY = (
     *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
     *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
+    *(
+        f"parallel.{name}"
+        for name in (
+            "parallel_mode", "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean",
+            "enable_alltoall", "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
+        )
+    ),
     "checkpoint.ckpt_prefix",
     "export.batch_size",
-)
+)  # fmt: skip
 
 
 def _check_backend(config: RunConfig) -> None:
@@ -266,6 +273,19 @@ def _accumulation(config: RunConfig) -> int | None:
             " make them equal or drop one"
         )
     return steps if steps is not None else alias
+
+
+def _optimizer_split(parallel: ParallelConfig) -> dict[str, Any]:
+    """zero_stage, which MindFormers has other names for. Raises ConfigError where they contradict each other."""
+    wish, stage = parallel.enable_parallel_optimizer, parallel.zero_stage
+    if wish is False and stage:
+        raise ConfigError(
+            f"parallel.enable_parallel_optimizer=false and parallel.zero_stage={stage} contradict each other; keep one of them"
+        )
+    stage = max(stage, int(wish or False))
+    if stage and parallel.parallel_optimizer_config.gradient_accumulation_shard:
+        stage = max(stage, 2)
+    return {"zero_stage": stage, "enable_parallel_optimizer": None}
 
 
 def _given(value: float | None, otherwise: float) -> float:

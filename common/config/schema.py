@@ -229,6 +229,34 @@ class ValidationConfig(Section):
     """Windows at once; train.micro_batch_size when left out."""
 
 
+PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+"""In the order of MindFormers' numbers, from 0."""
+
+
+def _parallel_mode(value: Any) -> Any:
+    return PARALLEL_MODES[value] if type(value) is int and value in range(len(PARALLEL_MODES)) else value
+
+
+class ParallelOptimizerConfig(Section):
+    """How MindSpore's compiler splits the optimizer (zero_stage)."""
+
+    parallel_optimizer_threshold: NonNegativeInt = 64
+    """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay whole."""
+    gradient_accumulation_shard: bool = False
+    """Split the accumulated gradients too: another name for zero_stage 2."""
+
+
+class StrategyFileConfig(Section):
+    """Files in which MindSpore's compiler writes how each parameter was split."""
+
+    save_file: Text | None = None
+    """Where to write; ``{rank}`` in it is the rank. strategy/ckpt_strategy_rank_{rank}.ckpt in output_dir when left out."""
+    load_file: Text | None = None
+    """Splits to take instead of ours, with auto_parallel."""
+    only_trainable_params: bool = False
+    """Leave out the optimizer's state, so that the file does for weights alone."""
+
+
 class ParallelConfig(Section):
     data_parallel: Count | None = None
     """Ranks that see different samples, ZeRO's included; derived from the number of processes when left out."""
@@ -253,6 +281,38 @@ class ParallelConfig(Section):
     strategy: Literal["ddp", "parameter_server", "horovod"] = "ddp"
     """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on one that updates and hands out
     the weights (DataParallel), horovod does as ddp with Horovod."""
+    parallel_mode: (
+        Annotated[
+            Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"],
+            BeforeValidator(
+                _parallel_mode,
+                json_schema_input_type=Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel", 0, 1, 2, 3],
+            ),
+        ]
+        | None
+    ) = None
+    """On MindSpore, who splits the work: data_parallel (0) and hybrid_parallel (3) our own collectives, semi_auto_parallel (1) MindSpore's
+    compiler after our plan, auto_parallel (2) the compiler alone. 1 and 2 are for Ascend; left out, 1 there and 3 elsewhere."""
+    enable_parallel_optimizer: bool | None = None
+    """Another name for zero_stage: true is 1, false 0."""
+    parallel_optimizer_config: ParallelOptimizerConfig = ParallelOptimizerConfig()
+    """Of modes 1 and 2."""
+    vocab_emb_dp: bool = False
+    """In modes 1 and 2: every tensor-parallel rank holds the whole embedding table; with a pipeline the ranks split it all the same."""
+    gradient_aggregation_group: Count = 4
+    """In modes 1 and 2: groups of neighbouring blocks whose gradients are communicated at once."""
+    full_batch: bool | None = None
+    """In modes 1 and 2: every rank reads the whole batch (true, also when left out), or only what its data-parallel rank sees."""
+    gradients_mean: bool = True
+    """Gradients are of the mean over the global batch, in every mode; false changes nothing in modes 1 and 2 and is refused in others."""
+    enable_alltoall: bool = False
+    """In modes 1 and 2: the compiler may change layouts by AllToAll."""
+    search_mode: Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None = None
+    """How auto_parallel looks for splits; recursive_programming when left out. sharding_propagation starts from our plan."""
+    micro_batch_interleave_num: Count = 1
+    """In modes 1 and 2: parts of a micro batch whose communication and computation overlap."""
+    strategy_ckpt_config: StrategyFileConfig = StrategyFileConfig()
+    """Of modes 1 and 2."""
 
 
 def _resume(value: Any) -> Any:

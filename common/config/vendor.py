@@ -7,6 +7,7 @@ from typing import Any
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.parallel.topology import Topology
 
 
 def mindspore_context(config: RunConfig) -> dict[str, Any]:
@@ -22,6 +23,53 @@ def mindspore_context(config: RunConfig) -> dict[str, Any]:
     if context.max_device_memory:
         settings |= {"max_device_memory": context.max_device_memory}
     return settings
+
+
+def semi_auto_settings(config: RunConfig, rank: int) -> dict[str, Any]:
+    """Arguments of mindspore.set_auto_parallel_context (2.10), for a resolved config that MindSpore's compiler splits.
+
+    The loss is divided by the global batch before gradients are taken, so they are summed and no mean is asked for.
+    """
+    parallel, topology = config.parallel, Topology.from_config(config.parallel)
+    files = parallel.strategy_ckpt_config
+    strategy_files: dict[str, Any] = {
+        "save_file": strategy_file(config, rank),
+        "only_trainable_params": files.only_trainable_params,
+    }
+    if files.load_file:
+        strategy_files["load_file"] = files.load_file.replace("{rank}", str(rank))
+    settings: dict[str, Any] = {
+        "parallel_mode": parallel.parallel_mode or "semi_auto_parallel",
+        "device_num": topology.world_size,
+        "global_rank": rank,
+        "gradients_mean": False,
+        "loss_repeated_mean": True,
+        "dataset_strategy": "full_batch" if parallel.full_batch is not False else ((topology.data, 1), (topology.data, 1)),
+        "enable_alltoall": parallel.enable_alltoall,
+        "enable_parallel_optimizer": parallel.zero_stage > 0,
+        "strategy_ckpt_config": strategy_files,
+    }
+    if parallel.parallel_mode == "auto_parallel":
+        settings["search_mode"] = parallel.search_mode or "recursive_programming"
+    if parallel.zero_stage:
+        settings["parallel_optimizer_config"] = {
+            "optimizer_level": f"level{parallel.zero_stage}",
+            "optimizer_weight_shard_size": parallel.shard_size or topology.data,
+            "parallel_optimizer_threshold": parallel.parallel_optimizer_config.parallel_optimizer_threshold,
+        }
+    if topology.pipeline > 1:
+        settings |= {
+            "pipeline_stages": topology.pipeline,
+            "pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": parallel.pipeline_schedule},
+            "pipeline_result_broadcast": True,
+        }
+    return settings
+
+
+def strategy_file(config: RunConfig, rank: int) -> str:
+    """Where a rank's compiler writes how it split the parameters."""
+    name = config.parallel.strategy_ckpt_config.save_file or f"{config.output_dir}/strategy/ckpt_strategy_rank_{{rank}}.ckpt"
+    return name.replace("{rank}", str(rank))
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
