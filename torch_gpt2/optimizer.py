@@ -91,9 +91,10 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     if gradients[0].device.type == "cpu":
         # there torch adds squares one after the other in float32, which loses 1e-3 of a table of 39 million: so in short rows
-        norms = torch.cat([row for gradient in gradients for row in _norms_of_rows(gradient.reshape(-1))])
-        return norms.double().norm().float()
-    total: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+        norms = torch.cat([row for gradient in gradients for row in _norms_of_rows(gradient.reshape(-1))]).double()
+    else:
+        norms = torch.stack(torch._foreach_norm(gradients))
+    total: Tensor = norms.norm().float()
     return total
 
 

@@ -7,6 +7,7 @@ A region is entered once and left once: its input is copied or gathered, its par
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,17 +184,17 @@ def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> Non
     The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make alike, and which recomputation
     repeats: it restores that generator before it runs a block again. Compilation leaves this out: it would break at each of these lines.
     """
-    attend = attention.attend
+    attend: Callable[..., Tensor] = attention.attend  # type: ignore[assignment]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend_with_own_masks(*tensors: Tensor) -> Tensor:
         if not attention.training:
-            return attend(*tensors)  # type: ignore[no-any-return, operator]
+            return attend(*tensors)
         drawn = int(torch.randint(2**62, ()))
         before = device.rng_state()
         device.seed((drawn + rank * 0x9E3779B97F4A7C15) % 2**63)
-        out: Tensor = attend(*tensors)
+        out = attend(*tensors)
         device.set_rng_state(before)
         return out
 
-    attention.attend = attend_with_own_masks  # type: ignore[assignment]
+    attention.attend = attend_with_own_masks
