@@ -16,25 +16,30 @@ from mindspore import Parameter, Tensor, ops
 
 from common.config.schema import ModelConfig
 from common.errors import StorageError
-from common.training.checkpoint import Snapshot
-from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_rows
+from common.parallel.sharding import Piece
+from common.training.checkpoint import Part, Snapshot
+from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_piece
 from common.training.state import TrainState
+from common.weights.pieces import to_rectangle
 
 if TYPE_CHECKING:
     from mindformers_gpt2.engine import Engine
 
 
 def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
-    """Copy weights, optimizer state, generators and counters to the host."""
-    model = engine.config.model
-    weights: dict[str, Any] = {name: true_rows(name, _to_numpy(tensor), model) for name, tensor in engine.master.tensors.items()}
+    """Copy weights, optimizer state and counters to the host: all, or this rank's part where ranks hold different ones."""
+    names = [name for name in engine.master.tensors if engine.writes(name)]
+    pieces = {name: true_piece(name, engine.pieces[name], engine.config.model) for name in names}
+    names = [name for name in names if pieces[name].rows[0] < pieces[name].rows[1]]  # padding is not kept
+
+    def cut(name: str, tensor: Parameter) -> Any:
+        first, end = pieces[name].rows
+        return _to_numpy(tensor)[: end - first]
+
+    weights: dict[str, Any] = {name: cut(name, engine.master.tensors[name]) for name in names}
     steps = int(engine.optimizer.steps.asnumpy())
-    moments = {
-        f"{name}.{part}": true_rows(name, _to_numpy(tensor), model)
-        for part, tensors in engine.optimizer.state.items()
-        for name, tensor in tensors.items()
-        if steps
-    }
+    moments = {f"{name}.{part}": cut(name, tensors[name]) for part, tensors in engine.optimizer.state.items() for name in names if steps}
+    rank, rectangles = engine.world.rank, {name: to_rectangle(pieces[name]) for name in names}
     snapshot = make_snapshot(
         engine.config,
         state,
@@ -45,18 +50,19 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
         ),
         versions={"backend": "mindspore", "mindspore": ms.__version__},
         record=engine.record,
+        part=Part(rank=rank, ranks=engine.world.size, rectangles=rectangles) if engine.parts_are_split else None,
     )
     prefix = engine.config.checkpoint.ckpt_prefix
     if prefix is None:
         return snapshot
     epoch, step = _epoch_and_step(engine, state)
     tensors = weights | moments | {"epoch_num": np.int32(epoch), "step_num": np.int32(state.step)}
-    return replace(snapshot, beside=partial(_write_ckpt, tensors, f"{prefix}_rank_0", f"{epoch}_{step}", engine.config.checkpoint.keep))
+    return replace(snapshot, beside=partial(_write_ckpt, tensors, rank, prefix, f"{epoch}_{step}", engine.config.checkpoint.keep))
 
 
-def _write_ckpt(tensors: Mapping[str, Any], name: str, number: str, keep: int, folder: Path) -> None:
-    """Write ``folder/rank_0/NAME-EPOCH_STEP.ckpt``, whole or not at all, and keep the newest ``keep`` of this name (0: all)."""
-    rank_folder = folder / "rank_0"
+def _write_ckpt(tensors: Mapping[str, Any], rank: int, prefix: str, number: str, keep: int, folder: Path) -> None:
+    """Write ``folder/rank_R/PREFIX_rank_R-EPOCH_STEP.ckpt``, whole or not at all, and keep the newest ``keep`` of this name (0: all)."""
+    rank_folder, name = folder / f"rank_{rank}", f"{prefix}_rank_{rank}"
     target = rank_folder / f"{name}-{number}.ckpt"
     temporary = rank_folder / f".{name}-{number}.tmp.ckpt"
     leftover = rf"\.{re.escape(name)}-(\d+)_(\d+)\.tmp\.ckpt.*"  # MindSpore adds endings of its own
@@ -98,9 +104,10 @@ def _epoch_and_step(engine: Engine, state: TrainState) -> tuple[int, int]:
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 
 
-def load_weights(tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path) -> None:
-    """Fill parameters by name from ``checkpoint``. Raises CheckpointError unless every tensor is there with the model's shape."""
-    for name, values in read_weights(checkpoint, model):
+def load_weights(tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
+    every tensor is there with the model's shape."""
+    for name, values in read_weights(checkpoint, model, pieces):
         _fill(tensors[name], values)
 
 
@@ -109,10 +116,10 @@ def restore(engine: Engine, checkpoint: Path) -> TrainState:
     loss_scale = engine.loss_scale.read()
     state, saved = read_states(checkpoint, engine.config, loss_scale)
     engine.loss_scale.write(loss_scale)
-    load_weights(engine.master.tensors, engine.config.model, checkpoint)
+    load_weights(engine.master.tensors, engine.config.model, checkpoint, engine.pieces)
     engine.master.write_back()
     steps = saved.optimizer_steps
-    for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps):
+    for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps, engine.pieces):
         _fill(engine.optimizer.state[part][name], values)
         steps = max(saved.optimizer_steps, 1)  # torch's sgd counts none, and has a momentum all the same
     ops.assign(engine.optimizer.steps, Tensor(steps, ms.int32))

@@ -45,6 +45,11 @@ class MindSporeDevice:
         """Whether there are kernels for gelu and keyed dropout; a CPU's gelu takes ten times as long as its formula written out."""
         return self.kind == "npu"
 
+    @property
+    def native_collectives(self) -> bool:
+        """Whether groups have all of MindSpore's collective primitives; a CPU's have AllReduce alone."""
+        return self.kind != "cpu"
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """As one graph, or as it is in PyNative mode."""
         compiled: Callable[..., Any] = ms.jit(function) if ms.get_context("mode") == ms.GRAPH_MODE else function
@@ -114,14 +119,8 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
 
 
 def check_support(config: RunConfig, device: MindSporeDevice) -> None:
-    """Refuse what one MindSpore device cannot do in this version. Raises ConfigError or DeviceError."""
-    parallel, precision = config.parallel, config.precision
-    if (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage > 1:
-        raise ConfigError("this version of mindformers_gpt2 trains on one device; start one process")
-    if parallel.sequence_parallel:
-        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
-    if parallel.zero_stage:
-        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} needs several devices; set 0")
+    """Refuse what this device cannot do. Raises ConfigError or DeviceError."""
+    precision = config.precision
     if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
         raise ConfigError("context.max_device_memory and context.enable_graph_kernel are for accelerators; leave them out on a CPU")
     for part, float_name in precision.model_dump().items():

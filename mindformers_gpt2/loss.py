@@ -2,56 +2,96 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
+
+from mindformers_gpt2.collectives import AllGather, Group
 
 ROWS_AT_ONCE = 1024
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The head's rows are split over the ranks of a group: this one's begin at token ``first``."""
+
+    group: Group
+    first: int
+
+
+class CrossEntropySum(nn.Cell):
     """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on left out.
 
-    hidden (N, C), weight (rows >= vocab_size, C), targets (N,) int32. Returns a float32 scalar in nats.
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph that needs none drops them.
+    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph that needs none drops them. With a shard
+    every rank of its group returns the whole sum, and the gradient of ``hidden`` is this rank's part of it.
     """
-    return _CrossEntropySum(vocab_size)(hidden, weight, targets)[0]
 
-
-class _CrossEntropySum(nn.Cell):
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, shard: VocabularyShard | None = None) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.first = 0 if shard is None else shard.first
+        self.gather = None if shard is None else AllGather(shard.group)
         self.logits = ops.MatMul(transpose_b=True)
         self.hidden_slope = ops.MatMul()
         self.weight_slope = ops.MatMul(transpose_a=True)
         self.log_softmax = ops.LogSoftmax(-1)
         self.subtract_at = ops.TensorScatterSub()
+        self.zero, self.minus_infinity = Tensor(0.0, ms.float32), Tensor(-math.inf, ms.float32)
+        self.smallest = Tensor(np.finfo(np.float32).min)
 
     def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum, and its gradients by hidden (N, C) and weight (rows, C; float32)."""
-        head = ops.cast(weight[: self.vocab_size], hidden.dtype)
+        """hidden (N, C), weight (rows, C), targets (N,) int32. Returns the sum, a float32 scalar in nats, and its gradients by hidden
+        (N, C) and weight (rows, C; float32)."""
+        head = ops.cast(weight if self.gather is not None else weight[: self.vocab_size], hidden.dtype)
         total, weight_grad = Tensor(0.0, ms.float32), None
         hidden_grads: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
             rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)  # one chunk after the other
             target = targets[start : start + ROWS_AT_ONCE]
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
-            log_probabilities = self.log_softmax(logits)
-            total = total - ops.ReduceSum()(ops.GatherD()(log_probabilities, 1, ops.expand_dims(target, 1)))
+            here = ops.ones((rows.shape[0],), ms.float32)
+            if self.gather is None:
+                log_probabilities = self.log_softmax(logits)
+                total = total - ops.ReduceSum()(ops.GatherD()(log_probabilities, 1, ops.expand_dims(target, 1)))
+            else:
+                target = target - self.first
+                inside = ops.logical_and(target >= 0, target < logits.shape[1])
+                here = ops.cast(inside, ms.float32)
+                target = target * ops.cast(inside, ms.int32)
+                padding = ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
+                logits = ops.select(padding.reshape((1, -1)), self.minus_infinity, logits)
+                log_sum, picked = self._over_shards(logits, target, here)
+                log_probabilities = logits - log_sum.reshape((-1, 1))
+                total = total + ops.ReduceSum()(log_sum - picked)
             # The softmax, and minus one at the target. Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]:
             # float16 does not lose them.
             places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
-            slope = self.subtract_at(ops.exp(log_probabilities), places, ops.ones((rows.shape[0],), ms.float32))
+            slope = self.subtract_at(ops.exp(log_probabilities), places, here)
             slope = ops.cast(slope, hidden.dtype)
             hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
             part = ops.cast(self.weight_slope(slope, rows), ms.float32)
             weight_grad = part if weight_grad is None else weight_grad + part
-        padding = ops.zeros((weight.shape[0] - self.vocab_size, weight.shape[1]), ms.float32)
-        return total, ops.concat(hidden_grads), ops.concat((weight_grad, padding)) if padding.shape[0] else weight_grad
+        if self.gather is None:
+            padding = ops.zeros((weight.shape[0] - self.vocab_size, weight.shape[1]), ms.float32)
+            weight_grad = ops.concat((weight_grad, padding)) if padding.shape[0] else weight_grad
+        return total, ops.concat(hidden_grads), weight_grad
 
     def bprop(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, out: tuple[Tensor, ...], slope: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         by_hidden = ops.cast(out[1] * slope[0], hidden.dtype)
         return by_hidden, ops.cast(out[2] * slope[0], weight.dtype), ops.zeros_like(targets)
+
+    def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the sum of exponentials over all shards, and the target's logit, which one of them has; (n,) each."""
+        largest = ops.maximum(ops.ReduceMax()(logits, 1), self.smallest)  # finite where all columns are padding
+        total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)
+        picked = ops.select(here > 0.0, ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)), self.zero)
+        assert self.gather is not None
+        parts = self.gather(ops.concat((largest, total, picked)).reshape((1, 3, -1)))  # (ranks, 3, n)
+        whole = ops.ReduceMax()(parts[:, 0], 0)
+        return whole + ops.log(ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0)), ops.ReduceSum()(parts[:, 2], 0)

@@ -12,14 +12,22 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import DropoutExt
 from numpy.typing import NDArray
 
 from common.config.resolve import padded_vocabulary
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
+from common.parallel.sharding import Piece, own_piece, padded_shapes
+from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
-from mindformers_gpt2.loss import cross_entropy_sum
+from mindformers_gpt2.loss import CrossEntropySum
+
+
+def empty(name: str, shape: tuple[int, ...]) -> Parameter:
+    """Float32 zeros; within ``no_init_parameters`` they take no memory yet."""
+    return Parameter(initializer("zeros", shape, ms.float32), name=name)
 
 
 class Linear(nn.Cell):
@@ -28,8 +36,8 @@ class Linear(nn.Cell):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = Parameter(Tensor(np.zeros((out_features, in_features), np.float32)), name="weight")
-        self.bias = Parameter(Tensor(np.zeros(out_features, np.float32)), name="bias")
+        self.weight = empty("weight", (out_features, in_features))
+        self.bias = empty("bias", (out_features,))
         self.matmul = ops.MatMul(transpose_b=True)
         self.add = ops.Add()
 
@@ -45,8 +53,8 @@ class LayerNorm(nn.Cell):
     def __init__(self, size: int, epsilon: float, norm_dtype: ms.Type) -> None:
         super().__init__()
         self.norm_dtype = norm_dtype
-        self.weight = Parameter(Tensor(np.zeros(size, np.float32)), name="weight")
-        self.bias = Parameter(Tensor(np.zeros(size, np.float32)), name="bias")
+        self.weight = empty("weight", (size,))
+        self.bias = empty("bias", (size,))
         self.layer_norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=epsilon)
 
     def construct(self, x: Tensor) -> Tensor:
@@ -57,7 +65,7 @@ class LayerNorm(nn.Cell):
 class Embedding(nn.Cell):
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()
-        self.weight = Parameter(Tensor(np.zeros((rows, size), np.float32)), name="weight")
+        self.weight = empty("weight", (rows, size))
         self.gather = ops.Gather()
 
     def construct(self, ids: Tensor) -> Tensor:
@@ -92,10 +100,20 @@ class Dropout(nn.Cell):
         return x * kept.reshape(x.shape)
 
 
-def dropout_keys(config: RunConfig, step: int, micro_batch: int) -> NDArray[np.uint32]:
-    """A key for each place that drops, (1 + 3 num_layers, 2): the embedding, then attention, its output and the MLP's of each block."""
+def dropout_keys(config: RunConfig, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
+    """A key for each place that drops, (1 + 3 num_layers, 2): the embedding, then attention, its output and the MLP's of each block.
+
+    micro_batch: its number in the global batch. tensor_rank: those of attention differ with it, since the heads are split.
+    """
     places = 1 + 3 * config.model.num_layers
-    keys: NDArray[Any] = np.random.SeedSequence((config.seed, step, micro_batch)).generate_state(2 * places).reshape(places, 2)
+
+    def drawn(*more: int) -> NDArray[Any]:
+        entropy = (config.seed, step, micro_batch, *more)
+        return np.random.SeedSequence(entropy).generate_state(2 * places).reshape(places, 2)
+
+    keys = drawn()
+    if tensor_rank:
+        keys[1::3] = drawn(tensor_rank)[1::3]
     keys[:, 1] |= 1  # an odd factor maps places one to one
     return keys.astype(np.uint32)
 
@@ -142,12 +160,12 @@ class Attention(nn.Cell):
         With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool says where each row's token goes.
         Returns the output and the keys and values in use.
         """
-        batch, length, size = x.shape
+        batch, length, _ = x.shape
         q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if keys is not None:
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
         y = self.core(q, k, v, mask, key)
-        return self.c_proj(y.transpose((0, 2, 1, 3)).reshape((batch, length, size))), k, v
+        return self.c_proj(y.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * self.head_size))), k, v
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape((x.shape[0], x.shape[1], self.heads, self.head_size)).transpose((0, 2, 1, 3))
@@ -222,16 +240,23 @@ class GPT2(nn.Cell):
         self.dropout = Dropout(config.embedding_dropout or 0.0, native)
         self.h = nn.CellList([Block(config, precision, native=native) for _ in range(config.num_layers)])
         self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
+        self.cross_entropy = CrossEntropySum(config.vocab_size)
 
     def construct(self, ids: Tensor, keys: Tensor = None) -> Tensor:
         """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32. keys: ``dropout_keys``; without, no dropout."""
-        length = ids.shape[1]
-        positions = ops.arange(length, dtype=ms.int32)
-        x = self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
+        return self.ln_f(self.blocks(self.begin(ids, keys), keys))
+
+    def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+        """What the first block takes: (B, T) -> (B, T, C)."""
+        positions = ops.arange(ids.shape[1], dtype=ms.int32)
+        return self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
+
+    def blocks(self, x: Tensor, keys: Tensor = None) -> Tensor:
+        positions = ops.arange(x.shape[1], dtype=ms.int32)
         mask = self._mask(positions.reshape((1, -1)) > positions.reshape((-1, 1)))
         for index, block in enumerate(self.h):
             x, _, _ = block(x, mask, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
-        return self.ln_f(x)
+        return x
 
     def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B, nh, K, hs).
@@ -256,8 +281,11 @@ class GPT2(nn.Cell):
 
     def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
-        hidden = self.construct(ids, keys).reshape((-1, self.config.hidden_size))
-        return cross_entropy_sum(hidden, self.wte.weight, targets.reshape((-1,)), self.config.vocab_size)
+        return self.loss_of(self.construct(ids, keys), targets)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The same from the hidden states (B, T, C)."""
+        return self.cross_entropy(hidden.reshape((-1, self.config.hidden_size)), self.wte.weight, targets.reshape((-1,)))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (N, C) -> (N, vocab_size)."""
@@ -280,10 +308,13 @@ def build_model(config: RunConfig, device: MindSporeDevice) -> GPT2:
     return model
 
 
-def initialise(tensors: Mapping[str, Parameter], config: RunConfig) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``."""
-    for name, tensor in tensors.items():
-        ops.assign(tensor, Tensor(initial_rows(config.model, config.seed, name, tuple(tensor.shape))))
+def initialise(tensors: Mapping[str, Parameter], config: RunConfig, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
+    for name, shape in padded_shapes(config).items():
+        if name in tensors:
+            piece = pieces[name] if pieces else own_piece(name, shape)
+            values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
+            ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:

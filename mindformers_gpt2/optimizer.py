@@ -6,8 +6,8 @@ MindSpore's own optimizers do not serve: nn.AdamWeightDecay has no bias correcti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import mindspore as ms
 import numpy as np
@@ -19,22 +19,38 @@ from common.training.snapshot import STATE_NAMES
 from common.weights.names import decays
 
 
-class MasterWeights:
-    """The float32 tensors that the optimizer updates: the parameters themselves, or copies of those held in fewer bits.
-    Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do."""
+class Shares(Protocol):
+    """How parameters are split over replicas (ZeRO)."""
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a rank's share of a parameter."""
+
+    def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """All parameters whole, from everyone's shares. ``parameters`` lend their shapes."""
+
+
+class MasterWeights:
+    """The float32 tensors that the optimizer updates: the parameters themselves, copies of those held in fewer bits, or this rank's
+    share. Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], shares: Shares | None = None) -> None:
         self.model = dict(parameters)
+        self.shares = shares
         self.tensors = {
-            name: parameter if parameter.dtype == ms.float32 else _zeros_like(parameter, f"{name}.master")
+            name: parameter
+            if shares is None and parameter.dtype == ms.float32
+            else _zeros(shares.share_of(parameter.shape) if shares else parameter.shape, f"{name}.master")
             for name, parameter in parameters.items()
         }
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
-        for name, tensor in self.tensors.items():
-            if tensor is not self.model[name]:
-                ops.assign(self.model[name], ops.cast(tensor, self.model[name].dtype))
+        values: Sequence[Tensor] = list(self.tensors.values())
+        if self.shares is not None:
+            values = self.shares.whole(ms.ParameterTuple(values), ms.ParameterTuple(self.model.values()))
+        for value, target in zip(values, self.model.values(), strict=True):
+            if value is not target:
+                ops.assign(target, ops.cast(value, target.dtype))
 
 
 class DeviceLossScale(nn.Cell):
@@ -82,12 +98,15 @@ class DeviceLossScale(nn.Cell):
 class Optimizer(nn.Cell):
     """One step of all parameters as one graph: norm, clip, update or skip, loss scale; the host is not asked.
 
-    ``state[part][name]`` holds the moments; ``steps`` counts the updates, skipped ones not.
+    ``state[part][name]`` holds the moments; ``steps`` counts the updates, skipped ones not. ``sharing``: where there are several ranks,
+    from this one's loss and gradients to the loss and the norm of all, and the gradients to update with.
     """
 
-    def __init__(self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale) -> None:
+    def __init__(self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, sharing: nn.Cell | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
+        self.sharing = sharing
+        self.shares = master.shares
         self.loss_scale = loss_scale
         self.scales = loss_scale.config.mode in ("dynamic", "static")
         tensors = master.tensors
@@ -97,7 +116,7 @@ class Optimizer(nn.Cell):
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
         self.decays = tuple(config.weight_decay > 0.0 and decays(name) for name in tensors)
         parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
-        self.state = {part: {name: _zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
+        self.state = {part: {name: _zeros(tensor.shape, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
         self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
         numbers = (0.0, config.beta1, config.beta2, config.momentum)
@@ -109,15 +128,19 @@ class Optimizer(nn.Cell):
         self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
-    def construct(self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def construct(self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Update with the gradients of the loss times the loss scale, unless one of them or the loss is not finite, or beyond a limit.
 
         limits: (2,), the largest loss and gradient norm; to go beyond them is no overflow, so the loss scale moves as if it had not been.
-        Returns the norm with the scale taken out, whether there was an update, and the scale that the gradients came with.
+        Returns the loss, the norm with the scale taken out, whether there was an update, and the scale that the gradients came with.
         The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
         """
         scale = self.loss_scale.value * 1.0
-        norm = global_norm(*gradients) / scale
+        if self.sharing is not None:
+            loss, norm, gradients = self.sharing(loss, gradients)
+        else:
+            norm = global_norm(*gradients)
+        norm = norm / scale
         finite = ops.logical_and(ops.isfinite(norm), ops.isfinite(loss))
         applied = ops.logical_and(finite, ops.logical_and(loss <= limits[0], norm <= limits[1]))
         if applied:
@@ -127,7 +150,7 @@ class Optimizer(nn.Cell):
                 factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
             self._update(rate, factor, gradients)
         self.loss_scale(finite)
-        return norm, applied, scale
+        return loss, norm, applied, scale
 
     def _update(self, rate: Tensor, factor: Tensor, gradients: tuple[Tensor, ...]) -> None:
         config = self.settings
@@ -154,21 +177,31 @@ class Optimizer(nn.Cell):
                 self.descend_with_momentum(parameter, self.first[index], rate, gradient, self.momentum)
             else:
                 self.descend(parameter, rate, gradient)
-            if self.has_copy[index]:
+            if self.has_copy[index] and self.shares is None:
                 ops.assign(self.rounded[index], ops.cast(parameter, self.rounded[index].dtype))
+        if self.shares is not None:
+            for index, whole in enumerate(self.shares.whole(self.parameters, self.rounded)):
+                ops.assign(self.rounded[index], ops.cast(whole, self.rounded[index].dtype))
 
 
-def build_optimizer(master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale) -> Optimizer:
-    return Optimizer(master, config, loss_scale)
+def build_optimizer(
+    master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, sharing: nn.Cell | None = None
+) -> Optimizer:
+    return Optimizer(master, config, loss_scale, sharing)
 
 
 def global_norm(*gradients: Tensor) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     total = Tensor(0.0, ms.float32)
     for gradient in gradients:
-        # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
-        total = total + ops.ReduceSum()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), -1))
+        total = total + squares(gradient)
     return ops.sqrt(total)
+
+
+def squares(gradient: Tensor) -> Tensor:
+    """The sum of the squares of its elements, float32 scalar."""
+    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
+    return ops.ReduceSum()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), -1))
 
 
 def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
@@ -178,8 +211,8 @@ def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
     return summed
 
 
-def _zeros_like(tensor: Parameter, name: str) -> Parameter:
-    return Parameter(ops.zeros(tensor.shape, ms.float32), name=name, requires_grad=False)
+def _zeros(shape: tuple[int, ...], name: str) -> Parameter:
+    return Parameter(ops.zeros(shape, ms.float32), name=name, requires_grad=False)
 
 
 def _number(name: str, value: Any) -> Parameter:

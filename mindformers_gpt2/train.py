@@ -1,4 +1,4 @@
-"""Train or finetune on one device, from a resolved config to a checkpoint."""
+"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
+from common.parallel.topology import Topology
 from common.training import setup
 from common.training.checkpoint import CheckpointWriter
 from common.training.data import open_data
+from common.training.log import LOG
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow
@@ -17,36 +19,50 @@ from mindformers_gpt2.checkpoint import load_weights, restore
 from mindformers_gpt2.data import training_batches
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
-from mindformers_gpt2.model import build_model, initialise
+from mindformers_gpt2.model import initialise
+from mindformers_gpt2.parallel import build_part
 from mindformers_gpt2.profile import make_trace
+from mindformers_gpt2.world import open_world
 
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    data, config = open_data(config)
+    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    data, config = open_data(config, rank=at.data)
     folder = Path(config.output_dir)
-    with setup.owned_folder(folder):
-        start = setup.where_to_start(config, data)
-        model = build_model(config, device)
+    writes = process.rank == 0
+    with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
+        start = world.from_first(lambda: setup.where_to_start(config, data))
+        world.require_equal({"the checkpoint to begin with": setup.identity_of(start.resume or start.weights)})
+        if len(set(world.gather(setup.holder(folder)))) > 1 and writes:
+            LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
-        engine = Engine(model, config, device, record)
-        device.seed(config.seed)
         state = TrainState(sample_hash=data.fingerprint)
+        engine = Engine(build_part(config, device, world), config, device, record, world)
+        device.seed(config.seed)
         if start.resume is not None:
             state = restore(engine, start.resume)
         elif start.weights is not None:
-            load_weights(engine.master.tensors, config.model, start.weights)
+            load_weights(engine.master.tensors, config.model, start.weights, engine.pieces)
         else:
-            initialise(engine.master.tensors, config)
+            initialise(engine.master.tensors, config, engine.pieces)
         engine.master.write_back()
-        profile = ProfileWindow(config, state, make_trace(config, device))
+        if not config.parallel.zero_stage:
+            world.require_equal({"norm of the weights": engine.norm_of_weights()}, world.replicas)
+        world.require_equal(engine.identity(state))
+        profile = ProfileWindow(config, state, make_trace(config, device), rank=process.rank)
         setup.announce(config, data, device.name, start, state)
-        setup.begin(config, start)
+        if writes:
+            setup.begin(config, start)
         with (
             CheckpointWriter(
-                folder / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+                folder / "checkpoints",
+                keep=config.checkpoint.keep,
+                asynchronous=config.checkpoint.asynchronous,
+                active=writes,
+                patience=config.runtime.stall_limit,
             ) as checkpoints,
-            MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard) as metrics,
+            MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             training_batches(data, state) as batches,
             profile,
         ):
@@ -57,11 +73,13 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
                 validation=data.validation,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=device.peak_flops(config.precision.compute),
+                peak_flops=device.peak_flops(config.precision.compute) * world.size,
                 taken_up=start.in_folder(folder),
                 samples_per_epoch=data.samples_per_epoch,
                 peak_memory=device.peak_memory,
                 profile=profile,
+                agree=world.largest,
             )
             summary = train_loop(run, state)
-        setup.finish(config, state, summary, peak_memory=device.peak_memory())
+        if writes:
+            setup.finish(config, state, summary, peak_memory=device.peak_memory())

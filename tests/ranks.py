@@ -4,11 +4,13 @@
     start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
 A job is the tree of a configuration, with "run_mode" where that is not train, and "ranks" where it is of the first so many alone, while the
-others wait for the next. One start serves many jobs, and all ranks, since importing the framework takes longer than they do.
+others wait for the next. One start serves many jobs, and all ranks, since importing the framework takes longer than they do. All jobs of
+a start have one backend; on mindspore its scheduler is started too, and each rank by itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +46,30 @@ def start_ranks(
 ) -> list[subprocess.Popen[str]]:
     """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables: more of the environment."""
     ports = [free_port() for _ in jobs]  # one a job: a rank that is early must not meet the group of the job before
+    more = dict(variables or {}) | (_mindspore_variables(ranks) if jobs[0].get("backend") == "mindspore" else {})
     return [
         subprocess.Popen(
             [sys.executable, str(Path(__file__)), json.dumps([ports, list((other or {}).get(rank, jobs))])],
             cwd=ROOT,
-            env=rank_environment(rank, ranks, ports[0]) | dict(variables or {}),
+            env=rank_environment(rank, ranks, ports[0]) | more | {"MS_NODE_ID": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(ranks)
     ]
+
+
+def _mindspore_variables(ranks: int) -> dict[str, str]:
+    """What MindSpore's ranks need, and a scheduler that ends with this process, or before."""
+    if ranks == 1:
+        return {}
+    from common.cluster.rank_environment import SCHEDULER
+
+    names = {"MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port()), "GLOG_v": "3"}
+    scheduler = subprocess.Popen(SCHEDULER, env=os.environ | names | {"MS_ROLE": "MS_SCHED"})
+    atexit.register(scheduler.kill)
+    return names | {"MS_ROLE": "MS_WORKER"}
 
 
 def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0) -> tuple[list[int], list[str]]:
@@ -68,6 +84,10 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
 
 def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False) -> None:
     """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output (tests/watch.py)."""
+    if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork
+        codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 20.0 * ranks * len(jobs))
+        assert codes == [0] * ranks, "\n".join(texts)
+        return
     ports = [free_port() for _ in jobs]
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__)), json.dumps([ports, list(jobs), ranks, watched])],
@@ -88,12 +108,12 @@ def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] |
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    import torch_gpt2.train  # noqa: F401
-
     ports, jobs, *several = json.loads(sys.argv[1])
     if not several:
         go_through(ports, jobs)
         return
+    import torch_gpt2.train  # noqa: F401
+
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
     children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched)) for rank in range(ranks)]
@@ -115,10 +135,8 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
     from common.config.resolve import resolve_mode
     from common.errors import GPT2Error
     from common.training.log import start_log
-    from tests.watch import watch
-    from torch_gpt2.evaluate import evaluate
-    from torch_gpt2.train import train
 
+    package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
     for port, tree in zip(ports, jobs, strict=True):
         rank, ranks = int(os.environ["RANK"]), tree.pop("ranks", int(os.environ["WORLD_SIZE"]))
         if rank >= ranks:
@@ -129,8 +147,9 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
         note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"
         try:
             config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
-            with watch(note) if watched else contextlib.nullcontext():
-                {"train": train, "eval": evaluate}[mode](config, process)
+            run = {"train": "train", "eval": "evaluate"}[mode]
+            with import_module("tests.watch").watch(note) if watched else contextlib.nullcontext():
+                getattr(import_module(f"{package}.{run}"), run)(config, process)
         except GPT2Error as error:
             print(f"error: {error}")
             sys.exit(error.exit_code)

@@ -156,7 +156,8 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             write_table(table, table_path)
     _warn(places, config, table)
-    meeting = find_meeting(places, port=port, table=table_path, backend=config.backend, environ=os.environ)
+    on_cpu = config.device == "cpu"
+    meeting = find_meeting(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=on_cpu)
     command = rank_command(order.config, order.mode, order.overrides)
     children = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)

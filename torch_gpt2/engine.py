@@ -14,6 +14,7 @@ from torch import Tensor
 from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.parallel.sharding import own_pieces
 from common.training.checkpoint import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.loss_scale import LossScale, clip_factor
@@ -26,7 +27,7 @@ from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.evaluate import sum_losses
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, own_part, scale_gradients
-from torch_gpt2.parallel import Sharing, own_pieces
+from torch_gpt2.parallel import Sharing
 from torch_gpt2.pipeline_parallel import Pipeline
 from torch_gpt2.strategies import replicate
 from torch_gpt2.world import World
@@ -63,7 +64,7 @@ class Engine:
         self._loss_sum = torch.compile(self.parts[0].loss_sum) if config.train.compile else self.parts[0].loss_sum
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._sharing = Sharing(config, self.world)
-        self.pieces = own_pieces(config, self.world, parameters)
+        self.pieces = own_pieces(config, self.world.topology, self.world.at, parameters)
         """Which part of each parameter this rank holds."""
         self._pipeline = Pipeline(self.parts, config, self.world, device) if self.world.topology.pipeline > 1 else None
 

@@ -13,6 +13,7 @@ from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.parallel.sharding import own_pieces
 from common.parallel.topology import Topology
 from common.training import setup
 from common.training.loop import Tokens
@@ -22,7 +23,7 @@ from torch_gpt2.data_parallel import LossSum
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
-from torch_gpt2.parallel import build_parts, own_pieces
+from torch_gpt2.parallel import build_parts
 from torch_gpt2.pipeline_parallel import Pipeline
 from torch_gpt2.world import World, open_world
 
@@ -38,7 +39,7 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))) | {"checkpoint": setup.identity_of(checkpoint)})
         parts = build_parts(config, device, world)
         parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-        load_weights(parameters, config.model, checkpoint, own_pieces(config, world, parameters))
+        load_weights(parameters, config.model, checkpoint, own_pieces(config, topology, world.at, parameters))
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
             loss_sum, counts = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)

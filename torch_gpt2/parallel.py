@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
-from common.parallel.sharding import Piece, Role, own_piece, padded_shapes, role_of
+from common.parallel.sharding import Role, counts, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from torch_gpt2.data_parallel import data_mesh, shard_model, sum_over
@@ -57,17 +57,6 @@ def tensor_group(config: RunConfig, world: World) -> TensorGroup:
     )
 
 
-def own_pieces(config: RunConfig, world: World, names: Collection[str]) -> dict[str, Piece]:
-    """What this rank holds of each of its parameters."""
-    topology, at = world.topology, world.at
-    shards = (config.parallel.shard_size or topology.data) if config.parallel.zero_stage else 1
-    return {
-        name: own_piece(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
-        for name, shape in padded_shapes(config).items()
-        if name in names
-    }
-
-
 def seed_offset(config: RunConfig, world: World) -> int:
     """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each has its own part of the sequence."""
     return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
@@ -77,14 +66,12 @@ class Sharing:
     """What ranks owe each other for the gradients of a step, beyond the data axis, and the norm that they have together."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
-        self._world, self._at = world, world.at
+        self._world = world
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)
         self.alone = config.parallel.zero_stage == 0 and world.topology.tensor == world.topology.pipeline == 1
-        self._split_over_data = config.parallel.zero_stage > 0
-        shard_size = config.parallel.shard_size or world.topology.data
-        self._counts_for_data = self._at.data < shard_size if self._split_over_data else self._at.data == 0
-        self._counts_embedding = self._at.pipeline == world.topology.embedding_places[0]
+        self.counts = partial(counts, config.parallel, world.topology, world.at)
+        """Whether this rank speaks for its part of a parameter; others may hold the same."""
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
         """Sum, in place, what ranks of the tensor and embedding groups hold in parts."""
@@ -99,9 +86,3 @@ class Sharing:
         mine = [gradient for name, gradient in gradients.items() if self.counts(name) and gradient.numel()]
         squared = float(global_norm(mine).double().square()) if mine else 0.0
         return math.sqrt(self._world.sum(squared)[0])
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank speaks for its part of a parameter; others may hold the same."""
-        if name == EMBEDDING and not self._counts_embedding:
-            return False
-        return self._counts_for_data and (self._at.tensor == 0 or role_of(name) is not Role.REPLICATED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,26 +14,18 @@ import torch.distributed as dist
 
 from common.cluster.environment import Process, torch_variables
 from common.config.schema import RunConfig
-from common.errors import ConfigError, DivergedError, GPT2Error, RunError, StopRequested
-from common.parallel.topology import Coordinates, GroupKind, Topology
+from common.errors import ConfigError, RunError
+from common.parallel.topology import GroupKind, Topology
+from common.parallel.world import CommonWorld, leaving_together
 from torch_gpt2.device import TorchDevice
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """All processes of the run. Every rank must call a method for any of them to return."""
-
-    rank: int = 0
-    size: int = 1
-    topology: Topology = field(default_factory=Topology)
+class World(CommonWorld):
     groups: Mapping[GroupKind, dist.ProcessGroup] = field(default_factory=dict)
     """Those of several ranks to which this one belongs."""
-
-    @property
-    def at(self) -> Coordinates:
-        return self.topology.coordinates(self.rank)
 
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64, the same bits on each."""
@@ -58,41 +50,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def from_first(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides. Where that raises one of our errors, it is raised on every rank."""
-        if self.size == 1:
-            return decide()
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[0] = decide()
-            except GPT2Error as error:
-                answer[1] = error
-        dist.broadcast_object_list(answer)
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]  # type: ignore[no-any-return]
-
-    @property
-    def replicas(self) -> dict[int, int]:
-        """Each rank, and the first of those that hold the same part of the model."""
-        return {rank: self.topology.group(GroupKind.DATA, rank)[0] for rank in range(self.size)}
-
-    def require_equal(self, facts: dict[str, Any], models: Mapping[int, int] | None = None) -> None:
-        """Raises ConfigError naming the first fact that differs between ranks, and the ranks. models: with which rank each is compared, 0
-        when left out."""
-        gathered = self.gather(facts)
-        for name in facts:
-            for rank, found in enumerate(gathered):
-                model = models[rank] if models else 0
-                theirs, ours = found[name], gathered[model][name]
-                if repr(theirs) == repr(ours):  # nan is not nan
-                    continue
-                raise ConfigError(
-                    f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every host must have the same config, the same"
-                    " data, and one output_dir that all of them share"
-                )
-
 
 @contextmanager
 def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iterator[World]:
@@ -106,7 +63,7 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
     backends = "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     try:
         dist.init_process_group(backends, timeout=limit)
-        with _leaving_together():
+        with leaving_together(dist.barrier):
             topology = Topology.from_config(config.parallel)
             yield World(rank=process.rank, size=process.world_size, topology=topology, groups=_make_groups(topology, process.rank))
     except (dist.DistError, RuntimeError) as error:
@@ -132,18 +89,6 @@ def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessG
                 if rank in ranks:
                     found[kind] = group
     return found
-
-
-@contextmanager
-def _leaving_together() -> Iterator[None]:
-    """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets at the same step: rank 0 keeps the
-    others' addresses, and launchers end a job as soon as one rank has left with a code other than 0."""
-    try:
-        yield
-    except (StopRequested, DivergedError):
-        dist.barrier()
-        raise
-    dist.barrier()
 
 
 def _is_lost_contact(error: Exception) -> bool:

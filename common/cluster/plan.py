@@ -42,7 +42,9 @@ def describe_cluster(
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
     for host in places.hosts:
-        meeting = find_meeting(places, port=port, table=table and table[0], backend=config.backend, environ=environ, host=host)
+        meeting = find_meeting(
+            places, port=port, table=table and table[0], backend=config.backend, environ=environ, host=host, on_cpu=config.device == "cpu"
+        )
         here = places.of_host(host)
         for place in here if all_ranks else here[:1]:
             variables = rank_variables(place, places, meeting, cores=None, environ=environ)

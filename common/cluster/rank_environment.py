@@ -37,13 +37,23 @@ class Meeting:
 
 
 def find_meeting(
-    places: Places, *, port: int | None, table: Path | None, backend: str, environ: Mapping[str, str], host: str | None = None
+    places: Places,
+    *,
+    port: int | None,
+    table: Path | None,
+    backend: str,
+    environ: Mapping[str, str],
+    host: str | None = None,
+    on_cpu: bool = False,
 ) -> Meeting:
     """For this host; a plan asks for another ``host`` too, whose interface is not known here unless it is this machine's.
 
-    port: else $MASTER_PORT, else a free one, or 29500 where several hosts meet. Raises ConfigError for a MASTER_PORT that is none.
+    on_cpu: MindSpore reads a rank table on Ascend alone; its processes on CPUs meet through the scheduler. port: else $MASTER_PORT, else
+    a free one, or 29500 where several hosts meet. Raises ConfigError for a MASTER_PORT that is none.
     """
     several = len(places.hosts) > 1
+    if backend == "mindspore" and on_cpu:
+        table = None
     port = port or given_port(environ) or (DEFAULT_PORT if several else free_port())
     own = None
     if several:

@@ -27,6 +27,11 @@ NATIVE_MATRIX = """engine=native goes with (any value of one column with any of 
   them
 and train.compile with copies and tensor parallel; strategy parameter_server or horovod with copies alone"""
 
+MINDSPORE_MATRIX = """backend=mindspore goes with
+  parallel.data_parallel x model_parallel x pipeline_stage  any product
+  parallel.zero_stage                                       0, 1
+  parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers"""
+
 
 def check_engine(config: RunConfig) -> None:
     """For a config whose derived values are filled in. Raises ConfigError naming the values that do not go together, and a way out."""
@@ -37,11 +42,8 @@ def check_engine(config: RunConfig) -> None:
             _check_native(config)
         else:
             check_parallel_mode(config, config.device)
-            for name in (
-                () if compiled_mode(config, config.device) else ("pipeline_schedule", "virtual_stages", "stage_layers", "shard_size")
-            ):
-                if getattr(config.parallel, name) != ParallelConfig.model_fields[name].default:
-                    raise ConfigError(f"parallel.{name}={getattr(config.parallel, name)} is for backend torch; leave it out")
+            if not compiled_mode(config, config.device):
+                _check_mindspore(config)
         for name, field in DeepSpeedConfig.model_fields.items():
             if getattr(config.deepspeed, name) != field.default:
                 raise ConfigError(
@@ -114,13 +116,40 @@ def _check_deepspeed(config: RunConfig) -> None:
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
+def _check_mindspore(config: RunConfig) -> None:
+    """Of the runner with hand-written communication."""
+    parallel = config.parallel
+    needs = _unmet_need(parallel)
+    if needs:
+        raise ConfigError(f"{needs}.\n{MINDSPORE_MATRIX}")
+    if parallel.shard_size is not None:
+        raise ConfigError(f"parallel.shard_size={parallel.shard_size} is for backend torch; leave it out")
+    for refused, remedy in (
+        (parallel.sequence_parallel and "sequence_parallel=true", "leave it out"),
+        (parallel.zero_stage > 1 and f"zero_stage={parallel.zero_stage}", "set 1"),
+        (
+            parallel.pipeline_schedule not in ("gpipe", "1f1b") and f"pipeline_schedule={parallel.pipeline_schedule}",
+            "choose one of its own",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}")
+
+
+def _unmet_need(parallel: ParallelConfig) -> str | None:
+    if parallel.sequence_parallel and parallel.model_parallel == 1:
+        return "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
+    if parallel.zero_stage and (parallel.data_parallel or 1) == 1:
+        return f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there is 1; set zero_stage=0"
+    return None
+
+
 def _check_native(config: RunConfig) -> None:
     parallel = config.parallel
     data, stage = parallel.data_parallel or 1, parallel.zero_stage
-    if parallel.sequence_parallel and parallel.model_parallel == 1:
-        raise _refused("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
-    if stage and data == 1:
-        raise _refused(f"parallel.zero_stage={stage} splits over data-parallel ranks, and there is 1; set zero_stage=0")
+    needs = _unmet_need(parallel)
+    if needs:
+        raise _refused(needs)
     if parallel.shard_size is not None:
         if not stage:
             raise _refused(f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave shard_size out")

@@ -74,7 +74,7 @@ def start_ranks(command: tuple[str, ...], config: RunConfig, environ: Mapping[st
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
-    meeting = find_meeting(places, port=None, table=table_file, backend=config.backend, environ=environ)
+    meeting = find_meeting(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
     for name in FOREIGN:
         os.environ.pop(name, None)
     hosts = None

@@ -7,11 +7,13 @@ both c_proj by inputs, whose results are summed; the embedding, which is the hea
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
 from common.config.resolve import padded_vocabulary
-from common.config.schema import RunConfig
+from common.config.schema import ParallelConfig, RunConfig
+from common.parallel.topology import Coordinates, Topology
 from common.weights.names import EMBEDDING, parameter_shapes
 
 
@@ -85,3 +87,26 @@ def own_piece(name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank
     share = -(-(last - first) // shards)
     spans[0] = (min(first + shard_rank * share, last), min(first + (shard_rank + 1) * share, last))
     return Piece(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
+
+
+def own_pieces(config: RunConfig, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, Piece]:
+    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it updates. Needs a resolved config."""
+    shards = _shards(config.parallel, topology)
+    return {
+        name: own_piece(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+        for name, shape in padded_shapes(config).items()
+        if name in names
+    }
+
+
+def counts(parallel: ParallelConfig, topology: Topology, at: Coordinates, name: str) -> bool:
+    """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient norm and in a checkpoint; of the ranks
+    that hold the same part, one does."""
+    if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
+        return False
+    return at.data < _shards(parallel, topology) and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)
+
+
+def _shards(parallel: ParallelConfig, topology: Topology) -> int:
+    """Ranks of the data axis over which a parameter is split."""
+    return (parallel.shard_size or topology.data) if parallel.zero_stage else 1

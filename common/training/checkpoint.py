@@ -63,7 +63,7 @@ class Snapshot:
     """Plain data; must hold ``state``."""
     part: Part | None = None
     beside: Callable[[Path], None] | None = None
-    """Called with the folder of the checkpoints once this one is whole, to write it in another form too."""
+    """Called with the folder of the checkpoints once this one is whole, or this rank's part of it, to write it in another form too."""
 
     def keep(self) -> None:
         """Call before tensors that were lent are changed."""
@@ -142,11 +142,10 @@ class CheckpointWriter:
         temporary = target.with_name(f".{target.name}.tmp")
         try:
             self._write_folder(temporary, snapshot)
-            if snapshot.part is not None and snapshot.part.rank > 0:
-                return
-            put_in_place(temporary, target)
-            point_latest(target)
-            self._prune(target)
+            if snapshot.part is None or snapshot.part.rank == 0:
+                put_in_place(temporary, target)
+                point_latest(target)
+                self._prune(target)
         except (OSError, StorageError) as error:
             _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -11,12 +11,9 @@ ONE_SIDED_FILES = {
     "deepspeed_engine.py": "DeepSpeed is torch's",
     "deepspeed_state.py": "DeepSpeed is torch's",
     "export.py": "MindIR is MindSpore's; weights alone are exported without a framework",
-    "data_parallel.py": "MindSpore trains on one device in this version",
-    "parallel.py": "MindSpore trains on one device in this version",
-    "pipeline_parallel.py": "MindSpore trains on one device in this version",
-    "strategies.py": "MindSpore trains on one device in this version",
-    "tensor_parallel.py": "MindSpore trains on one device in this version",
-    "world.py": "MindSpore trains on one device in this version",
+    "collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
+    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
+    "strategies.py": "they compare with torch's own DDP",
 }
 
 DIFFERENCES = {
@@ -31,11 +28,21 @@ DIFFERENCES = {
         "TorchDevice": "the device record, under the framework's name",
         "MindSporeDevice": "the device record, under the framework's name",
     },
-    "loss.py": {"VocabularyShard": "MindSpore trains on one device in this version"},
+    "data_parallel.py": {
+        "LossSum": "what DDP wraps",
+        "data_mesh": "FSDP2's",
+        "shard_model": "FSDP2's",
+        "sum_over": "torch sums tensor by tensor, outside of graphs",
+    },
+    "loss.py": {
+        "cross_entropy_sum": "a function around torch's autograd function",
+        "CrossEntropySum": "the Cell itself: graphs hold no other communication",
+    },
     "model.py": {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "Embedding": "torch's own serves; MindSpore's names its table otherwise",
         "Dropout": "MindSpore's draws from a state that cannot be saved on a CPU",
+        "empty": "MindSpore's parameters without memory; torch makes modules on the meta device",
         "dropout_keys": "what MindSpore's masks follow from; torch saves its generators",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
         "GELU": "MindSpore's kernel is slow on a CPU",
@@ -45,8 +52,26 @@ DIFFERENCES = {
         "Optimizer": "MindSpore has none with bias correction on a CPU",
         "own_part": "ZeRO's split tensors are torch's",
         "parameter_groups": "DeepSpeed's kernels take the groups without an optimizer",
+        "Shares": "ZeRO's split is FSDP2's in torch",
+        "squares": "torch has norms of lists",
         "add_gradients": "torch sums gradients itself",
         "scale_gradients": "MindSpore's update multiplies by the factor itself",
+    },
+    "parallel.py": {
+        "build_part": "a MindSpore rank has one stage",
+        "build_parts": "a torch rank may have several stages",
+        "own_dropout_keys": "what MindSpore's masks follow from",
+        "seed_offset": "what torch's masks follow from",
+        "tensor_group": "with sequence parallel, which is torch's",
+    },
+    "pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over"},
+    "tensor_parallel.py": {
+        "TensorGroup": "with sequence parallel, which is torch's",
+        "Enter": "torch's are autograd functions",
+        "Leave": "torch's are autograd functions",
+        "SplitAttention": "torch hooks into the region instead",
+        "SplitMLP": "torch hooks into the region instead",
+        "NormBeforeHead": "torch hooks behind the norm instead",
     },
 }
 

@@ -16,6 +16,7 @@ from common.config.schema import RunConfig
 from common.training.checkpoint import find_checkpoint, read_manifest
 from common.training.metrics import read_metrics
 from common.training.snapshot import read_weights
+from tests.cluster_tables import write_tutorial_table
 from tests.launching import pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
@@ -127,6 +128,25 @@ def test_a_rank_whose_disk_is_full_while_all_save_their_parts(tmp_path: Path, co
     assert "step_00000005: the checkpoint could not be written: File too large; earlier checkpoints are whole" in text
     assert pids_with(str(run)) == [] and find_checkpoint(run) is None
     assert (run / "checkpoints" / ".step_00000005.tmp").is_dir()
+
+
+def test_a_killed_rank_of_mindspore_ends_its_run(tmp_path: Path, corpus_prefix: Path) -> None:
+    """With a rank table, which Ascends read: on CPUs the ranks meet through MindSpore's scheduler all the same."""
+    pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+    run, table = tmp_path / "run", write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
+    settings = {"backend": "mindspore", "model__num_layers": 1, "train__max_steps": 100000, "checkpoint__interval": 2}
+    words = run_words(run, corpus_prefix, **settings)
+    launcher = start_script(str(table), CONFIG, "[0,2]", "train", *words, log=run.with_suffix(".log"))
+    wait_until(lambda: steps(run) > 5, "steps", seconds=240)
+    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    killed = time.monotonic()
+    assert launcher.wait(timeout=60) == 128 + signal.SIGKILL
+    assert time.monotonic() - killed < 30
+    text = run.with_suffix(".log").read_text()
+    assert "rank 1" in text and "SIGKILL" in text and "mf_parallel1" in text
+    assert pids_with(str(run)) == []
+    checkpoint = find_checkpoint(run)
+    assert checkpoint is not None and read_manifest(checkpoint)["state"]["step"] % 2 == 0, "nobody saves after a failure"
 
 
 def struck(run: Path, launcher: subprocess.Popen[bytes], victim: int, what: signal.Signals) -> tuple[int, float]:

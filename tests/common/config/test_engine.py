@@ -151,3 +151,46 @@ def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str,
         resolved(**changes)
     for message in messages:
         assert message in str(caught.value)
+
+
+MINDSPORE = {"engine": "native", "backend": "mindspore"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parallel": {"model_parallel": 2, "sequence_parallel": True}},
+            "parallel.sequence_parallel=true is for backend torch; leave it out",
+        ),
+        ({"parallel__zero_stage": 2}, "parallel.zero_stage=2 is for backend torch; set 1"),
+        ({"parallel__zero_stage": 3}, "parallel.zero_stage=3 is for backend torch; set 1"),
+        (
+            {"parallel": {"pipeline_stage": 2, "pipeline_schedule": "zbv_zero_bubble"}},
+            "parallel.pipeline_schedule=zbv_zero_bubble is for backend torch",
+        ),
+    ],
+)
+def test_what_mindspore_does_not_run_is_refused_with_what_it_does(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**MINDSPORE, **changes)
+    assert message in str(caught.value) and "backend=mindspore goes with" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel__model_parallel": 2},
+        {"parallel__zero_stage": 1},
+        {"parallel": {"pipeline_stage": 2, "stage_layers": [3, 1], "zero_stage": 1}},
+        {"parallel": {"pipeline_stage": 2, "model_parallel": 2, "pipeline_schedule": "gpipe"}},
+    ],
+)
+def test_what_mindspore_runs(changes: dict[str, Any]) -> None:
+    resolved(**MINDSPORE, **changes)
+
+
+def test_mindspore_zero_needs_replicas() -> None:
+    with pytest.raises(ConfigError, match=r"zero_stage=1 splits over data-parallel ranks, and there is 1; set zero_stage=0"):
+        resolved(**MINDSPORE, parallel={"zero_stage": 1, "model_parallel": 4})

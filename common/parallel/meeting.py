@@ -1,0 +1,89 @@
+"""Where ranks wait for each other, however long one of them takes; for frameworks whose own messages give up after half a minute."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from contextlib import suppress
+
+from common.errors import RunError
+
+_RANK = struct.Struct("!I")
+_TOKEN_BYTES = 16
+_HELLO_SECONDS = 10.0
+
+
+class Meeting:
+    """A star of connections with rank 0 in its middle. The process that opened one keeps it to its end."""
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
+        """peers: connections by rank; those of all others on rank 0, that of rank 0 on the others."""
+        self._rank = rank
+        self._peers = peers
+
+    def wait(self) -> None:
+        """Return when every rank has come. Raises RunError when one has gone instead."""
+        if self._rank == 0:
+            self._hear()
+        self._tell()
+        if self._rank > 0:
+            self._hear()
+
+    def _hear(self) -> None:
+        for rank, peer in self._peers.items():
+            word = b""
+            with suppress(OSError):
+                word = peer.recv(1)
+            if not word:
+                raise RunError(f"rank {self._rank}: rank {rank} has left the run; see the log of the one that failed first")
+
+    def _tell(self) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):  # of one that has gone the next wait tells
+                peer.sendall(b"+")
+
+
+class Host:
+    """Rank 0 before the others know of it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+
+    def receive(self, size: int) -> Meeting:
+        """Once all others have been told the port and the token, which keeps strangers out."""
+        peers: dict[int, socket.socket] = {}
+        with self._listener:
+            while len(peers) < size - 1:
+                peer, _ = self._listener.accept()
+                hello = b""
+                peer.settimeout(_HELLO_SECONDS)
+                with suppress(OSError):
+                    hello = peer.recv(_TOKEN_BYTES + _RANK.size, socket.MSG_WAITALL)
+                if len(hello) == _TOKEN_BYTES + _RANK.size and secrets.compare_digest(hello[:_TOKEN_BYTES], self.token):
+                    peer.settimeout(None)
+                    peers[_RANK.unpack(hello[_TOKEN_BYTES:])[0]] = _without_delay(peer)
+                else:
+                    peer.close()
+        return Meeting(0, dict(sorted(peers.items())))
+
+
+def join(rank: int, address: str, port: int, token: bytes) -> Meeting:
+    """Raises RunError where the host of rank 0 cannot be reached."""
+    try:
+        peer = socket.create_connection((address, port), timeout=60.0)
+        peer.settimeout(None)
+        peer.sendall(token + _RANK.pack(rank))
+    except OSError as error:
+        raise RunError(
+            f"rank {rank}: port {port} of {address}, the host of rank 0, cannot be reached ({error}); open the ports between the hosts"
+        ) from None
+    return Meeting(rank, {0: _without_delay(peer)})
+
+
+def _without_delay(peer: socket.socket) -> socket.socket:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return peer

@@ -1,0 +1,73 @@
+"""Gradients of the model, or of one stage of a pipeline, as Cells to compile."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from common.config.schema import RunConfig
+from mindformers_gpt2.device import DTYPES
+from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.optimizer import DeviceLossScale
+
+
+class _Gradients(nn.Cell):
+    def __init__(self, model: GPT2, config: RunConfig) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+        self.sum_dtype = DTYPES[config.precision.reduction]
+        self.casts = config.precision.parameters not in ("float32", config.precision.reduction)
+        self.parameters = ms.ParameterTuple(tuple(model.get_parameters()))
+
+    def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """To the type in which gradients of weights below float32 are summed."""
+        return ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients) if self.casts else gradients
+
+
+class LossGradients(_Gradients):
+    """(ids, targets, dropout keys) of a micro batch -> its part of the mean loss, and of the gradients times the loss scale.
+
+    ``of_input``: on the last stage of a pipeline it takes hidden states (B, T, C) and returns their gradient before the others.
+    """
+
+    def __init__(self, model: GPT2, config: RunConfig, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
+        super().__init__(model, config)
+        assert config.train.global_batch_size is not None
+        self.predicted = config.train.global_batch_size * config.model.seq_length
+        self.scale = loss_scale.value
+        self.of_input = of_input
+        self.value_and_grad = ms.value_and_grad(self.scaled_loss, 0 if of_input else None, self.parameters, has_aux=True)
+
+    def construct(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
+        (_, loss), gradients = self.value_and_grad(ids, targets, keys)
+        if self.of_input:
+            return (loss / self.predicted, gradients[0], *self.cast(gradients[1]))
+        return (loss / self.predicted, *self.cast(gradients))
+
+    def scaled_loss(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, Tensor]:
+        loss = self.model.loss_sum(ids, targets, keys)
+        return loss * (self.scale / self.predicted), loss
+
+
+class StageGradients(_Gradients):
+    """(what the stage took, the gradient of what it gave, dropout keys) -> the gradient of what it took, unless these were ids, and those
+    of its weights. The forward pass is done again: nothing of it is kept but its input."""
+
+    def __init__(self, model: GPT2, config: RunConfig, *, of_input: bool) -> None:
+        super().__init__(model, config)
+        self.of_input = of_input
+        self.gradient = ms.grad(self.along_slope, 0 if of_input else None, self.parameters)
+
+    def construct(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
+        gradients = self.gradient(x, slope, keys)
+        if self.of_input:
+            return (gradients[0], *self.cast(gradients[1]))
+        return self.cast(gradients)
+
+    def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> Tensor:
+        """A number whose gradients are the ones wanted."""
+        return ops.ReduceSum()(self.model(x, keys) * slope)
+
+
+def _cast(dtype: ms.Type, gradient: Tensor) -> Tensor:
+    return ops.cast(gradient, dtype)
