@@ -198,7 +198,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1 pp2": (4, PIPELINE | {"parallel__zero_stage": 1}),
     "interleaved": (2, PIPELINE | {"parallel__pipeline_schedule": "interleaved_1f1b"}),
 }
-# a step takes a tenth of a second or more, a save about as long; without a restart losses of tp2 differ from one process's by 1.5e-7
+# A step takes a tenth of a second or more, a save about as long. Losses of dp2 tp2 without a restart stay within 1.5e-7 of one process's
+# for 120 steps under the preset's clip of 1.0; with 4.0 training is unstable from step 50 on, and any two layouts part.
 SLOWER: dict[str, Any] = {
     "model__num_layers": 4,
     "model__hidden_size": 64,
@@ -206,10 +207,9 @@ SLOWER: dict[str, Any] = {
     "model__seq_length": 64,
     "model__initializer_range": 0.1,
     "train__global_batch_size": 16,
-    "train__max_steps": 150,
+    "train__max_steps": 100,
     "optimizer__learning_rate": 0.05,
     "optimizer__momentum": 0.9,
-    "optimizer__clip_grad": 4.0,
     "validation__interval": 0,
 }
 
@@ -229,11 +229,15 @@ def test_random_kills_of_ranks_that_save_parts(tmp_path: Path, corpus_prefix: Pa
         ranks, layout = LAYOUTS[name]
         launcher = launched(run, corpus_prefix, ranks, **SLOWER, **layout, runtime__stall_limit=60, checkpoint__interval=1)
         before, rows = find_checkpoint(run), steps(run)
-        if dice.random() < 0.15:
-            time.sleep(dice.uniform(0.0, 6.0))  # before the first step, as a rule
+        moment = dice.choices(["start", "step", "save"], [1, 3, 3])[0]
+        if moment == "start":
+            time.sleep(dice.uniform(0.0, 6.0))
         else:
             wait_until(lambda: steps(run) != rows, "a step", seconds=120)  # noqa: B023  (at once)
             time.sleep(dice.uniform(0.0, 1.5))
+        if moment == "save":
+            wait_until(lambda: list((run / "checkpoints").glob(".step_*.tmp")), "a save", seconds=120)
+            time.sleep(dice.uniform(0.0, 0.03))
         victims = [launcher.pid, *(pid for rank in range(ranks) for pid in pids_of_rank(run, rank))]
         victim = dice.choice(victims)
         assert launcher.poll() is None, run.with_suffix(".log").read_text()[-2000:]
