@@ -235,11 +235,12 @@ def test_random_kills_of_ranks_that_save_parts(tmp_path: Path, corpus_prefix: Pa
         else:
             wait_until(lambda: steps(run) != rows, "a step", seconds=120)  # noqa: B023  (at once)
             time.sleep(dice.uniform(0.0, 1.5))
-        if moment == "save":
-            wait_until(lambda: list((run / "checkpoints").glob(".step_*.tmp")), "a save", seconds=120)
-            time.sleep(dice.uniform(0.0, 0.03))
         victims = [launcher.pid, *(pid for rank in range(ranks) for pid in pids_of_rank(run, rank))]
         victim = dice.choice(victims)
+        end = time.monotonic() + 60
+        while moment == "save" and not list((run / "checkpoints").glob(".step_*.tmp")) and time.monotonic() < end:
+            time.sleep(0.001)  # a save takes some ten milliseconds
+        time.sleep(dice.choice([0.0, dice.uniform(0.0, 0.02)]))
         assert launcher.poll() is None, run.with_suffix(".log").read_text()[-2000:]
         _, seconds = struck(run, launcher, victim, signal.SIGKILL)
         ends.append(seconds)
