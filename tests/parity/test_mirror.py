@@ -34,6 +34,7 @@ DIFFERENCES = {
         "shard_model": "FSDP2's",
         "sum_over": "torch sums tensor by tensor, outside of graphs",
     },
+    "evaluate.py": {"sum_losses": "ranks share an evaluation on torch alone in this version"},
     "loss.py": {
         "cross_entropy_sum": "a function around torch's autograd function",
         "CrossEntropySum": "the Cell itself: graphs hold no other communication",
