@@ -12,6 +12,7 @@ import mindspore as ms
 import numpy as np
 
 from common.cluster.environment import ALONE, Process
+from common.config.engine import check_mindspore
 from common.config.schema import RunConfig
 from common.config.vendor import mindspore_context
 from common.device import accelerator_flops, device_index, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
@@ -120,6 +121,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
 
 def check_support(config: RunConfig, device: MindSporeDevice) -> None:
     """Refuse what this device cannot do. Raises ConfigError or DeviceError."""
+    check_mindspore(config, device.kind)
     precision = config.precision
     if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
         raise ConfigError("context.max_device_memory and context.enable_graph_kernel are for accelerators; leave them out on a CPU")

@@ -123,16 +123,19 @@ class CoreAttention(nn.Cell):
 
     def __init__(self, config: ModelConfig, precision: PrecisionConfig, native_dropout: bool) -> None:
         super().__init__()
-        self.scale = 1.0 / math.sqrt(config.hidden_size // config.num_heads)
+        self.scale = Tensor(1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute])
         self.softmax_dtype = DTYPES[precision.softmax]
+        self.multiply = ops.Mul()
         self.scores = ops.BatchMatMul(transpose_b=True)
+        self.add = ops.Add()
         self.softmax = ops.Softmax(-1)
         self.dropout = Dropout(config.attention_dropout or 0.0, native_dropout)
         self.mix = ops.BatchMatMul()
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-        scores = ops.cast(self.scores(q * self.scale, k), self.softmax_dtype)  # scaled before, for float16's sake
-        return self.mix(self.dropout(ops.cast(self.softmax(scores + mask), v.dtype), key), v)  # (B, nh, T, hs)
+        scores = ops.cast(self.scores(self.multiply(q, self.scale), k), self.softmax_dtype)  # scaled before, for float16's sake
+        weights = ops.cast(self.softmax(self.add(scores, mask)), v.dtype)
+        return self.mix(self.dropout(weights, key), v)  # (B, nh, T, hs)
 
 
 class Attention(nn.Cell):
@@ -145,6 +148,7 @@ class Attention(nn.Cell):
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.c_proj = Linear(config.hidden_size, config.hidden_size)
         self.core = CoreAttention(config, precision, native_dropout)
+        self.split_heads, self.join_heads = ops.Transpose(), ops.Transpose()
 
     def construct(
         self,
@@ -155,20 +159,21 @@ class Attention(nn.Cell):
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf where a query must not see a key, else 0. key: of the dropout.
+        """x: (B, T, C), or (B T, C). mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf where a query must not see a key, else 0.
+        key: of the dropout.
 
         With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool says where each row's token goes.
         Returns the output and the keys and values in use.
         """
-        batch, length, _ = x.shape
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        length = mask.shape[-2]
+        q, k, v = self._heads(self.q_proj(x), length), self._heads(self.k_proj(x), length), self._heads(self.v_proj(x), length)
         if keys is not None:
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
         y = self.core(q, k, v, mask, key)
-        return self.c_proj(y.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * self.head_size))), k, v
+        return self.c_proj(self.join_heads(y, (0, 2, 1, 3)).reshape((*x.shape[:-1], self.heads * self.head_size))), k, v
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape((x.shape[0], x.shape[1], self.heads, self.head_size)).transpose((0, 2, 1, 3))
+    def _heads(self, x: Tensor, length: int) -> Tensor:
+        return self.split_heads(x.reshape((-1, length, self.heads, self.head_size)), (0, 2, 1, 3))
 
 
 class GELU(nn.Cell):
@@ -209,6 +214,7 @@ class Block(nn.Cell):
         self.ln_2 = LayerNorm(*norm)
         self.mlp = MLP(config, native)
         self.dropout = Dropout(config.hidden_dropout or 0.0, native)
+        self.add = ops.Add()
 
     def construct(
         self,
@@ -221,8 +227,8 @@ class Block(nn.Cell):
     ) -> tuple[Tensor, ...]:
         """key: (3, 2), of this block's three dropouts."""
         y, k, v = self.attn(self.ln_1(x), mask, _row(key, 0), keys, values, at)
-        x = x + self.dropout(y, _row(key, 1))
-        return x + self.dropout(self.mlp(self.ln_2(x)), _row(key, 2)), k, v
+        x = self.add(x, self.dropout(y, _row(key, 1)))
+        return self.add(x, self.dropout(self.mlp(self.ln_2(x)), _row(key, 2))), k, v
 
 
 class GPT2(nn.Cell):

@@ -39,9 +39,13 @@ class MasterWeights:
         self.tensors = {
             name: parameter
             if shares is None and parameter.dtype == ms.float32
-            else _zeros(shares.share_of(parameter.shape) if shares else parameter.shape, f"{name}.master")
+            else self.zeros_like(parameter, f"{name}.master", shares.share_of(parameter.shape) if shares else None)
             for name, parameter in parameters.items()
         }
+
+    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
+        """A place for float32 state of a parameter, of its shape or of another."""
+        return Parameter(ops.zeros(shape or tensor.shape, ms.float32), name=name, requires_grad=False)
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
@@ -116,7 +120,7 @@ class Optimizer(nn.Cell):
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
         self.decays = tuple(config.weight_decay > 0.0 and decays(name) for name in tensors)
         parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
-        self.state = {part: {name: _zeros(tensor.shape, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
+        self.state = {part: {name: master.zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
         self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
         numbers = (0.0, config.beta1, config.beta2, config.momentum)
@@ -209,10 +213,6 @@ def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
     count = len(both) // 2
     summed: tuple[Tensor, ...] = ops.HyperMap()(ops.Add(), both[:count], both[count:])
     return summed
-
-
-def _zeros(shape: tuple[int, ...], name: str) -> Parameter:
-    return Parameter(ops.zeros(shape, ms.float32), name=name, requires_grad=False)
 
 
 def _number(name: str, value: Any) -> Parameter:

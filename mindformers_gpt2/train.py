@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
+from common.config.parallel_mode import compiled_mode
 from common.config.schema import RunConfig
 from common.parallel.topology import Topology
 from common.training import setup
@@ -22,13 +23,16 @@ from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import initialise
 from mindformers_gpt2.parallel import build_part
 from mindformers_gpt2.profile import make_trace
+from mindformers_gpt2.semi_auto_engine import SemiAutoEngine
 from mindformers_gpt2.world import open_world
 
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
     at = Topology.from_config(config.parallel).coordinates(process.rank)
-    data, config = open_data(config, rank=at.data)
+    compiled = compiled_mode(config, device.kind)
+    whole = compiled and config.parallel.full_batch is not False
+    data, config = open_data(config, rank=0 if whole else at.data, ranks=1 if whole else None, whole_validation=compiled)
     folder = Path(config.output_dir)
     writes = process.rank == 0
     with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
@@ -38,7 +42,11 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
         state = TrainState(sample_hash=data.fingerprint)
-        engine = Engine(build_part(config, device, world), config, device, record, world)
+        engine = (
+            SemiAutoEngine(config, device, world, record)
+            if compiled
+            else Engine(build_part(config, device, world), config, device, record, world)
+        )
         device.seed(config.seed)
         if start.resume is not None:
             state = restore(engine, start.resume)

@@ -30,7 +30,8 @@ and train.compile with copies and tensor parallel; strategy parameter_server or 
 MINDSPORE_MATRIX = """backend=mindspore goes with
   parallel.data_parallel x model_parallel x pipeline_stage  any product
   parallel.zero_stage                                       0, 1
-  parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers"""
+  parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers
+and on several Ascends (device=npu), in parallel_mode 1, also with sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
 def check_engine(config: RunConfig) -> None:
@@ -41,9 +42,7 @@ def check_engine(config: RunConfig) -> None:
         if config.backend == "torch":
             _check_native(config)
         else:
-            check_parallel_mode(config, config.device)
-            if not compiled_mode(config, config.device):
-                _check_mindspore(config)
+            check_mindspore(config, config.device)
         for name, field in DeepSpeedConfig.model_fields.items():
             if getattr(config.deepspeed, name) != field.default:
                 raise ConfigError(
@@ -116,21 +115,25 @@ def _check_deepspeed(config: RunConfig) -> None:
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
-def _check_mindspore(config: RunConfig) -> None:
-    """Of the runner with hand-written communication."""
+def check_mindspore(config: RunConfig, kind: str) -> None:
+    """For a device of this kind; what several Ascends may do is asked again where it is not known yet (auto). Raises ConfigError."""
     parallel = config.parallel
+    check_parallel_mode(config, kind)
+    if compiled_mode(config, kind):
+        return
     needs = _unmet_need(parallel)
     if needs:
         raise ConfigError(f"{needs}.\n{MINDSPORE_MATRIX}")
-    if parallel.shard_size is not None:
-        raise ConfigError(f"parallel.shard_size={parallel.shard_size} is for backend torch; leave it out")
+    if parallel.pipeline_schedule not in ("gpipe", "1f1b"):
+        raise ConfigError(
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose one of its own.\n{MINDSPORE_MATRIX}"
+        )
+    if kind == "auto" and parallel.parallel_mode is None:
+        return
     for refused, remedy in (
+        (parallel.shard_size and f"shard_size={parallel.shard_size}", "leave it out"),
         (parallel.sequence_parallel and "sequence_parallel=true", "leave it out"),
         (parallel.zero_stage > 1 and f"zero_stage={parallel.zero_stage}", "set 1"),
-        (
-            parallel.pipeline_schedule not in ("gpipe", "1f1b") and f"pipeline_schedule={parallel.pipeline_schedule}",
-            "choose one of its own",
-        ),
     ):
         if refused:
             raise ConfigError(f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}")

@@ -75,6 +75,8 @@ def _check_compiled(config: RunConfig) -> None:
     micro, accumulation = train.micro_batch_size or 1, train.accumulation_steps or 1
     if config.context.mode == "pynative":
         raise ConfigError(f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)")
+    if config.precision.reduction != "float32":
+        raise ConfigError(f"{named} sums gradients in float32, found precision.reduction={config.precision.reduction}; leave it out")
     if parallel.pipeline_schedule not in ("gpipe", "1f1b") or (parallel.virtual_stages or 1) > 1:
         raise ConfigError(
             f"{named} has pipeline_schedule gpipe and 1f1b with one stage a rank, found {parallel.pipeline_schedule} with"

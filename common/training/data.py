@@ -68,10 +68,13 @@ class TrainingData:
         return self.validation()
 
 
-def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tuple[TrainingData, RunConfig]:
+def open_data(
+    config: RunConfig, *, training: bool = True, rank: int = 0, ranks: int | None = None, whole_validation: bool = False
+) -> tuple[TrainingData, RunConfig]:
     """Open the data of a resolved config; also settles the vocabulary and the length of the run.
 
-    rank: data-parallel rank. Raises DataError and ConfigError.
+    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones when left out. Validation windows are
+    divided too, but not with ``whole_validation``. Raises DataError and ConfigError.
     """
     record = _tokenizer_record(config)
     if record is not None:
@@ -87,13 +90,13 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
         sampler = ShardedSampler(
             samples,
             global_batch_size=config.train.global_batch_size,
-            data_parallel_size=config.parallel.data_parallel,
+            data_parallel_size=ranks or config.parallel.data_parallel,
             data_parallel_rank=rank,
             vocab_size=config.model.vocab_size,
         )
     validation, reason = None, None
     try:
-        validation = _validation(config, rank)
+        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel or 1)))
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -104,15 +107,13 @@ def open_data(config: RunConfig, *, training: bool = True, rank: int = 0) -> tup
     return data, config
 
 
-def _validation(config: RunConfig, rank: int) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
     samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
     assert batch_size is not None
-    return partial(
-        ordered_batches, samples, batch_size, limit, rank=rank, ranks=config.parallel.data_parallel or 1, vocab_size=config.model.vocab_size
-    )
+    return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
 
 
 def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:

@@ -13,6 +13,8 @@ ONE_SIDED_FILES = {
     "export.py": "MindIR is MindSpore's; weights alone are exported without a framework",
     "collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
+    "semi_auto.py": "MindSpore's compiler splits graphs; torch's does not",
+    "semi_auto_engine.py": "MindSpore's compiler splits graphs; torch's does not",
     "strategies.py": "they compare with torch's own DDP",
 }
 
@@ -65,7 +67,7 @@ DIFFERENCES = {
         "seed_offset": "what torch's masks follow from",
         "tensor_group": "with sequence parallel, which is torch's",
     },
-    "pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over"},
+    "pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over", "Stage": "of torch's schedules"},
     "tensor_parallel.py": {
         "TensorGroup": "with sequence parallel, which is torch's",
         "Enter": "torch's are autograd functions",

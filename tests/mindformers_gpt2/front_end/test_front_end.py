@@ -1,0 +1,193 @@
+"""What MindSpore's compiler makes of the semi-automatic step, held against the layout's arithmetic: parts of parameters, stages, peers, and
+kind, group and number of every collective of forward and backward pass and update; nothing else may be communicated.
+
+The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are made to believe that the device is an
+Ascend. No kernel is built and nothing is executed: **this is no proof that the graph runs on an Ascend**, nor that its numbers are right.
+It depends on MindSpore 2.10.0 to the byte, and is skipped with any other.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.load import build_config, load_config
+from common.config.resolve import resolve_config
+from common.config.schema import RunConfig
+from common.parallel.sharding import Role, own_piece, padded_shapes, role_of
+from common.parallel.topology import GroupKind, Topology
+from common.weights.names import EMBEDDING
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORTED = "2.10.0"
+VERSION = importlib.metadata.version("mindspore") if importlib.util.find_spec("mindspore") else None
+pytestmark = pytest.mark.skipif(VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}")
+
+Collective = tuple[str, tuple[int, ...] | int, str | None]
+"""Operator, the ranks of the group or the peer, what it computes."""
+
+THRESHOLD = 4
+"""KB from which the optimizer is split: matrices of the toy are, vectors are not."""
+
+
+def toy(**parallel: Any) -> dict[str, Any]:
+    return {
+        "output_dir": "unused",
+        "backend": "mindspore",
+        "device": "npu",
+        "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 250, "vocab_multiple": 16},
+        "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
+        "optimizer": {"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1},
+        "parallel": {"parallel_mode": 1, "data_parallel": 4, "model_parallel": 2, "pipeline_stage": 4, **parallel},
+    }
+
+
+SPLIT = {"zero_stage": 1, "parallel_optimizer_config": {"parallel_optimizer_threshold": THRESHOLD}}
+CASES = {
+    "first stage": (toy(**SPLIT), 0),
+    "second stage, whole optimizer": (toy(), 9),
+    "last stage": (toy(**SPLIT), 31),
+    "sequence parallel": (toy(sequence_parallel=True), 9),
+}
+
+
+def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tree))
+    command = [sys.executable, str(Path(__file__).with_name("compile_rank.py")), str(folder / "config.json"), str(rank), str(folder)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environ, timeout=seconds, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    assert not found["failure"], found["failure"][:3000]
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("front_end")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {name: pool.submit(compile_rank, *case, folder / str(number), 600) for number, (name, case) in enumerate(CASES.items())}
+        return {name: job.result() for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
+    tree, rank = CASES[case]
+    config = resolve_config(build_config(tree), world_size=32)
+    check(compiled[case], config, rank, threshold=THRESHOLD)
+
+
+@pytest.mark.campaign
+def test_13b(tmp_path: Path) -> None:
+    """One rank of the 32 of the tutorial's layout: about 11 GB of memory."""
+    config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml", ["device=npu", "parallel.micro_batch_num=4"])
+    resolved = resolve_config(config, world_size=32)
+    check(compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600), resolved, 9, threshold=64)
+
+
+def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int) -> None:
+    shapes = {name: tuple(shape) for name, shape in found["parameters"].items()}
+    held = held_shapes(config, rank, threshold)
+    assert {name: shapes.get(name) for name in held} == held
+    copies = [f"{name}.{part}" for name in held for part in ("exp_avg", "exp_avg_sq")]
+    assert {name: shapes.get(name) for name in copies} == {name: held[name.rpartition(".")[0]] for name in copies}
+    model = {name for name in shapes if name in padded_shapes(config)}
+    assert model - set(held) <= ({EMBEDDING} if is_last(config, rank) else set()), "parameters of another stage"
+    counted = Counter(key(item) for item in found["collectives"])
+    expected = expected_collectives(config, rank, {name for name in held if is_split(config, name, threshold)})
+    assert dict(counted - expected) == {} and dict(expected - counted) == {}, (dict(counted), dict(expected))
+
+
+def key(item: dict[str, Any]) -> Collective:
+    if item["operator"] in ("Send", "Receive"):
+        return item["operator"], item["peer"], None
+    return item["operator"], tuple(item["ranks"]), item["operation"]
+
+
+# ---- what the layout says ----
+
+
+def is_last(config: RunConfig, rank: int) -> bool:
+    return Topology.from_config(config.parallel).holds_head(rank)
+
+
+def own_names(config: RunConfig, rank: int) -> list[str]:
+    topology = Topology.from_config(config.parallel)
+    layers = topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers)
+    names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
+    if topology.holds_embedding(rank):
+        names += [EMBEDDING, "wpe.weight"]
+    return names + (["ln_f.weight", "ln_f.bias"] if topology.holds_head(rank) else [])
+
+
+def is_split(config: RunConfig, name: str, threshold: int) -> bool:
+    """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding on two stages."""
+    if role_of(name) is Role.REPLICATED or (name == EMBEDDING and config.parallel.pipeline_stage > 1):
+        return False
+    rows, *columns = own_piece(name, padded_shapes(config)[name], tensor=config.parallel.model_parallel).shape
+    return (
+        config.parallel.zero_stage > 0
+        and role_of(name) is not Role.REPLICATED
+        and 4 * rows * (columns[0] if columns else 1) >= 1024 * threshold
+    )
+
+
+def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple[int, ...]]:
+    topology = Topology.from_config(config.parallel)
+    return {
+        name: own_piece(
+            name,
+            padded_shapes(config)[name],
+            tensor=topology.tensor,
+            shards=topology.data if is_split(config, name, threshold) else 1,
+        ).shape
+        for name in own_names(config, rank)
+    }
+
+
+def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Counter[Collective]:
+    """Of a step. Within blocks Megatron's: two sums forward and two backward, which sequence parallel takes apart."""
+    topology, micro = Topology.from_config(config.parallel), config.train.accumulation_steps or 1
+    stage = topology.data * topology.tensor
+    tensor, data = tuple(topology.group(GroupKind.TENSOR, rank)), tuple(topology.group(GroupKind.DATA, rank))
+    everyone, stage_ranks = tuple(range(topology.world_size)), tuple(range(rank // stage * stage, (rank // stage + 1) * stage))
+    layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
+    counts: Counter[Collective] = Counter()
+    counts["AllReduce", everyone, "sum"] += 2  # the loss, the norm
+    if config.parallel.sequence_parallel:
+        for operator, operation in (("AllGather", None), ("ReduceScatter", "sum")):
+            counts[operator, tensor, operation] += 4 * layers * micro
+    else:
+        counts["AllReduce", tensor, "sum"] += 4 * layers * micro
+    if topology.holds_embedding(rank):
+        counts["AllReduce", tensor, "sum"] += 2 * micro
+    if topology.holds_head(rank):  # the largest logit; the sum and the target's, forward and backward; the loss, forward and backward
+        counts["AllReduce", tensor, "max"] += micro
+        counts["AllReduce", tensor, "sum"] += 4 * micro
+        counts["AllReduce", data, "sum"] += 2 * micro
+    for name in own_names(config, rank):
+        if name in split:
+            counts["AllGather", data, None] += 1
+            counts["ReduceScatter", data, "sum"] += 1
+        else:
+            counts["AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"] += 1
+    for peer, times in ((rank - stage, micro), (rank + stage, micro), *embedding_peers(topology, rank)):
+        if 0 <= peer < topology.world_size:
+            counts["Send", peer, None] += times
+            counts["Receive", peer, None] += times
+    return counts
+
+
+def embedding_peers(topology: Topology, rank: int) -> list[tuple[int, int]]:
+    """The tied embedding goes from the first stage to the last once a step, and its gradient comes back."""
+    group = topology.group(GroupKind.EMBEDDING, rank)
+    return [(other, 1) for other in group if other != rank]
