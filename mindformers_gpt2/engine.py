@@ -120,7 +120,7 @@ class Engine:
         """Of this rank's part alone; ranks that hold the same part must have the same."""
         return float(global_norm(*self.master.tensors.values()).asnumpy())
 
-    def _train_step(self, tokens: NDArray[np.int32], limits: Tensor) -> QueuedStep:
+    def _train_step(self, tokens: NDArray[np.int32], limits: Tensor) -> _QueuedStep:
         self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
         loss, *gradients = self._accumulate_gradients(tokens)
@@ -128,7 +128,7 @@ class Engine:
             self.world.meet()  # after compiling
             self._has_met = True
         loss, norm, applied, scale = self._update(Tensor(rate, ms.float32), limits, loss, *gradients)
-        return QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
+        return _QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
 
     def _accumulate_gradients(self, tokens: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
@@ -153,7 +153,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueuedStep:
+class _QueuedStep:
     """A step under way on the device."""
 
     loss: Tensor

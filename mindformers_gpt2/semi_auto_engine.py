@@ -26,7 +26,7 @@ from common.training.schedule import learning_rate
 from mindformers_gpt2.collectives import all_reduce
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.engine import Engine, QueuedStep
+from mindformers_gpt2.engine import Engine, _QueuedStep
 from mindformers_gpt2.semi_auto import Network, build_network, build_step
 from mindformers_gpt2.world import World
 
@@ -89,13 +89,13 @@ class SemiAutoEngine(Engine):
     def writes(self, name: str) -> bool:
         return speaks_for(name, self.config, self.world.at)
 
-    def _train(self, tokens: NDArray[np.int32]) -> QueuedStep:
+    def _train(self, tokens: NDArray[np.int32]) -> _QueuedStep:
         self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
         ops.assign(self._step.rate, Tensor(rate, ms.float32))
         self._step.set_train()
         loss, norm, applied, scale = self._step(*inputs_and_targets(tokens))
-        return QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
+        return _QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
 
     def _share_embedding(self) -> None:
         """Give the first stage's table to the last: a training graph sends it along, one without a backward pass does not."""

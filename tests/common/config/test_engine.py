@@ -143,7 +143,10 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
         ),
         ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),
-        ({"engine": "native", "backend": "mindspore", "parallel__shard_size": 2}, ("parallel.shard_size=2 is for backend torch",)),
+        (
+            {"engine": "native", "backend": "mindspore", "device": "cpu", "parallel__shard_size": 2},
+            ("parallel.shard_size=2 is for backend torch",),
+        ),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
@@ -153,7 +156,7 @@ def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str,
         assert message in str(caught.value)
 
 
-MINDSPORE = {"engine": "native", "backend": "mindspore"}
+MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
 
 
 @pytest.mark.parametrize(
