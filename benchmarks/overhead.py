@@ -45,12 +45,12 @@ class Turns:
                 assert other.stdin is not None
                 other.stdin.write(line)
                 other.stdin.flush()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             for _ in range(self._steps):
                 yield next(self._batches)
-            seconds = time.perf_counter() - start
+            seconds, used = time.perf_counter() - start, time.process_time() - used
             norm = sum(float(tensor.detach().double().square().sum()) for tensor in self.weights) ** 0.5
-            print(json.dumps({"seconds": seconds, "norm": norm}), file=self._answers, flush=True)
+            print(json.dumps({"seconds": seconds, "processor": used, "norm": norm}), file=self._answers, flush=True)
         sys.exit()
 
 
@@ -179,8 +179,11 @@ def compare(arguments: argparse.Namespace) -> None:
         if abs(norms[0] - norms[1]) > arguments.tolerance * norms[1]:
             sys.exit(f"the weights of {' and '.join(SYSTEMS)} differ in their norms, {norms}; speeds then mean nothing")
     seconds = [[turn["seconds"] / arguments.steps for turn in later[name]] for name in SYSTEMS]
+    used = [statistics.median(turn["processor"] / arguments.steps for turn in later[name]) for name in SYSTEMS]
     ratio, least, greatest = median_ratio(*seconds)
-    here, peer = (f"{1e3 * statistics.median(times):.1f} ms a step" for times in seconds)
+    here, peer = (
+        f"{1e3 * statistics.median(times):.1f} ms a step, {1e3 * own:.1f} of a processor" for times, own in zip(seconds, used, strict=True)
+    )
     peer = f"{'DistributedDataParallel' if arguments.ranks > 1 else 'bare loop'} {peer}"
     what = f"loop and engine, {Path(arguments.config).stem}, {arguments.ranks} rank{'s' * (arguments.ranks > 1)}"
     report([(what, here, peer, f"{ratio:.3f} ({least:.3f} to {greatest:.3f} in {arguments.repeats})", "")])

@@ -82,10 +82,13 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
     return [process.returncode for process in processes], printed
 
 
-def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False) -> None:
-    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output (tests/watch.py)."""
-    if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork
-        codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 20.0 * ranks * len(jobs))
+def run_ranks(
+    ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False, seconds: float = 20.0
+) -> None:
+    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output (tests/watch.py). seconds: of
+    the time limit, by rank and job."""
+    if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork; it compiles a graph for each job
+        codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 3 * seconds * ranks * len(jobs))
         assert codes == [0] * ranks, "\n".join(texts)
         return
     ports = [free_port() for _ in jobs]
@@ -99,7 +102,7 @@ def run_ranks(ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] |
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=60.0 + 20.0 * ranks * len(jobs))
+        printed, _ = process.communicate(timeout=60.0 + seconds * ranks * len(jobs))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # no rank is left

@@ -1,6 +1,8 @@
 """Every layout against one process: losses, gradient norms before clipping, samples and final weights; and runs that change layout."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,10 @@ WITH_DROPOUT: list[tuple[str, dict[str, Any]]] = [
     ("begun", {}),  # to step 10
 ]
 
+# one layer and no validation, since each graph takes its compiler ten seconds
+SMALL: dict[str, Any] = {"model__num_layers": 1, "data__split": "100,0,0", "validation": {}, "train__max_steps": 5}
+COMPILED = {"dp2": {}, "tp2": TENSOR, "tp2 sp": SEQUENCE}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
@@ -113,6 +119,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
             for name, precision in PRECISIONS.items()
             if wanted == ranks
         ]
+        if ranks == 1:
+            jobs += [tree(folder / "compiled" / "one", corpus_prefix, **SMALL)]
         if ranks == 2:
             jobs += [tree(folder / "dropout" / name, corpus_prefix, **DROPOUT, **changes) for name, changes in WITH_DROPOUT]
         whole = {"run_mode": "eval", "checkpoint__load": str(folder / "one" / "clip")}
@@ -186,6 +194,25 @@ def test_dropout_is_repeated_by_recomputation_and_resume(runs: Path) -> None:
     }
     assert losses["begun"] == losses["plain"], "four steps and six more are ten, bit for bit"
     assert losses["recomputed"] == [tuple(map(lambda value: pytest.approx(value, rel=TOLERANCE), row)) for row in losses["plain"]]
+
+
+@pytest.fixture(scope="module")
+def compiled(runs: Path, corpus_prefix: Path) -> Path:
+    """folder / layout, compiled; "one" is one process, not compiled."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no C++ compiler, which torch.compile needs on a CPU: g++ is not on PATH, and CXX names none")
+    compiled = {"train__compile": True, "train__micro_batch_size": 6}
+    jobs = [tree(runs / "compiled" / name, corpus_prefix, **SMALL, **layout, **compiled) for name, layout in COMPILED.items()]
+    run_ranks(2, jobs, variables={"TORCHINDUCTOR_COMPILE_THREADS": "1"}, seconds=90.0)  # in the ranks, without processes of its own
+    return runs / "compiled"
+
+
+@pytest.mark.parametrize("layout", list(COMPILED))
+def test_a_compiled_layout_trains_as_one_process(compiled: Path, layout: str) -> None:
+    one, many = (read_metrics(compiled / name / "metrics.jsonl") for name in ("one", layout))
+    assert len(one) == 5
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in many] == pytest.approx([row[key] for row in one], rel=TOLERANCE), key
 
 
 def watched(run: Path, what: str) -> list[int]:
