@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindformers_gpt2.collectives import AllGather, Group
@@ -40,8 +38,8 @@ class CrossEntropySum(nn.Cell):
         self.weight_slope = ops.MatMul(transpose_a=True)
         self.log_softmax = ops.LogSoftmax(-1)
         self.subtract_at = ops.TensorScatterSub()
-        self.zero, self.minus_infinity = Tensor(0.0, ms.float32), Tensor(-math.inf, ms.float32)
-        self.smallest = Tensor(np.finfo(np.float32).min)
+        # not minus infinity: a rank may have nothing but padding, and differences with its largest logit must be numbers
+        self.zero, self.far_below = Tensor(0.0, ms.float32), Tensor(-1e30, ms.float32)
 
     def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden (N, C), weight (rows, C), targets (N,) int32. Returns the sum, a float32 scalar in nats, and its gradients by hidden
@@ -63,7 +61,7 @@ class CrossEntropySum(nn.Cell):
                 here = ops.cast(inside, ms.float32)
                 target = target * ops.cast(inside, ms.int32)
                 padding = ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
-                logits = ops.select(padding.reshape((1, -1)), self.minus_infinity, logits)
+                logits = ops.select(padding.reshape((1, -1)), self.far_below, logits)
                 log_sum, picked = self._over_shards(logits, target, here)
                 log_probabilities = logits - log_sum.reshape((-1, 1))
                 total = total + ops.ReduceSum()(log_sum - picked)
@@ -88,7 +86,7 @@ class CrossEntropySum(nn.Cell):
 
     def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the sum of exponentials over all shards, and the target's logit, which one of them has; (n,) each."""
-        largest = ops.maximum(ops.ReduceMax()(logits, 1), self.smallest)  # finite where all columns are padding
+        largest = ops.ReduceMax()(logits, 1)
         total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)
         picked = ops.select(here > 0.0, ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)), self.zero)
         assert self.gather is not None

@@ -10,7 +10,7 @@ ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip in
 torch = pytest.importorskip("torch")
 
 from mindformers_gpt2.device import select_device  # noqa: E402
-from mindformers_gpt2.loss import ROWS_AT_ONCE, CrossEntropySum  # noqa: E402
+from mindformers_gpt2.loss import ROWS_AT_ONCE, CrossEntropySum, VocabularyShard  # noqa: E402
 
 VOCABULARY = 101
 
@@ -21,9 +21,11 @@ def inputs(rows: int, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return random.standard_normal((rows, 16)).astype(np.float32) * width, weight, random.integers(0, VOCABULARY, rows).astype(np.int32)
 
 
-def ours(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, factor: float = 1.0) -> tuple[np.ndarray, ...]:
+def ours(
+    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, factor: float = 1.0, shard: VocabularyShard | None = None
+) -> tuple[np.ndarray, ...]:
     select_device("cpu")
-    cross_entropy_sum = CrossEntropySum(VOCABULARY)
+    cross_entropy_sum = CrossEntropySum(VOCABULARY, shard)
 
     def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
         return cross_entropy_sum(hidden, weight, targets)[0] * factor
@@ -57,3 +59,39 @@ def test_float16_keeps_small_gradients() -> None:
     _, _, by_weight = ours(hidden.astype(np.float16), weight, targets, factor=2.0**-20)
     _, _, wanted = reference(hidden, weight, targets)
     np.testing.assert_allclose(by_weight * 2.0**20, wanted, atol=2e-2)
+
+
+def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks one after the other, the last with nothing but padding; what the others would send comes from numpy in float64."""
+    import mindformers_gpt2.loss as module
+
+    rows, width = 40, 64
+    hidden, weight, targets = inputs(rows, 1.0)
+    weight = np.concatenate([weight, weight[:64]])  # (192, 16)
+    expected = reference(hidden, weight, targets)
+    logits = hidden.astype(np.float64) @ weight.T.astype(np.float64)
+    logits[:, VOCABULARY:] = -1e30
+    sent = []
+    for first in range(0, 192, width):
+        own, here = logits[:, first : first + width], (targets >= first) & (targets < first + width)
+        largest = own.max(1)
+        picked = np.where(here, logits[np.arange(rows), targets], 0.0)
+        sent.append(np.stack([largest, np.exp(own - largest[:, None]).sum(1), picked]))
+
+    class Gather(ms.nn.Cell):
+        def __init__(self, group: None) -> None:
+            super().__init__()
+            self.others = ms.Tensor(np.stack(sent).astype(np.float32))
+
+        def construct(self, own: ms.Tensor) -> ms.Tensor:
+            return self.others + 0.0 * own
+
+    monkeypatch.setattr(module, "AllGather", Gather)
+    by_hidden = np.zeros_like(hidden)
+    for first in range(0, 192, width):
+        shard = VocabularyShard(group=None, first=first)  # type: ignore[arg-type]
+        loss, part, by_weight = ours(hidden, weight[first : first + width], targets, shard=shard)
+        by_hidden += part
+        np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+        np.testing.assert_allclose(by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max())
+    np.testing.assert_allclose(by_hidden, expected[1], atol=1e-5 * np.abs(expected[1]).max())
