@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from mindformers_gpt2.device import MindSporeDevice
 
 T = TypeVar("T")
 _KINDS = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.EMBEDDING)
+_LOST = re.compile(
+    r"launch kernel failed, name:\S*(all_?reduce|all_?gather|reduce_?scatter)|(recv|send) failed|heartbeat|scheduler|hccl", re.IGNORECASE
+)
+"""What MindSpore 2.10 says when another rank has gone, or has let it wait for half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +95,9 @@ def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> 
         with leaving_together(world.leave):
             yield world
     except RuntimeError as error:
-        if not _is_lost_contact(error):
+        if not _LOST.search(str(error)):
             raise
-        reason = str(error).strip().partition("\n")[0]
+        reason = next(line for line in str(error).splitlines() if line.strip(" -"))
         raise RunError(
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
         ) from error
@@ -104,7 +109,7 @@ _meetings: dict[str, Meeting] = {}
 
 def _meeting(everyone: Group) -> Meeting:
     if everyone.name not in _meetings:
-        host = Host() if everyone.rank == 0 else None
+        host = Host(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
         port, token = pickle.loads(exchange(everyone, pickle.dumps(host and (host.port, host.token)))[0])  # noqa: S301
         _meetings[everyone.name] = (
             host.receive(everyone.size) if host is not None else join(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
@@ -120,10 +125,3 @@ def _make_groups(topology: Topology, rank: int, *, native: bool) -> dict[GroupKi
         if len(ranks) > 1:
             found[kind] = make_group(ranks, rank, topology.world_size, native=native)
     return found
-
-
-def _is_lost_contact(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(
-        word in text for word in ("allreduce", "distributed", "cluster", "communicat", "collective", "scheduler", "hccl", "timed out")
-    )

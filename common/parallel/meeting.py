@@ -45,10 +45,10 @@ class Meeting:
 
 
 class Host:
-    """Rank 0 before the others know of it."""
+    """Rank 0 before the others know of it. address: by which they reach it; its version of IP is what counts here."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("", 0))
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = int(self._listener.getsockname()[1])
         self.token = secrets.token_bytes(_TOKEN_BYTES)
 

@@ -1,5 +1,6 @@
 """Every layout of the runner with hand-written communication against one process, against torch, and across changes of layout."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,14 @@ ZERO: dict[str, Any] = {"parallel__zero_stage": 1}
 FOUR_LAYERS: dict[str, Any] = {"model__num_layers": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
-    "tp2": (2, TENSOR),
+    "tp2": (2, TENSOR | {"checkpoint__ckpt_prefix": "gpt2"}),
     "zero1": (2, ZERO),
     "pp2": (2, PIPELINE),
     "dp2 tp2": (4, TENSOR),
     "zero1 pp2": (4, ZERO | PIPELINE),
     "pp4": (4, {"parallel__pipeline_stage": 4, "parallel__pipeline_schedule": "gpipe"} | FOUR_LAYERS),
 }
+LEFT_OUT = [("zero1 pp2", "no clip")]  # for the time that it takes
 # masks of all but the split heads follow from the sample's place in the global batch, whatever the layout
 VARIANTS: dict[str, dict[str, Any]] = {
     "no clip": {"optimizer__clip_grad": 0.0},
@@ -108,7 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
             job(f"{layout}/{variant}", **settings, **changes)
             for layout, (wanted, settings) in LAYOUTS.items()
             for variant, changes in VARIANTS.items()
-            if wanted == ranks
+            if wanted == ranks and (layout, variant) not in LEFT_OUT
         ]
         if ranks == 2:
             jobs += [job("zero1/half", **ZERO, **HALF_WEIGHTS), job("torch, tp2", **TENSOR, **from_torch)]
@@ -131,8 +133,7 @@ def weights_of(run: Path, **changes: Any) -> dict[str, np.ndarray]:
         return {name: stored.read(name, own_piece(name, shape)) for name, shape in parameter_shapes(model).items()}
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(("layout", "variant"), [case for case in itertools.product(LAYOUTS, VARIANTS) if case not in LEFT_OUT])
 def test_a_layout_trains_as_one_process(runs: Path, layout: str, variant: str) -> None:
     four = LAYOUTS[layout][1].items() >= FOUR_LAYERS.items()
     reference = runs / ("one of four layers" if four else "one") / variant
@@ -181,7 +182,8 @@ def test_a_run_goes_on_under_the_same_or_another_layout_or_framework(runs: Path,
 
 
 def test_each_rank_has_written_its_own_part(runs: Path) -> None:
-    """Of two data x two tensor ranks two write; with ZeRO each has its share of the optimizer's state, about half."""
+    """Of two data x two tensor ranks two write; with ZeRO each has its share of the optimizer's state, about half. So it is in MindSpore's
+    own format."""
     checkpoint = find_checkpoint(runs / "dp2 tp2" / "no clip")
     assert checkpoint is not None
     pieces = {name: record["pieces"] for name, record in read_manifest(checkpoint)["files"].items() if name.startswith("model")}
@@ -190,6 +192,10 @@ def test_each_rank_has_written_its_own_part(runs: Path) -> None:
     assert checkpoint is not None
     sizes = [record["bytes"] for name, record in read_manifest(checkpoint)["files"].items() if name.startswith("optimizer")]
     assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+
+    for rank in range(2):
+        folder = runs / "tp2" / "clip" / "checkpoints" / f"rank_{rank}"
+        assert [path.name for path in sorted(folder.iterdir())] == [f"gpt2_rank_{rank}-1_{step}.ckpt" for step in (HALF, STEPS)]
 
 
 def test_all_ranks_agree_on_the_loss_scale(runs: Path) -> None:

@@ -12,7 +12,7 @@ from common.parallel.meeting import Host, Meeting, join
 
 
 def meetings(size: int) -> list[Meeting]:
-    host = Host()
+    host = Host("127.0.0.1")
     with ThreadPoolExecutor(size) as pool:
         first = pool.submit(host.receive, size)
         others = [pool.submit(join, rank, "127.0.0.1", host.port, host.token) for rank in range(1, size)]
@@ -56,7 +56,7 @@ def test_one_that_has_gone_is_named() -> None:
 
 
 def test_strangers_are_turned_away() -> None:
-    host = Host()
+    host = Host("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.receive, 2)
         with socket.create_connection(("127.0.0.1", host.port)) as stranger:
