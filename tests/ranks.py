@@ -10,7 +10,6 @@ a start have one backend; on mindspore its scheduler is started too, and each ra
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import multiprocessing
@@ -26,6 +25,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 Job = dict[str, Any]
+SCHEDULER = (sys.executable, "-c", "import mindspore.communication; mindspore.communication.init()")
+_schedulers: dict[int, subprocess.Popen[bytes]] = {}
+"""By the process number of rank 0."""
 
 
 def free_port() -> int:
@@ -46,8 +48,13 @@ def start_ranks(
 ) -> list[subprocess.Popen[str]]:
     """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables: more of the environment."""
     ports = [free_port() for _ in jobs]  # one a job: a rank that is early must not meet the group of the job before
-    more = dict(variables or {}) | (_mindspore_variables(ranks) if jobs[0].get("backend") == "mindspore" else {})
-    return [
+    more = dict(variables or {})
+    scheduler = None
+    if jobs[0].get("backend") == "mindspore" and ranks > 1:
+        more |= {"MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port()), "GLOG_v": "3"}
+        scheduler = subprocess.Popen(SCHEDULER, env=os.environ | more | {"MS_ROLE": "MS_SCHED"})
+        more["MS_ROLE"] = "MS_WORKER"
+    processes = [
         subprocess.Popen(
             [sys.executable, str(Path(__file__)), json.dumps([ports, list((other or {}).get(rank, jobs))])],
             cwd=ROOT,
@@ -58,18 +65,9 @@ def start_ranks(
         )
         for rank in range(ranks)
     ]
-
-
-def _mindspore_variables(ranks: int) -> dict[str, str]:
-    """What MindSpore's ranks need, and a scheduler that ends with this process, or before."""
-    if ranks == 1:
-        return {}
-    from common.cluster.rank_environment import SCHEDULER
-
-    names = {"MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port()), "GLOG_v": "3"}
-    scheduler = subprocess.Popen(SCHEDULER, env=os.environ | names | {"MS_ROLE": "MS_SCHED"})
-    atexit.register(scheduler.kill)
-    return names | {"MS_ROLE": "MS_WORKER"}
+    if scheduler is not None:
+        _schedulers[processes[0].pid] = scheduler
+    return processes
 
 
 def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0) -> tuple[list[int], list[str]]:
@@ -77,8 +75,9 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
     try:
         printed = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
-        for process in processes:
+        for process in [*processes, *filter(None, [_schedulers.pop(processes[0].pid, None)])]:
             process.kill()
+            process.wait()
     return [process.returncode for process in processes], printed
 
 

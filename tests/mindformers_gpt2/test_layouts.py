@@ -26,12 +26,12 @@ from mindformers_gpt2.world import World
 from tests.changes import changed
 from tests.ranks import Job, run_ranks
 
-# float32 sums of the same terms in another order: losses and norms of six steps differed by 3.3e-7 at most
+# float32 sums of the same terms in another order: losses and norms of six steps differed by 3.5e-7 at most
 TOLERANCE = 1e-6
 # the two frameworks add up products in another order; see tests/parity
 BETWEEN_FRAMEWORKS = 1e-4
 STEPS, HALF = 6, 3
-CLIP = 3.0
+CLIP = 1.6
 
 TENSOR: dict[str, Any] = {"parallel__model_parallel": 2}
 PIPELINE: dict[str, Any] = {"parallel__pipeline_stage": 2}
