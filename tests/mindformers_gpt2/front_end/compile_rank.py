@@ -106,7 +106,10 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE, save_graphs=2, save_graphs_path=str(folder))
     _ = ms.Tensor(np.ones(2, np.float32)) + 1  # the CPU's plugins are loaded while it is still a CPU
-    ms.set_auto_parallel_context(**semi_auto_settings(config, rank))
+    ms.set_recursion_limit(config.context.max_call_depth)
+    settings = semi_auto_settings(config, rank)
+    Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
+    ms.set_auto_parallel_context(**settings)
     network = build_network(config)
     step = build_step(network, config, rank)
     say_ascend()

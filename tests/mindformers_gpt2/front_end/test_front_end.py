@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.config.load import build_config, load_config
@@ -39,6 +40,7 @@ THRESHOLD = 4
 
 
 def toy(**parallel: Any) -> dict[str, Any]:
+    """4 x 2 x 4 unless said otherwise."""
     return {
         "output_dir": "unused",
         "backend": "mindspore",
@@ -56,7 +58,9 @@ CASES = {
     "second stage, whole optimizer": (toy(), 9),
     "last stage": (toy(**SPLIT), 31),
     "sequence parallel": (toy(sequence_parallel=True), 9),
+    "one stage": (toy(**SPLIT, data_parallel=2, pipeline_stage=1), 0),
 }
+CASES["one stage"][0]["model"]["num_layers"] = 1
 
 
 def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) ->
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert not found["failure"], found["failure"][:3000]
-    return found
+    return found | {"strategy": folder / tree["output_dir"] / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt"}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +86,34 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("case", list(CASES))
 def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     tree, rank = CASES[case]
-    config = resolve_config(build_config(tree), world_size=32)
+    config = resolved(tree)
     check(compiled[case], config, rank, threshold=THRESHOLD)
+
+
+def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """By the strategy file that the compiler wrote: whole tensors to the ranks' files, and back."""
+    import mindspore as ms
+
+    strategy, config = str(compiled["one stage"]["strategy"]), resolved(CASES["one stage"][0])
+    shapes = padded_shapes(config)
+    whole = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+    (tmp_path / "whole" / "rank_0").mkdir(parents=True)
+    tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
+    ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
+    ms.transform_checkpoints(str(tmp_path / "whole"), str(tmp_path / "parts"), "net", None, strategy)
+    topology = Topology.from_config(config.parallel)
+    for rank in range(4):
+        at = topology.coordinates(rank)
+        found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
+        for name, shape in shapes.items():
+            shards = 2 if is_split(config, name, THRESHOLD) else 1
+            piece = own_piece(name, shape, tensor=2, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+            part = whole[name][slice(*piece.rows)]
+            np.testing.assert_array_equal(found[name].asnumpy(), part[:, slice(*piece.columns)] if piece.columns else part, err_msg=name)
+    ms.transform_checkpoints(str(tmp_path / "parts"), str(tmp_path / "again"), "net", strategy, None)
+    again = ms.load_checkpoint(str(tmp_path / "again" / "rank_0" / "net0.ckpt"))
+    for name, values in whole.items():
+        np.testing.assert_array_equal(again[name].asnumpy(), values, err_msg=name)
 
 
 @pytest.mark.campaign
@@ -92,6 +122,11 @@ def test_13b(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml", ["device=npu", "parallel.micro_batch_num=4"])
     resolved = resolve_config(config, world_size=32)
     check(compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600), resolved, 9, threshold=64)
+
+
+def resolved(tree: dict[str, Any]) -> RunConfig:
+    config = build_config(tree)
+    return resolve_config(config, world_size=Topology.from_config(config.parallel).world_size)
 
 
 def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int) -> None:
