@@ -37,6 +37,8 @@ def commands(arguments: argparse.Namespace) -> list[list[str]]:
         short = "model.seq_length=32"  # without kernels for bf16 a processor takes 15 s a step even so
         found.append(["training.py", *GPT2, device, *ONE_WINDOW, "precision=bf16", short, *pair])
         found.append(["training.py", *GPT2, device, *ONE_WINDOW, "precision=float32", "--systems", "torch-compiled,transformers"])
+        small = ("--config", "configs/gpt2/run_gpt2_tiny.yaml", "train.global_batch_size=2", "train.micro_batch_size=1", device)
+        found += [["overhead.py", *small], ["overhead.py", "--ranks", "2", *small]]
         if arguments.mindspore:
             systems = ["--systems", "mindspore,torch"]
             found.append(["training.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", device, *systems])
