@@ -2,20 +2,16 @@
 
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.numpy import load_file
 
-from common.errors import DivergedError, StopRequested, StorageError
 from common.training.checkpoint import find_checkpoint
 from common.training.metrics import read_metrics
 from tests.changes import changed
 from tests.ranks import end_ranks, run_ranks, start_ranks
-from torch_gpt2.world import _leaving_together
 
 # float32 sums of the same terms in another order: 12 steps of SGD differed by 1e-7, bounds leave a factor of ten
 TOLERANCE = 1e-6
@@ -130,23 +126,6 @@ def test_ranks_that_would_train_different_things_refuse(tmp_path: Path, corpus_p
     for text in printed:
         assert "rank 1 differs from rank 0 in optimizer.learning_rate: 0.2 and 0.3" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("error", [StopRequested(15, "stopped"), DivergedError("no finite gradient"), None])
-def test_ranks_leave_when_rank_0_has_saved(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
-    """What all ranks meet at one step: a launcher would kill rank 0 in the middle of its save when another had left."""
-    met: list[str] = []
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: met.append("barrier"))
-    with pytest.raises(type(error)) if error else nullcontext(), _leaving_together():
-        if error:
-            raise error
-    assert met == ["barrier"]
-
-
-def test_an_error_of_one_rank_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: pytest.fail("waits"))
-    with pytest.raises(StorageError), _leaving_together():
-        raise StorageError("disk full")
 
 
 def test_a_decision_of_rank_0_that_fails_fails_everywhere(tmp_path: Path, corpus_prefix: Path) -> None:
