@@ -103,9 +103,9 @@ class NormBeforeHead(LayerNorm):
 
 def split_model(model: GPT2, group: Group) -> None:
     """Replace each parameter of a model without memory by this rank's part, and join the regions by communication."""
-    for cell_name, cell in list(model.cells_and_names()):
+    for _, cell in list(model.cells_and_names()):
         for part, parameter in list(cell.parameters_and_names(expand=False)):
-            name = f"{cell_name}.{part}"
+            name = parameter.name  # that of its place in the whole model, of which this may be a stage
             setattr(cell, part, empty(name, local_shape(name, tuple(parameter.shape), group.size)))
             if part == "weight" and isinstance(cell, Linear):
                 cell.out_features, cell.in_features = cell.weight.shape
