@@ -13,12 +13,16 @@ from mindspore import ops  # noqa: E402
 
 from common.config.load import build_config  # noqa: E402
 from common.config.parallel_mode import splits_vocabulary  # noqa: E402
-from common.config.resolve import resolve_config  # noqa: E402
+from common.config.resolve import resolve_config, resolve_length  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
+from common.dataset import Batch  # noqa: E402
 from common.parallel.strategies import operator_strategies  # noqa: E402
+from common.training.schedule import learning_rate  # noqa: E402
+from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
-from mindformers_gpt2.model import GPT2, initialise  # noqa: E402
-from mindformers_gpt2.semi_auto import Network, build_network  # noqa: E402
+from mindformers_gpt2.engine import Engine  # noqa: E402
+from mindformers_gpt2.model import GPT2, build_model, initialise  # noqa: E402
+from mindformers_gpt2.semi_auto import Network, build_network, build_step  # noqa: E402
 from tests.changes import changed  # noqa: E402
 
 
@@ -60,6 +64,44 @@ def test_loss_and_gradients_are_those_of_the_model() -> None:
     largest = max(float(np.abs(slope.asnumpy()).max()) for slope in slopes) / predicted
     for name, found, slope in zip(weights, gradients, slopes, strict=True):  # float32, another order and another kernel of gelu
         np.testing.assert_allclose(found.asnumpy(), slope.asnumpy() / predicted, rtol=0, atol=5e-6 * largest, err_msg=name)
+
+
+class Alone(ms.nn.Cell):
+    """An all-reduce where there is one rank."""
+
+    def construct(self, x: Any) -> Any:
+        return x
+
+
+def test_a_step_is_that_of_the_engine_of_one_device() -> None:
+    """Loss, gradient norm before clipping, clip, momentum, static loss scale, rate: six steps of SGD, of which the clip acts on some."""
+    changes: dict[str, Any] = {
+        "parallel": {},
+        "train": {"max_steps": 6, "micro_batch_size": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "weight_decay": 0.1, "clip_grad": 2.0, "warmup_steps": 2},
+        "loss_scale": {"mode": "static", "initial": 8.0},
+        "precision": {"parameters": "float32", "compute": "float32"},
+    }
+    one = resolve_length(make_config(world_size=1, device="cpu", **changes), 100)
+    device = open_device(one)
+    tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
+    batches = [Batch(tokens=rows, consumed_samples=2 * index, sample_hash="") for index, rows in enumerate(tokens, 1)]
+    engine = Engine(build_model(one, device), one, device)
+    initialise(engine.master.tensors, one)
+    expected = engine.run(iter(batches), 6)
+    network = build_network(one)
+    step = build_step(network, one, 0)
+    step.optimizer.sharing.all_reduce = Alone()
+    initialise(step.master.tensors, one)
+    ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
+    for number, (rows, wanted) in enumerate(zip(tokens, expected, strict=True), 1):
+        ms.ops.assign(step.rate, ms.Tensor(learning_rate(one.optimizer, number), ms.float32))
+        loss, norm, applied, scale = step(*inputs_and_targets(rows))
+        assert bool(applied.asnumpy()) and float(scale.asnumpy()) == 8.0
+        np.testing.assert_allclose(loss.asnumpy(), wanted.loss, rtol=1e-6)
+        np.testing.assert_allclose(norm.asnumpy(), wanted.grad_norm, rtol=1e-5)
+    norms = [result.grad_norm for result in expected]
+    assert min(norms) < 2.0 < max(norms)
 
 
 def operators(network: Network) -> dict[int, tuple[str, Any]]:
