@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     from common.cluster.environment import ALONE, find_process, is_scheduler
     from common.cluster.rank_environment import rank_command
     from common.config.load import load_config
-    from common.config.resolve import resolve_mode
+    from common.config.resolve import ONE_DEVICE_MODES, resolve_mode
     from common.modelarts import files, job as platform
     from common.training.log import LOG, start_log
 
@@ -93,7 +93,9 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
         LOG.warning(remark)
     os.environ.update(platform.platform_variables(process, environ))
     config = load_config(arguments.config, arguments.overrides)
-    if is_scheduler(environ) and config.backend == "torch":  # msrun's scheduler is MindSpore's
+    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
+        if config.backend == "mindspore" and arguments.run_mode not in ONE_DEVICE_MODES:
+            importlib.import_module("mindformers_gpt2.world").serve_as_scheduler()
         return 0
     output_url = files.output_url(config, job.output_url)
     ranks = () if output_url is None else platform.ranks_to_copy(process, environ, one_process=job.one_process)

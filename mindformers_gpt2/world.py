@@ -117,6 +117,11 @@ def _meeting(everyone: Group) -> Meeting:
     return _meetings[everyone.name]
 
 
+def serve_as_scheduler() -> None:
+    """Of the process with MS_ROLE=MS_SCHED: bring the ranks together. It is done, at the end of the process, when they are."""
+    init()
+
+
 def _make_groups(topology: Topology, rank: int, *, native: bool) -> dict[GroupKind, Group]:
     """MindSpore wants to hear of a group from its members alone."""
     found = {}

@@ -76,6 +76,7 @@ DIFFERENCES = {
         "SplitMLP": "torch hooks into the region instead",
         "NormBeforeHead": "torch hooks behind the norm instead",
     },
+    "world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
 }
 
 
