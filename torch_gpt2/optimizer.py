@@ -89,20 +89,21 @@ def build_optimizer(tensors: Mapping[str, Tensor], config: OptimizerConfig, *, f
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
-    if gradients[0].device.type == "cpu":
-        # there torch adds squares one after the other in float32, which loses 1e-3 of a table of 39 million: so in short rows
-        norms = torch.cat([row for gradient in gradients for row in _norms_of_rows(gradient.reshape(-1))]).double()
-    else:
-        norms = torch.stack(torch._foreach_norm(gradients))
-    total: Tensor = norms.norm().float()
+    on_cpu = gradients[0].device.type == "cpu"
+    norms = [_norm_by_rows(gradient) for gradient in gradients] if on_cpu else torch._foreach_norm(gradients)
+    total: Tensor = torch.stack(norms).norm().float()
     return total
 
 
-def _norms_of_rows(values: Tensor, row: int = 1024) -> tuple[Tensor, Tensor]:
-    """Of (N,) values, and of what is left of them when all rows are full."""
-    rest = len(values) % row
-    full = values[: len(values) - rest].view(-1, row)
-    return torch.linalg.vector_norm(full, dim=1), torch.linalg.vector_norm(values[len(values) - rest :])[None]
+def _norm_by_rows(gradient: Tensor, row: int = 1024) -> Tensor:
+    """Float64 scalar. On a CPU torch adds squares one after the other in float32, which loses 1e-3 of a table of 39 million. Short rows
+    lose next to nothing and take no longer."""
+    values = gradient.reshape(-1)
+    full = len(values) // row * row
+    norms = torch.linalg.vector_norm(values[:full].view(-1, row), dim=1)
+    rest = torch.linalg.vector_norm(values[full:])
+    total: Tensor = torch.cat([norms, rest[None]]).double().norm()
+    return total
 
 
 def scale_gradients(gradients: list[Tensor], factor: float) -> None:

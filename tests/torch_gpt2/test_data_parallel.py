@@ -17,14 +17,14 @@ from tests.ranks import end_ranks, run_ranks, start_ranks
 TOLERANCE = 1e-6
 
 PLAIN = {"optimizer__clip_grad": 0.0}
-CLIPPED = {"optimizer__clip_grad": 1.3}  # the norms go from 1.7 to 0.9: acts on some steps
+CLIPPED = {"optimizer__clip_grad": 2.1}  # the norms go from 3.3 to 1.7: acts on some steps
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": PLAIN,
     "sgd with clip": CLIPPED,
     "adamw in bf16": {"precision": "bf16", "optimizer": {"learning_rate": 0.01, "decay_steps": 12}},
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}, **PLAIN},
     "fp16 that overflows": {"precision": "fp16", "loss_scale": {"initial": 2.0**26, "window": 3}, **PLAIN},
-    "outliers skipped": {"train__skip_outliers": True, "logging__outlier_deviations": 0.6, "logging__outlier_window": 8, **PLAIN},
+    "outliers skipped": {"train__skip_outliers": True, "logging__outlier_deviations": 0.3, "logging__outlier_window": 8, **PLAIN},
 }
 
 
@@ -33,7 +33,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
         {
             "output_dir": str(folder),
             "device": "cpu",
-            "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101},
+            "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101, "initializer_range": 0.1},
             "train": {"max_steps": 12, "micro_batch_size": 2, "global_batch_size": 16},
             "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant"},
             "data": {"train": str(corpus), "split": "90,10,0"},
@@ -67,7 +67,7 @@ def test_ranks_equal_one_process(runs: Path, ranks: int, name: str) -> None:
 
 def test_the_variants_do_what_their_names_say(runs: Path) -> None:
     rows = {name: [row for row in read_metrics(runs / "2" / name / "metrics.jsonl") if "loss" in row] for name in VARIANTS}
-    clipped = [row["grad_norm"] > 1.3 for row in rows["sgd with clip"]]
+    clipped = [row["grad_norm"] > 2.1 for row in rows["sgd with clip"]]
     assert any(clipped) and not all(clipped)
     for name in ("fp16 that overflows", "outliers skipped"):
         skipped = [row["skipped"] for row in rows[name]]
@@ -100,7 +100,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on_bit_for_
     run_ranks(3, [whole])
     processes = start_ranks(3, [halves])
     metrics = tmp_path / "halves" / "metrics.jsonl"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not metrics.exists() or not metrics.read_text():
         assert time.monotonic() < end and processes[0].poll() is None
         time.sleep(0.02)
