@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,14 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The README's commands take minutes: they start first, and the other processes do the rest meanwhile."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals() -> None:
+    """Children inherit ignored signals: a suite started in the background by a script (``&``, ``nohup``) would hand these on."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
