@@ -36,7 +36,7 @@ class CrossEntropySum(nn.Cell):
         self.logits = ops.MatMul(transpose_b=True)
         self.hidden_slope = ops.MatMul()
         self.weight_slope = ops.MatMul(transpose_a=True)
-        self.log_softmax = ops.LogSoftmax(-1)
+        self.log_softmax, self.softmax = ops.LogSoftmax(-1), ops.Softmax(-1)
         self.subtract_at = ops.TensorScatterSub()
         # not minus infinity: a rank may have nothing but padding, and differences with its largest logit must be numbers
         self.zero, self.far_below = Tensor(0.0, ms.float32), Tensor(-1e30, ms.float32)
@@ -53,8 +53,8 @@ class CrossEntropySum(nn.Cell):
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
             here = ops.ones((rows.shape[0],), ms.float32)
             if self.gather is None:
-                log_probabilities = self.log_softmax(logits)
-                total = total - ops.ReduceSum()(ops.GatherD()(log_probabilities, 1, ops.expand_dims(target, 1)))
+                probabilities = self.softmax(logits)
+                total = total - ops.ReduceSum()(ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)))
             else:
                 target = target - self.first
                 inside = ops.logical_and(target >= 0, target < logits.shape[1])
@@ -62,13 +62,13 @@ class CrossEntropySum(nn.Cell):
                 target = target * ops.cast(inside, ms.int32)
                 padding = ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
                 logits = ops.select(padding.reshape((1, -1)), self.far_below, logits)
-                log_sum, picked = self._over_shards(logits, target, here)
-                log_probabilities = logits - log_sum.reshape((-1, 1))
-                total = total + ops.ReduceSum()(log_sum - picked)
-            # The softmax, and minus one at the target. Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]:
-            # float16 does not lose them.
+                largest, exponentials, picked = self._over_shards(logits, target, here)
+                probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape((-1, 1))
+                total = total + ops.ReduceSum()(ops.log(exponentials) - (picked - largest))
+            # The softmax, and minus one at the target; no exp of log-probabilities, whose rounding is one and the same along a row, so that
+            # it would not cancel. Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
-            slope = self.subtract_at(ops.exp(log_probabilities), places, here)
+            slope = self.subtract_at(probabilities, places, here)
             slope = ops.cast(slope, hidden.dtype)
             hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
             part = ops.cast(self.weight_slope(slope, rows), ms.float32)
@@ -84,12 +84,13 @@ class CrossEntropySum(nn.Cell):
         by_hidden = ops.cast(out[1] * slope[0], hidden.dtype)
         return by_hidden, ops.cast(out[2] * slope[0], weight.dtype), ops.zeros_like(targets)
 
-    def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the sum of exponentials over all shards, and the target's logit, which one of them has; (n,) each."""
+    def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all shards: the largest logit, the sum of exponentials of differences with it, and the target's logit, which one of them
+        has; (n,) each."""
         largest = ops.ReduceMax()(logits, 1)
         total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)
         picked = ops.select(here > 0.0, ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)), self.zero)
         assert self.gather is not None
         parts = self.gather(ops.concat((largest, total, picked)).reshape((1, 3, -1)))  # (ranks, 3, n)
         whole = ops.ReduceMax()(parts[:, 0], 0)
-        return whole + ops.log(ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0)), ops.ReduceSum()(parts[:, 2], 0)
+        return whole, ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0), ops.ReduceSum()(parts[:, 2], 0)
