@@ -176,11 +176,7 @@ def build_network(config: RunConfig) -> Network:
 
 def _set_recompute(network: Network, config: RunConfig) -> None:
     train = config.train
-    switches = {
-        "mp_comm_recompute": train.mp_comm_recompute,
-        "parallel_optimizer_comm_recompute": train.parallel_optimizer_comm_recompute,
-        "recompute_slice_activation": train.recompute_slice_activation,
-    }
+    switches = {"mp_comm_recompute": train.mp_comm_recompute, "recompute_slice_activation": train.recompute_slice_activation}
     for block in network.h:
         if train.recompute == "selective":
             block.attn.core.recompute(**switches)
@@ -206,7 +202,11 @@ class SplitMaster(MasterWeights):
 
 class Norm(nn.Cell):
     """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's operators alone: they see a rank's
-    part, so the squares are divided by the number of ranks that hold the same and summed over all. The last stage knows the loss."""
+    part, so the squares are divided by the number of ranks that hold the same and summed over all. The last stage knows the loss.
+
+    Both go in one message, which waits for the gradients: of two, a rank could send either first, and a stage without a loss would send
+    its nothing before the hidden states that the last stage waits for.
+    """
 
     def __init__(self, names: list[str], config: RunConfig, rank: int) -> None:
         super().__init__(auto_prefix=False)
@@ -214,17 +214,15 @@ class Norm(nn.Cell):
         self.shares = tuple(1.0 / copies_of(name, config) for name in names)
         self.has_loss = topology.holds_head(rank)
         self.loss_share = 1.0 / (topology.data * topology.tensor)
-        # A parameter, since the compiler computes the sum of a constant itself, and the last stage would wait for this one for ever.
-        self.no_loss = Parameter(Tensor(0.0, ms.float32), name="no_loss", requires_grad=False)
         self.all_reduce = ops.AllReduce()
 
     def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         total = Tensor(0.0, ms.float32)
         for index, gradient in enumerate(gradients):
             total = total + squares(gradient) * self.shares[index]
-        part = loss if self.has_loss else self.no_loss
-        part = part * self.loss_share
-        return self.all_reduce(part), ops.sqrt(self.all_reduce(total)), gradients
+        part = loss * self.loss_share if self.has_loss else ops.zeros_like(total)
+        both = self.all_reduce(ops.stack((part, total)))
+        return both[0], ops.sqrt(both[1]), gradients
 
 
 class Step(nn.Cell):

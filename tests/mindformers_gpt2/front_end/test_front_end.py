@@ -196,7 +196,7 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
     everyone, stage_ranks = tuple(range(topology.world_size)), tuple(range(rank // stage * stage, (rank // stage + 1) * stage))
     layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
     counts: Counter[Collective] = Counter()
-    counts["AllReduce", everyone, "sum"] += 2  # the loss, the norm
+    counts["AllReduce", everyone, "sum"] += 1  # the loss and the norm
     if config.parallel.sequence_parallel:
         for operator, operation in (("AllGather", None), ("ReduceScatter", "sum")):
             counts[operator, tensor, operation] += (4 * layers + topology.holds_head(rank)) * micro
