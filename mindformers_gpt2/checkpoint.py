@@ -117,6 +117,7 @@ def restore(engine: Engine, checkpoint: Path) -> TrainState:
     state, saved = read_states(checkpoint, engine.config, loss_scale)
     engine.loss_scale.write(loss_scale)
     load_weights(engine.master.tensors, engine.config.model, checkpoint, engine.pieces)
+    engine.world.meet()
     engine.master.write_back()
     steps = saved.optimizer_steps
     for name, part, values in read_moments(checkpoint, engine.config, saved.optimizer_steps, engine.pieces):

@@ -54,6 +54,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
             load_weights(engine.master.tensors, config.model, start.weights, engine.pieces)
         else:
             initialise(engine.master.tensors, config, engine.pieces)
+        world.meet()  # with ZeRO the next line communicates
         engine.master.write_back()
         if not config.parallel.zero_stage:
             world.require_equal({"norm of the weights": engine.norm_of_weights()}, world.replicas)

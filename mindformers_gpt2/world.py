@@ -90,7 +90,8 @@ def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> 
             topology=topology,
             groups=_make_groups(topology, process.rank, native=device.native_collectives),
             everyone=everyone,
-            meeting=_meeting(everyone) if not device.native_collectives else None,
+            # a little longer than the launcher waits, which knows better whom to blame
+            meeting=_meeting(everyone, config.runtime.stall_limit + 30) if not device.native_collectives else None,
         )
         with leaving_together(world.leave):
             yield world
@@ -107,13 +108,14 @@ _meetings: dict[str, Meeting] = {}
 """A process meets the others once, however many runs it makes."""
 
 
-def _meeting(everyone: Group) -> Meeting:
+def _meeting(everyone: Group, seconds: float) -> Meeting:
     if everyone.name not in _meetings:
         host = Host(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
         port, token = pickle.loads(exchange(everyone, pickle.dumps(host and (host.port, host.token)))[0])  # noqa: S301
         _meetings[everyone.name] = (
             host.receive(everyone.size) if host is not None else join(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
         )
+    _meetings[everyone.name].limit(seconds)
     return _meetings[everyone.name]
 
 

@@ -12,6 +12,8 @@ from common.errors import RunError
 _RANK = struct.Struct("!I")
 _TOKEN_BYTES = 16
 _HELLO_SECONDS = 10.0
+_JOIN_SECONDS = 60.0
+_LATER = 30.0
 
 
 class Meeting:
@@ -30,11 +32,22 @@ class Meeting:
         if self._rank > 0:
             self._hear()
 
+    def limit(self, seconds: float) -> None:
+        """How long a wait may take. Rank 0 gives up first, since it knows who has not come."""
+        for peer in self._peers.values():
+            peer.settimeout(seconds if self._rank == 0 else seconds + _LATER)
+
     def _hear(self) -> None:
         for rank, peer in self._peers.items():
             word = b""
-            with suppress(OSError):
+            try:
                 word = peer.recv(1)
+            except TimeoutError:
+                raise RunError(
+                    f"rank {self._rank}: no word from rank {rank} for {peer.gettimeout():.0f} s; see its log, or raise runtime.stall_limit"
+                ) from None
+            except OSError:
+                pass
             if not word:
                 raise RunError(f"rank {self._rank}: rank {rank} has left the run; see the log of the one that failed first")
 
@@ -53,11 +66,19 @@ class Host:
         self.token = secrets.token_bytes(_TOKEN_BYTES)
 
     def receive(self, size: int) -> Meeting:
-        """Once all others have been told the port and the token, which keeps strangers out."""
+        """Once all others have been told the port and the token, which keeps strangers out. Raises RunError where one does not come."""
         peers: dict[int, socket.socket] = {}
         with self._listener:
+            self._listener.settimeout(2 * _JOIN_SECONDS)
             while len(peers) < size - 1:
-                peer, _ = self._listener.accept()
+                try:
+                    peer, _ = self._listener.accept()
+                except TimeoutError:
+                    missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
+                    raise RunError(
+                        f"rank 0: no connection from rank {missing} to port {self.port} for {2 * _JOIN_SECONDS:.0f} s;"
+                        " see their logs, and open the ports between the hosts"
+                    ) from None
                 hello = b""
                 peer.settimeout(_HELLO_SECONDS)
                 with suppress(OSError):
@@ -73,7 +94,7 @@ class Host:
 def join(rank: int, address: str, port: int, token: bytes) -> Meeting:
     """Raises RunError where the host of rank 0 cannot be reached."""
     try:
-        peer = socket.create_connection((address, port), timeout=60.0)
+        peer = socket.create_connection((address, port), timeout=_JOIN_SECONDS)
         peer.settimeout(None)
         peer.sendall(token + _RANK.pack(rank))
     except OSError as error:

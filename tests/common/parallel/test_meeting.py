@@ -55,6 +55,13 @@ def test_one_that_has_gone_is_named() -> None:
             other.result(timeout=20)
 
 
+def test_a_wait_has_an_end() -> None:
+    everyone = meetings(2)
+    everyone[0].limit(0.2)
+    with pytest.raises(RunError, match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit"):
+        everyone[0].wait()
+
+
 def test_strangers_are_turned_away() -> None:
     host = Host("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
