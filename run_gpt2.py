@@ -154,6 +154,7 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
+    from common.config.engine import check_here
     from common.config.resolve import ONE_DEVICE_MODES, export_format
     from common.errors import ConfigError
     from common.parallel.topology import Topology
@@ -172,6 +173,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
 
         export(config)
         return
+    check_here(config)
     if config.backend == "mindspore":
         receive_interrupts()
     try:

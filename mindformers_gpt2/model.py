@@ -327,10 +327,7 @@ def set_recompute(model: GPT2, train: TrainConfig) -> None:
     """Recompute whole blocks in the backward pass (full), or attention and the MLP's inner part (selective), or nothing (none)."""
     for block in model.h:
         if train.recompute == "full":
-            block.recompute(
-                mp_comm_recompute=train.mp_comm_recompute,
-                parallel_optimizer_comm_recompute=train.parallel_optimizer_comm_recompute,
-            )
+            block.recompute()
         elif train.recompute == "selective":
             block.attn.core.recompute()
             block.mlp.gelu.recompute()

@@ -41,6 +41,7 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.cluster.rank_table_formats import NotReadyError
+from common.config.engine import check_here
 from common.config.load import load_config
 from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
@@ -148,6 +149,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
         )
         sys.stdout.write(text)
         return 0
+    kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
     folder = _log_folder(arguments, config)
     table_path = order.table
     if table is not None and table.version == "0":
@@ -156,7 +158,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             write_table(table, table_path)
     _warn(places, config, table)
-    on_cpu = config.device == "cpu"
+    on_cpu = kind == "cpu"
     meeting = find_meeting(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=on_cpu)
     command = rank_command(order.config, order.mode, order.overrides)
     children = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)

@@ -31,7 +31,7 @@ MINDSPORE_MATRIX = """backend=mindspore goes with
   parallel.data_parallel x model_parallel x pipeline_stage  any product
   parallel.zero_stage                                       0, 1
   parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers
-and on several Ascends (device=npu), in parallel_mode 1, also with sequence_parallel, zero_stage 2 and 3, shard_size"""
+and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
 def check_engine(config: RunConfig) -> None:
@@ -137,6 +137,15 @@ def check_mindspore(config: RunConfig, kind: str) -> None:
     ):
         if refused:
             raise ConfigError(f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}")
+
+
+def check_here(config: RunConfig, root: Path = Path("/")) -> str:
+    """The device of a resolved run that this host is about to start, as far as known without a framework: on MindSpore ``auto`` can only
+    be the CPU where the host shows no Ascend (/dev/davinciN). Raises ConfigError as ``check_mindspore``."""
+    if config.backend == "mindspore" and config.device == "auto" and not any((root / "dev").glob("davinci[0-9]*")):
+        check_mindspore(config, "cpu")
+        return "cpu"
+    return config.device
 
 
 def _unmet_need(parallel: ParallelConfig) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config.schema import ParallelConfig, RunConfig
+from common.config.schema import ParallelConfig, RunConfig, TrainConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
@@ -13,6 +13,8 @@ _COMPILED_ONLY = (
     "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean", "enable_alltoall",
     "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
 )  # fmt: skip
+_RECOMPUTE = ("mp_comm_recompute", "recompute_slice_activation")
+"""Likewise of ``train``."""
 
 
 def compiled_mode(config: RunConfig, kind: str) -> bool:
@@ -51,7 +53,7 @@ def check_parallel_mode(config: RunConfig, kind: str) -> None:
 
 
 def _check_explicit(config: RunConfig) -> None:
-    parallel = config.parallel
+    parallel, train = config.parallel, config.train
     if parallel.parallel_mode == "data_parallel" and parallel.model_parallel * parallel.pipeline_stage > 1:
         raise ConfigError(
             f"parallel.parallel_mode=data_parallel with parallel.model_parallel={parallel.model_parallel} and"
@@ -61,8 +63,11 @@ def _check_explicit(config: RunConfig) -> None:
     given = [name for name in _COMPILED_ONLY if getattr(parallel, name) != ParallelConfig.model_fields[name].default]
     if parallel.full_batch is False:  # which is what it does
         given.remove("full_batch")
-    if given:
-        words = ", ".join(f"parallel.{name}={getattr(parallel, name)}" for name in given)
+    words = ", ".join(
+        [f"parallel.{name}={getattr(parallel, name)}" for name in given]
+        + [f"train.{name}={getattr(train, name)}" for name in _RECOMPUTE if getattr(train, name) != TrainConfig.model_fields[name].default]
+    )
+    if words:
         raise ConfigError(
             f"{words}: of parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel) on several Ascends alone; leave out with"
             f" parallel_mode={parallel.parallel_mode or 'left out'} here"
@@ -73,14 +78,16 @@ def _check_compiled(config: RunConfig) -> None:
     parallel, train = config.parallel, config.train
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
     micro, accumulation = train.micro_batch_size or 1, train.accumulation_steps or 1
+    if _ranks(parallel) == 1:
+        raise ConfigError(f"{named} splits over several processes, and there is 1; leave it out, or start more")
     if config.context.mode == "pynative":
         raise ConfigError(f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)")
     if config.precision.reduction != "float32":
         raise ConfigError(f"{named} sums gradients in float32, found precision.reduction={config.precision.reduction}; leave it out")
-    if parallel.pipeline_schedule not in ("gpipe", "1f1b") or (parallel.virtual_stages or 1) > 1:
+    if parallel.pipeline_schedule != "1f1b" or (parallel.virtual_stages or 1) > 1:
         raise ConfigError(
-            f"{named} has pipeline_schedule gpipe and 1f1b with one stage a rank, found {parallel.pipeline_schedule} with"
-            f" virtual_stages={parallel.virtual_stages}; choose one of these"
+            f"{named} has pipeline_schedule=1f1b with one stage a rank, found {parallel.pipeline_schedule} with"
+            f" virtual_stages={parallel.virtual_stages}; choose that"
         )
     if accumulation < parallel.pipeline_stage:
         raise ConfigError(

@@ -81,7 +81,8 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunCon
         copies = world_size // (parallel.model_parallel * parallel.pipeline_stage)
         if copies == 1:
             plain["zero_stage"] = 0
-    batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None, "recompute_slice_activation": False}
+    batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
+    batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(_with(config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
 
@@ -121,6 +122,11 @@ def _check_backend(config: RunConfig) -> None:
             raise ConfigError(f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise")
         if context.graph_kernel_flags and not context.enable_graph_kernel:
             raise ConfigError("context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave the flags out")
+        if train.parallel_optimizer_comm_recompute:
+            raise ConfigError(
+                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 takes no notice of it; leave it out. parallel.zero_stage=3"
+                " gathers parameters again in the backward pass, on several Ascends"
+            )
         if train.recompute_slice_activation and config.parallel.model_parallel == 1:
             raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
         return

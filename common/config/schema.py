@@ -100,11 +100,11 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
     mp_comm_recompute: bool = True
-    """With recomputation and tensor parallel on MindSpore: repeat the communication too."""
+    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: repeat the communication too."""
     parallel_optimizer_comm_recompute: bool = False
-    """With recomputation and split optimizer state on MindSpore: gather the parameters again instead of keeping them."""
+    """A switch of MindFormers' that MindSpore 2.10 takes no notice of: true is refused. parallel.zero_stage=3 is what it did."""
     recompute_slice_activation: bool = False
-    """With recomputation and tensor parallel on MindSpore: split what is kept over the tensor-parallel ranks."""
+    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: split what is kept over the tensor-parallel ranks."""
     sink_size: Annotated[int, Field(gt=0, le=100)] = 1
     """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits for them."""
     compile: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.config.engine import check_here
 from common.config.load import build_config, load_config
 from common.config.parallel_mode import check_parallel_mode, compiled_mode, splits_vocabulary
 from common.config.resolve import resolve_config, resolve_mode
@@ -134,8 +135,12 @@ def test_who_splits_the_work() -> None:
         ({"parallel__parallel_mode": 0, "parallel__model_parallel": 2}, "parallel_mode=data_parallel with parallel.model_parallel=2"),
         ({"parallel__parallel_mode": 3, "parallel__full_batch": True}, "parallel.full_batch=True: of parallel_mode 1"),
         ({"device": "cpu", "parallel__enable_alltoall": True}, "parallel.enable_alltoall=True"),
+        ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: of parallel_mode 1"),
+        ({"train__parallel_optimizer_comm_recompute": True}, "MindSpore 2.10 takes no notice"),
         ({"parallel__pipeline_stage": 4, "train__accumulation_steps": 2}, "micro_batch_num=2 is below parallel.pipeline_stage=4"),
-        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"}, "gpipe and 1f1b"),
+        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"}, "pipeline_schedule=1f1b with one"),
+        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "gpipe"}, "one stage a rank, found gpipe"),
+        ({"world_size": 1, "parallel__parallel_mode": 1}, "several processes, and there is 1"),
         ({"context__mode": 1}, "context.mode=graph"),
         ({"parallel__sequence_parallel": True}, "model_parallel above 1"),
         ({"parallel__zero_stage": 1, "parallel__model_parallel": 4}, "there is 1"),
@@ -158,6 +163,18 @@ def test_an_unknown_device_is_asked_again() -> None:
     check_parallel_mode(config, "npu")
     with pytest.raises(ConfigError, match=r"parallel.enable_alltoall=True"):
         check_parallel_mode(config, "cpu")
+
+
+def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path) -> None:
+    config = resolved(device="auto", parallel__parallel_mode=1)
+    with pytest.raises(ConfigError, match=r"device=cpu; set parallel.parallel_mode=3"):
+        check_here(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"parallel.zero_stage=2 is for backend torch"):
+        check_here(resolved(device="auto", parallel__zero_stage=2), tmp_path)
+    assert check_here(resolved(device="auto"), tmp_path) == "cpu"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "davinci0").touch()
+    assert check_here(config, tmp_path) == "auto"
 
 
 def test_other_names_of_zero() -> None:
