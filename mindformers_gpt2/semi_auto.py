@@ -167,7 +167,7 @@ def build_network(config: RunConfig) -> Network:
         cell.dropout = SplitDropout(cell.dropout.rate)
         cell.dropout.native.recompute(False)  # drawn again, a mask would be another
     network = Network(model, config)
-    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode == "sharding_propagation":
+    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (None, "sharding_propagation"):
         apply_plan(network, config)
     _set_stages(network, config)
     _set_recompute(network, config)

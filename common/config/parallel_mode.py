@@ -105,6 +105,11 @@ def _check_compiled(config: RunConfig) -> None:
     if parallel.parallel_optimizer_config != type(parallel.parallel_optimizer_config)() and not parallel.zero_stage:
         raise ConfigError("parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set it, or leave it out")
     check_divides("parallel.micro_batch_interleave_num", parallel.micro_batch_interleave_num, "train.micro_batch_size", micro)
+    if parallel.micro_batch_interleave_num > 1 and parallel.model_parallel > 1 and parallel.pipeline_stage > 1:
+        raise ConfigError(
+            f"parallel.micro_batch_interleave_num={parallel.micro_batch_interleave_num} with model_parallel={parallel.model_parallel} and"
+            f" pipeline_stage={parallel.pipeline_stage}: MindSpore 2.10 cannot compile the three together; leave the first out"
+        )
     if parallel.parallel_mode != "auto_parallel":
         for key, value in (
             ("search_mode", parallel.search_mode),

@@ -308,7 +308,8 @@ class ParallelConfig(Section):
     enable_alltoall: bool = False
     """In modes 1 and 2: the compiler may change layouts by AllToAll."""
     search_mode: Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None = None
-    """How auto_parallel looks for splits; recursive_programming when left out. sharding_propagation starts from our plan."""
+    """How auto_parallel looks for splits. sharding_propagation, also when left out, starts from our plan; a run ends at its start where one
+    of the others finds other parts of parameters than the plan's, which checkpoints and the gradient norm need."""
     micro_batch_interleave_num: Count = 1
     """In modes 1 and 2: parts of a micro batch whose communication and computation overlap."""
     strategy_ckpt_config: StrategyFileConfig = StrategyFileConfig()

@@ -50,7 +50,7 @@ def semi_auto_settings(config: RunConfig, rank: int) -> dict[str, Any]:
         "strategy_ckpt_config": strategy_files,
     }
     if parallel.parallel_mode == "auto_parallel":
-        settings["search_mode"] = parallel.search_mode or "recursive_programming"
+        settings["search_mode"] = parallel.search_mode or "sharding_propagation"
     if parallel.zero_stage:
         settings["parallel_optimizer_config"] = {
             "optimizer_level": f"level{parallel.zero_stage}",

@@ -113,7 +113,7 @@ def test_names_of_mindformers(tmp_path: Path) -> None:
     found = load_config(path, words)
     assert found.parallel.model_parallel == 4 and found.parallel.sequence_parallel and found.parallel.micro_batch_interleave_num == 2
     assert found.train.recompute == "none" and found.parallel.parallel_mode == "auto_parallel"
-    config = resolve_config(load_config(path, [*words[2:], "train.recompute_slice_activation=false"]), world_size=32)
+    config = resolve_config(load_config(path, [*words[2:4], *words[5:], "train.recompute_slice_activation=false"]), world_size=32)
     assert semi_auto_settings(config, 5)["strategy_ckpt_config"]["save_file"] == "s_5.ckpt"
 
 
@@ -147,6 +147,10 @@ def test_who_splits_the_work() -> None:
         ({"parallel__zero_stage": 1, "parallel__shard_size": 3}, "shard_size=3 does not divide"),
         ({"parallel__shard_size": 2}, "needs parallel.zero_stage"),
         ({"parallel__micro_batch_interleave_num": 4}, "micro_batch_interleave_num=4 does not divide"),
+        (
+            {"parallel": {"micro_batch_interleave_num": 2, "model_parallel": 2, "pipeline_stage": 2}},
+            "cannot compile the three together",
+        ),
         ({"parallel__search_mode": "sharding_propagation"}, r"parallel_mode=2 \(auto_parallel\)"),
         ({"parallel__enable_parallel_optimizer": False, "parallel__zero_stage": 1}, "contradict each other"),
         ({"parallel__parallel_optimizer_config": {"gradient_accumulation_shard": True}}, "enable_parallel_optimizer=true"),
