@@ -11,9 +11,12 @@ a start have one backend; on mindspore its scheduler is started too, and each ra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,10 +33,17 @@ _schedulers: dict[int, subprocess.Popen[bytes]] = {}
 """By the process number of rank 0."""
 
 
+_ports = itertools.count(random.SystemRandom().randrange(10_000))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to connections (32768 and above), since a job's is chosen long before it is used; and no two
+    processes of the suite go through the same ones soon."""
+    while True:
+        port = 20_000 + next(_ports) % 10_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -88,7 +98,7 @@ def run_ranks(
     the time limit, by rank and job."""
     if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork; it compiles a graph for each job
         codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 3 * seconds * ranks * len(jobs))
-        assert codes == [0] * ranks, "\n".join(texts)
+        assert codes == [0] * ranks, "\n".join([str(codes), *texts])
         return
     ports = [free_port() for _ in jobs]
     process = subprocess.Popen(
@@ -121,8 +131,11 @@ def main() -> None:
     children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched)) for rank in range(ranks)]
     for child in children:
         child.start()
-    for child in children:
-        child.join()
+    while (alive := [child for child in children if child.is_alive()]) and not any(child.exitcode for child in children):
+        multiprocessing.connection.wait([child.sentinel for child in alive])
+    for child in children:  # where one has failed, the others may tell why, but would wait for it
+        child.join(10.0)
+        child.kill()
     sys.exit(int(any(child.exitcode for child in children)))
 
 
