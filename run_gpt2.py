@@ -187,4 +187,6 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from common.training.stop import end_process
+
+    end_process(main())

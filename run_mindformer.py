@@ -8,7 +8,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common.modelarts.arguments import mindformers_words
+from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    sys.exit(main(mindformers_words(sys.argv[1:])))
+    end_process(main(mindformers_words(sys.argv[1:])))

@@ -123,7 +123,7 @@ def main() -> None:
     ports, jobs, *several = json.loads(sys.argv[1])
     if not several:
         go_through(ports, jobs)
-        return
+        import_module("common.training.stop").end_process(0)
     import torch_gpt2.train  # noqa: F401
 
     ranks, watched = several
