@@ -20,7 +20,8 @@ from common.training import setup
 from common.training.checkpoint import MANIFEST, read_manifest
 from common.training.log import LOG
 from common.training.snapshot import MODEL_FILE, read_weights
-from common.weights.files import TensorKind, stream_safetensors
+from common.weights.arrays import TensorKind
+from common.weights.files import stream_safetensors
 from common.weights.names import parameter_shapes
 
 

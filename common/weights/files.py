@@ -6,31 +6,26 @@ Format: https://github.com/huggingface/safetensors#format (8 bytes of header len
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
+from common.weights.arrays import TensorKind, bytes_of
 
 Tensors = Mapping[str, NDArray[Any]]
 
-_DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorKind:
-    dtype: str
-    """As numpy calls it."""
-    shape: tuple[int, ...]
+SAFETENSORS_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:
@@ -47,27 +42,43 @@ def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iter
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, kind in kinds.items():
-        end = offset + math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
-        header[name] = {"dtype": _DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, end]}
-        offset = end
+        header[name] = {"dtype": SAFETENSORS_TYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, offset + kind.nbytes]}
+        offset += kind.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = 0
-    with path.open("wb") as file:
-        for head in (len(text).to_bytes(8, "little"), text):
-            file.write(head)
-            checksum = zlib.crc32(head, checksum)
-        with ThreadPoolExecutor(1) as other:  # the checksum takes half as long as a fast disk
-            for array in arrays:
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                summed = other.submit(zlib.crc32, data, checksum)
-                file.write(data)
-                checksum = summed.result()
-                del array, data
-        assert file.tell() == 8 + len(text) + offset, "the arrays are those of kinds"
-        file.flush()
-        os.fsync(file.fileno())
-    return checksum
+    with SummedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            file.write(bytes_of(array))
+            del array
+        assert file.position == 8 + len(text) + offset, "the arrays are those of kinds"
+    return file.checksum
+
+
+class SummedFile:
+    """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends. OSError is left to the caller."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._other = ThreadPoolExecutor(1)  # the checksum takes half as long as a fast disk
+        self.checksum = 0
+        self.position = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        summed = self._other.submit(zlib.crc32, data, self.checksum)
+        self._file.write(data)
+        self.checksum = summed.result()
+        self.position += len(data)
+
+    def __enter__(self) -> SummedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._other.shutdown()
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def file_checksum(path: Path) -> int:

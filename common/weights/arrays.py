@@ -1,0 +1,139 @@
+"""Tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them, read by memory map when it is asked for.
+
+numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit for bit, until somebody asks for float32.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {
+    word: np.dtype(f"<{code}")
+    for word, code in {
+        "float64": "f8", "float32": "f4", "float16": "f2", "bfloat16": "u2",
+        "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1", "bool": "?",
+    }.items()
+}  # fmt: skip
+"""What holds a tensor of each type."""
+
+_BLOCK = 2**22
+"""Elements that are converted at a time, so that a large tensor needs no second copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorKind:
+    dtype: str
+    """A key of NUMPY_TYPES."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * NUMPY_TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTensor(TensorKind):
+    name: str
+    segments: tuple[Bytes, ...]
+    """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
+    strides: tuple[int, ...] | None = None
+    """In elements, of a tensor that is not row-major."""
+
+    def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
+        """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
+
+        bfloat16 comes as uint16 words (``widen_bfloat16``). Raises ValueError if the rectangle does not lie within the shape.
+        """
+        spans = [(0, size) for size in self.shape] if rectangle is None else [(first, end) for first, end in rectangle]
+        if len(spans) != len(self.shape) or any(not 0 <= first <= end <= size for (first, end), size in zip(spans, self.shape)):  # noqa: B905
+            raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is no part of it")
+        item = NUMPY_TYPES[self.dtype]
+        if self.strides is not None:
+            steps = tuple(stride * item.itemsize for stride in self.strides)
+            strided: NDArray[Any] = np.ndarray(self.shape, item, self.segments[0].data, 0, steps)
+            return strided[tuple(slice(*span) for span in spans)]
+        if not spans:
+            return self._joined(0, item.itemsize).view(item).reshape(())
+        (first, end), row = spans[0], math.prod(self.shape[1:]) * item.itemsize
+        rows = self._joined(first * row, end * row).view(item).reshape(end - first, *self.shape[1:])
+        return rows[(slice(None), *(slice(*span) for span in spans[1:]))]
+
+    def _joined(self, first: int, end: int) -> Bytes:
+        parts, start = [], 0
+        for segment in self.segments:
+            part = segment[max(first - start, 0) : max(end - start, 0)]
+            if part.size:
+                parts.append(part)
+            start += segment.size
+        if len(parts) == 1:
+            return parts[0]
+        joined = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        joined.flags.writeable = False
+        return joined
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorFile(Mapping[str, StoredTensor]):
+    """The tensors of one file (or of the shards of one index) by name, and what else it holds."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    plain: Mapping[str, Any]
+    """What is no tensor, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
+    tree: Any
+    """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def map_file(path: Path) -> Bytes:
+    """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                raise CheckpointError(f"{path}: the file is empty; copy it again or use another one")
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; give the path of a weight file") from None
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array, row-major; a copy only where the array is not."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The float32 of the same value: a bfloat16 is the upper half of a float32."""
+    return np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
+
+
+def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The words of the nearest bfloat16, ties to even; beyond the largest is infinity, NaN stays NaN with its sign."""
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+    words = np.empty(flat.size, np.uint16)
+    for first in range(0, flat.size, _BLOCK):
+        block = flat[first : first + _BLOCK]
+        bits = block.view(np.uint32)
+        upper = bits >> 16
+        # a NaN whose payload lies in the lower half alone would become infinity: its quiet bit is set instead
+        words[first : first + _BLOCK] = np.where(np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16)
+    return words.reshape(np.shape(values))

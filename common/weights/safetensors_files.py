@@ -1,0 +1,114 @@
+"""Safetensors files of others, bfloat16 and shards included: read by memory map, written as a stream.
+
+Format: https://github.com/huggingface/safetensors#format; shards are model-00001-of-00002.safetensors beside an index,
+as transformers names them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.files import atomic_write
+from common.weights.arrays import Bytes, StoredTensor, TensorFile, TensorKind, map_file
+from common.weights.files import SAFETENSORS_TYPES, stream_safetensors
+
+INDEX = "model.safetensors.index.json"
+_WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
+_MAX_HEADER = 100_000_000
+"""The library's own limit, bytes."""
+
+
+@contextmanager
+def open_safetensors_file(path: Path) -> Iterator[TensorFile]:
+    """One file. Raises CheckpointError saying what is broken: nothing of a file is read that does not fit together as a whole."""
+    content = map_file(path)
+    try:
+        tensors, metadata = _parse(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file: {error}; copy it again or use another one") from None
+    yield TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
+
+
+def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    if content.size < 8:
+        raise ValueError(f"{content.size} bytes are too few for the length of its header")
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    if length > min(_MAX_HEADER, content.size - 8):
+        raise ValueError(f"its header should be {length} bytes long, and the file has {content.size}")
+    header = json.loads(content[8 : 8 + length].tobytes(), object_pairs_hook=_without_doubles)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise ValueError("__metadata__ is no JSON object")
+    data = content[8 + length :]
+    tensors = {name: _tensor(name, entry, data) for name, entry in header.items()}
+    position = 0
+    for name, (first, end) in sorted(((name, entry["data_offsets"]) for name, entry in header.items()), key=lambda item: item[1]):
+        if first != position:
+            raise ValueError(f"{name} begins at byte {first} of the data, and the tensor before it ends at {position}")
+        position = end
+    if position != data.size:
+        raise ValueError(f"the tensors have {position} bytes, and the file holds {data.size} of them")
+    return tensors, metadata
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("its header names a key twice")
+    return entries
+
+
+def _tensor(name: str, entry: Any, data: Bytes) -> StoredTensor:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"the header's entry of {name} lacks dtype, shape or data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _WORDS:
+        raise ValueError(f"{name} is of type {entry['dtype']!r}, and {', '.join(_WORDS)} are known")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"shape {shape} or data_offsets {offsets} of {name} is no list of sizes")
+    kind = TensorKind(dtype=_WORDS[entry["dtype"]], shape=tuple(shape))
+    first, end = offsets
+    if end - first != kind.nbytes:
+        raise ValueError(f"{name} has {end - first} bytes, and {kind.dtype} {shape} has {kind.nbytes}")
+    if end > data.size:
+        raise ValueError(f"{name} ends at byte {end} of the data, and the file holds {data.size} of them")
+    return StoredTensor(name=name, dtype=kind.dtype, shape=kind.shape, segments=(data[first:end],))
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int) -> dict[str, int]:
+    """Write ``arrays``, made one at a time in the order of ``kinds``, into files of at most ``limit`` bytes of tensors each (a larger
+    tensor has one to itself), with an index if there are several; returns the CRC-32 of each file by its name.
+
+    OSError and StorageError are left to the caller, who owns the folder.
+    """
+    shards: list[dict[str, TensorKind]] = [{}]
+    for name, kind in kinds.items():
+        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + kind.nbytes > limit:
+            shards.append({})
+        shards[-1][name] = kind
+    if len(shards) == 1:
+        return {"model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)}
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    source = iter(arrays)
+    sums = {file: stream_safetensors(folder / file, shard, islice(source, len(shard))) for file, shard in zip(files, shards, strict=True)}
+    index = {
+        "metadata": {"total_size": sum(kind.nbytes for kind in kinds.values())},
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
+    with atomic_write(folder / INDEX, "w") as file:
+        json.dump(index, file, indent=2)
+    return sums

@@ -1,0 +1,124 @@
+"""Files of ``torch.save`` without torch: read by memory map, with pickles taken as data alone (``torch_pickle``).
+
+Format: torch/serialization.py and caffe2/serialize/inline_container.h. A zip, nothing compressed, of NAME/data.pkl, NAME/version,
+NAME/byteorder and a record NAME/data/KEY for each storage; before torch 1.6, pickles and then the storages one after another.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError
+from common.weights.arrays import Bytes, TensorFile, map_file
+from common.weights.torch_pickle import PlainTree, RestrictedUnpickler, Storage
+
+ZIP_MAGIC = b"PK\x03\x04"
+OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""The pickled number 0x1950a86a20f9469cfc6c with which older files begin."""
+
+
+@contextmanager
+def open_torch(path: Path) -> Iterator[TensorFile]:
+    """Tensors and values by their path in what was saved, joined by dots.
+
+    Views (transposed, cut, shared) are read as they were. Raises CheckpointError if the file is broken, or names code.
+    """
+    content = map_file(path)
+    try:
+        tree = PlainTree(_read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a broken pickle raises almost anything
+        raise CheckpointError(
+            f"{path}: not a whole file of torch.save: {error or type(error).__name__}; copy it again or use another one"
+        ) from None
+    yield TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
+
+
+def _read_zip(path: Path, content: Bytes) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: info for info in archive.infolist()}
+    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise ValueError("the archive holds no data.pkl")
+    folder = pickles[0].removesuffix("data.pkl")
+    order = records.get(f"{folder}byteorder")
+    if order is not None and _record(content, order).tobytes() != b"little":
+        raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
+    storages: dict[tuple[str, str], Storage] = {}
+
+    def storage_of(dtype: str, key: str, numel: int, view: Any) -> Storage:
+        if (key, dtype) not in storages:
+            info = records.get(f"{folder}data/{key}")
+            if info is None or view is not None:
+                raise ValueError(f"the archive holds no storage {key}")
+            storage = Storage(dtype=dtype, numel=numel, data=_record(content, info))
+            if info.file_size < storage.nbytes:
+                raise ValueError(f"storage {key} has {info.file_size} bytes instead of {storage.nbytes}")
+            storages[key, dtype] = storage
+        return storages[key, dtype]
+
+    return RestrictedUnpickler(io.BytesIO(_record(content, records[pickles[0]]).tobytes()), storage_of, str(path)).load()
+
+
+def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:
+    """The bytes of a record where they lie in the file."""
+    head = content[info.header_offset : info.header_offset + 30].tobytes()
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise ValueError(f"{info.filename} is compressed or encrypted, which torch.save never does")
+    if len(head) < 30 or head[:4] != ZIP_MAGIC:
+        raise ValueError(f"{info.filename} is not where the archive's directory says")
+    first = info.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
+    record = content[first : first + info.file_size]
+    if record.size < info.file_size:
+        raise ValueError(f"{info.filename} breaks off after {record.size} of {info.file_size} bytes")
+    return record
+
+
+def _read_old(path: Path, content: Bytes) -> Any:
+    if content[: len(OLD_MAGIC)].tobytes() != OLD_MAGIC:
+        raise ValueError("it begins neither like a zip nor like a file of torch before 1.6")
+    storages: dict[str, Storage] = {}
+    views: list[tuple[Storage, str, int]] = []
+
+    def storage_of(dtype: str, key: str, numel: int, view: Any) -> Storage:
+        root = storages.setdefault(key, Storage(dtype=dtype, numel=numel))
+        if view is None:
+            return root
+        _, offset, size = view
+        part = Storage(dtype=dtype, numel=size)
+        views.append((part, key, offset))
+        return part
+
+    with path.open("rb") as file:
+
+        def load() -> Any:
+            return RestrictedUnpickler(file, storage_of, str(path)).load()
+
+        _magic, _version, system, tree, keys = load(), load(), load(), load(), load()
+        position = file.tell()
+    if not system["little_endian"]:
+        raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
+    for key in keys:
+        storage = storages[str(key)]
+        numel = int.from_bytes(content[position : position + 8].tobytes(), "little")
+        first = position + 8
+        position = first + storage.nbytes
+        if numel != storage.numel or position > content.size:
+            raise ValueError(f"storage {key} should have {storage.numel} elements, and says {numel}; the file ends at {content.size}")
+        storage.data = content[first:position]
+    for part, key, offset in views:
+        data = storages[key].data
+        first = offset * part.nbytes // max(part.numel, 1)
+        if data is None or not 0 <= first <= first + part.nbytes <= data.size:
+            raise ValueError(f"a part of storage {key} lies beyond it")
+        part.data = data[first : first + part.nbytes]
+    if any(storage.data is None for storage in storages.values()):
+        raise ValueError("a storage is missing")
+    return tree
