@@ -51,10 +51,13 @@ class StoredTensor(TensorKind):
     strides: tuple[int, ...] | None = None
     """In elements, of a tensor that is not row-major."""
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
+
     def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
         """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
 
-        bfloat16 comes as uint16 words (``widen_bfloat16``). Raises ValueError if the rectangle does not lie within the shape.
+        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before a framework gets it.
+        Raises ValueError if the rectangle does not lie within the shape.
         """
         spans = [(0, size) for size in self.shape] if rectangle is None else [(first, end) for first, end in rectangle]
         if len(spans) != len(self.shape) or any(not 0 <= first <= end <= size for (first, end), size in zip(spans, self.shape)):  # noqa: B905

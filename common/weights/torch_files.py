@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.weights.arrays import Bytes, TensorFile, map_file
-from common.weights.torch_pickle import PlainTree, RestrictedUnpickler, Storage
+from common.weights.arrays import NUMPY_TYPES, Bytes, TensorFile, map_file
+from common.weights.torch_pickle import PlainTree, Storage, load_records
 
 ZIP_MAGIC = b"PK\x03\x04"
 OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -64,7 +64,7 @@ def _read_zip(path: Path, content: Bytes) -> Any:
             storages[key, dtype] = storage
         return storages[key, dtype]
 
-    return RestrictedUnpickler(io.BytesIO(_record(content, records[pickles[0]]).tobytes()), storage_of, str(path)).load()
+    return load_records(io.BytesIO(_record(content, records[pickles[0]]).tobytes()), storage_of, str(path))
 
 
 def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:
@@ -97,11 +97,7 @@ def _read_old(path: Path, content: Bytes) -> Any:
         return part
 
     with path.open("rb") as file:
-
-        def load() -> Any:
-            return RestrictedUnpickler(file, storage_of, str(path)).load()
-
-        _magic, _version, system, tree, keys = load(), load(), load(), load(), load()
+        _magic, _version, system, tree, keys = (load_records(file, storage_of, str(path)) for _ in range(5))
         position = file.tell()
     if not system["little_endian"]:
         raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
@@ -115,7 +111,7 @@ def _read_old(path: Path, content: Bytes) -> Any:
         storage.data = content[first:position]
     for part, key, offset in views:
         data = storages[key].data
-        first = offset * part.nbytes // max(part.numel, 1)
+        first = offset * NUMPY_TYPES[part.dtype].itemsize
         if data is None or not 0 <= first <= first + part.nbytes <= data.size:
             raise ValueError(f"a part of storage {key} lies beyond it")
         part.data = data[first : first + part.nbytes]

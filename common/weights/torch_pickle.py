@@ -6,8 +6,10 @@ Pickle programs may name any function. These few stand for inert records; any ot
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ STORAGES = {
     "bool": "BoolStorage",
 }  # fmt: skip
 _WORDS = {storage: word for word, storage in STORAGES.items()} | {"UntypedStorage": "uint8"}
-_MAX_VALUES = 10_000_000
+_MAX_VALUES = 1_000_000
+"""Beyond any file of weights; a few lists, each of the one before, could hold more than the memory."""
 
 
 class TorchName(str):
@@ -189,7 +192,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class RestrictedUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     """``storage_of(type, key, elements, view)`` finds the storage that a tensor names; view: None, or (key, offset, elements) of a part
     of it. Raises CheckpointError at a name that is not in the tables above."""
 
@@ -218,6 +221,19 @@ class RestrictedUnpickler(pickle.Unpickler):
         if kind != "storage" or not isinstance(storage, TorchName) or name not in _WORDS or self._storage_of is None:
             raise ValueError(f"{identity!r} is no storage of tensors")
         return self._storage_of(_WORDS[name], str(key), _sizes([numel])[0], view[0] if view else None)
+
+
+def load_records(file: IO[bytes], storage_of: Callable[[str, str, int, Any], Storage] | None, where: str) -> Any:
+    """The next pickle of ``file``, made of records: PlainTree makes it plain. Raises CheckpointError on code, and almost any error on a
+    pickle that is broken."""
+    start = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(start)
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > size:  # pickle would make a table of that many places
+            raise ValueError(f"its pickle remembers {argument} objects")
+    file.seek(start)
+    return _RestrictedUnpickler(file, storage_of, where).load()
 
 
 class PlainTree:

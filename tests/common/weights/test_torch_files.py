@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from common.errors import CheckpointError
+from common.weights import torch_pickle
 from common.weights.formats import open_tensors
 from common.weights.torch_files import open_torch
 from common.weights.torch_pickle import TorchName
@@ -139,6 +141,9 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, ki
         b"",
         b"Vabc",
         b"(V1\nV2\ntQ.",
+        b"Na" * 3 + b"r\xff\xff\xff\xff.",
+        b"Nr\xff\xff\xff\xff.",  # a table of 4 billion places
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
     ],
 )
 def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes) -> None:
@@ -147,6 +152,40 @@ def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes
     torch.save({"a": torch.ones(2)}, tmp_path / "y.pt")  # and later files are read as before
     with open_tensors(tmp_path / "y.pt") as stored:
         assert stored["a"].read().tolist() == [1, 1]
+
+
+def test_lists_of_lists_that_grow_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_pickle, "_MAX_VALUES", 1000)
+    grown: list[Any] = []
+    for _ in range(40):
+        grown = [grown, grown]
+    torch.save({"a": grown}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="more than 1000 values"), open_tensors(tmp_path / "x.pt"):
+        pass
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4), st.integers(0, 3))
+def test_any_view_is_read(tmp_path_factory: pytest.TempPathFactory, dims: list[tuple[int, int]], offset: int) -> None:
+    shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
+    tensor = torch.arange(100, dtype=torch.int16).as_strided(shape, strides, offset)
+    path = tmp_path_factory.mktemp("view") / "x.pt"
+    torch.save({"a": tensor}, path)
+    with open_tensors(path) as stored:
+        np.testing.assert_array_equal(stored["a"].read(), tensor.numpy())
+        rectangle = [(size // 2, size) for size in shape]
+        np.testing.assert_array_equal(stored["a"].read(rectangle), tensor.numpy()[tuple(slice(*span) for span in rectangle)])
+
+
+def test_parts_of_a_storage_in_files_of_the_first_torch(tmp_path: Path) -> None:
+    storage = b"(Vstorage\nctorch\nFloatStorage\nVroot\nVcpu\nK\x06(Vpart\nK\x02K\x03ttQ"
+    view = b"ctorch._utils\n_rebuild_tensor\n(" + storage + b"K\x01K\x02\x85K\x01\x85tR"
+    head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    data = (6).to_bytes(8, "little") + np.arange(6, dtype=np.float32).tobytes()
+    (tmp_path / "x.pt").write_bytes(head + b"\x80\x02}Va\n" + view + b"s." + pickle.dumps(["root"], 2) + data)
+    expected = torch.load(tmp_path / "x.pt", weights_only=False)["a"]  # weights_only knows no text opcodes
+    with open_tensors(tmp_path / "x.pt") as stored:
+        assert stored["a"].read().tolist() == expected.tolist() == [3, 4]
 
 
 def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
