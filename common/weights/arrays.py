@@ -30,6 +30,8 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 _BLOCK = 2**22
 """Elements that are converted at a time, so that a large tensor needs no second copy."""
+_BAND = 256
+"""Columns of a matrix that are copied at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,12 @@ def map_file(path: Path) -> Bytes:
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
     """The bytes of an array, row-major; a copy only where the array is not."""
+    if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
+        # numpy copies a transposed matrix along the columns of the result, which no cache holds; in bands it is five times as fast
+        ordered = np.empty(array.shape, array.dtype)
+        for first in range(0, array.shape[1], _BAND):
+            ordered[:, first : first + _BAND] = array[:, first : first + _BAND]
+        array = ordered
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

@@ -47,6 +47,13 @@ def test_a_rectangle_of_joined_segments(cuts: tuple[int, ...]) -> None:
         tensor.read([[0, 3], [0, 4], [0, 3]])
 
 
+@pytest.mark.parametrize("shape", [(3, 600), (600, 3), (257, 255), (1, 5), (0, 4)])
+def test_the_bytes_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
+    array = np.random.default_rng(0).random(shape, np.float32)
+    for turned in (array.T, array.T[1:], array[:, ::2].T, array[::2, ::-1].T):
+        assert bytes(bytes_of(turned)) == turned.tobytes()
+
+
 def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\1\0\2\0")
     content = map_file(tmp_path / "x")
