@@ -13,7 +13,7 @@ import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -66,6 +66,10 @@ class Storage(_Sealed):
     @property
     def nbytes(self) -> int:
         return self.numel * NUMPY_TYPES[self.dtype].itemsize
+
+
+StorageOf: TypeAlias = Callable[[str, str, int, Any], Storage]
+"""Finds the storage that a tensor names: (dtype, key, elements, view). view: None, or (key, offset, elements) of a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,10 +157,6 @@ def _encode(text: str, codec: str) -> bytes:
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 def _numpy_type(dtype: Any) -> np.dtype[Any]:
     """Plain numbers alone: the bytes of an object would be addresses."""
     if not isinstance(dtype, _Dtype) or not re.fullmatch(r"[biuf][1248]", str(dtype.arguments[0])):
@@ -184,7 +184,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "signal.Signals": lambda number: number,
 }
 for _module in ("builtins", "__builtin__"):
-    _FUNCTIONS |= {f"{_module}.bytes": _no_bytes, f"{_module}.set": lambda values=(): set(values)}
+    _FUNCTIONS |= {f"{_module}.bytes": lambda: b"", f"{_module}.set": lambda values=(): set(values)}
 _CLASSES = {"collections.OrderedDict": _Dict, "argparse.Namespace": _Namespace, "numpy.dtype": _Dtype}
 _NAMES = {
     *(f"torch.{word}" for word in NUMPY_TYPES), "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray",
@@ -193,10 +193,9 @@ _NAMES = {
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """``storage_of(type, key, elements, view)`` finds the storage that a tensor names; view: None, or (key, offset, elements) of a part
-    of it. Raises CheckpointError at a name that is not in the tables above."""
+    """Raises CheckpointError at a name that is not in the tables above."""
 
-    def __init__(self, file: IO[bytes], storage_of: Callable[[str, str, int, Any], Storage] | None, where: str) -> None:
+    def __init__(self, file: IO[bytes], storage_of: StorageOf, where: str) -> None:
         super().__init__(file, encoding="latin1")  # of pickles of Python 2
         self._storage_of, self._where = storage_of, where
 
@@ -218,12 +217,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
     def persistent_load(self, identity: Any) -> Storage:
         kind, storage, key, _device, numel, *view = identity
         name = storage.rpartition(".")[2]
-        if kind != "storage" or not isinstance(storage, TorchName) or name not in _WORDS or self._storage_of is None:
+        if kind != "storage" or not isinstance(storage, TorchName) or name not in _WORDS:
             raise ValueError(f"{identity!r} is no storage of tensors")
         return self._storage_of(_WORDS[name], str(key), _sizes([numel])[0], view[0] if view else None)
 
 
-def load_records(file: IO[bytes], storage_of: Callable[[str, str, int, Any], Storage] | None, where: str) -> Any:
+def load_records(file: IO[bytes], storage_of: StorageOf, where: str) -> Any:
     """The next pickle of ``file``, made of records: PlainTree makes it plain. Raises CheckpointError on code, and almost any error on a
     pickle that is broken."""
     start = file.tell()

@@ -36,7 +36,7 @@ def megatron_like() -> dict[str, Any]:
                 "matrix": matrix, "transposed": matrix.t(), "cut": matrix[1:3, 2:5], "every_second": matrix[:, ::2],
                 "expanded": torch.ones(1, 3).expand(2, 3), "empty": torch.zeros(0, 2), "scalar": torch.tensor(2.5),
                 "bf": matrix.bfloat16()[1:], "a.weight": shared, "b.weight": shared,
-                "parameter": torch.nn.Parameter(matrix.double()), "bytes": torch.tensor([1, 2], dtype=torch.uint8),
+                "linear": torch.nn.Linear(2, 3).state_dict(), "parameter": torch.nn.Parameter(matrix.double()), "bytes": torch.tensor([1, 2], dtype=torch.uint8),
                 "numbers": {0: torch.arange(3), 1: torch.arange(3, dtype=torch.int32)}, "mask": torch.tensor([True, False]),
             }
         ),
@@ -90,6 +90,15 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tree["rng"]["numpy"][1], np.random.get_state()[1])
         assert torch.equal(torch.from_numpy(tree["rng"]["torch"].read().copy()), torch.get_rng_state())
         assert tree["storage"].read().tobytes() == np.arange(3, dtype=np.float32).tobytes()
+
+
+@pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
+def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: str) -> None:
+    program = pickle.dumps({"a": np.arange(3), "b": np.float64(2.5)}, 2)
+    for found in (b"numpy.core", b"numpy._core"):
+        program = program.replace(found, package.encode())
+    with open_torch(archive(tmp_path / "x.pt", program)) as stored:
+        assert stored.plain["a"].tolist() == [0, 1, 2] and stored.plain["b"] == 2.5
 
 
 def archive(path: Path, program: bytes, **records: bytes) -> Path:
