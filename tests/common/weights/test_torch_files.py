@@ -36,7 +36,8 @@ def megatron_like() -> dict[str, Any]:
                 "matrix": matrix, "transposed": matrix.t(), "cut": matrix[1:3, 2:5], "every_second": matrix[:, ::2],
                 "expanded": torch.ones(1, 3).expand(2, 3), "empty": torch.zeros(0, 2), "scalar": torch.tensor(2.5),
                 "bf": matrix.bfloat16()[1:], "a.weight": shared, "b.weight": shared,
-                "linear": torch.nn.Linear(2, 3).state_dict(), "parameter": torch.nn.Parameter(matrix.double()), "bytes": torch.tensor([1, 2], dtype=torch.uint8),
+                "linear": torch.nn.Linear(2, 3).state_dict(),
+                "parameter": torch.nn.Parameter(matrix.double()), "bytes": torch.tensor([1, 2], dtype=torch.uint8),
                 "numbers": {0: torch.arange(3), 1: torch.arange(3, dtype=torch.int32)}, "mask": torch.tensor([True, False]),
             }
         ),
