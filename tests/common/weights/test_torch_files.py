@@ -274,8 +274,6 @@ def test_a_namespace_and_numpy_values_are_written_as_torch_writes_them(tmp_path:
     loaded = torch.load(tmp_path / "x.pt", weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)
     np.testing.assert_array_equal(loaded["state"][1], tree["state"][1])
-    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
-        torch.load(tmp_path / "x.pt", weights_only=True)
     with pytest.raises(TypeError, match="has no place"):
         stream_torch(tmp_path / "y.pt", {"a": object()}, [])
     assert not (tmp_path / "y.pt").exists()
