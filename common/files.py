@@ -69,6 +69,24 @@ def clean_up(parent: Path, names: str) -> None:
             leftover.unlink(missing_ok=True)
 
 
+@contextmanager
+def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``folder`` at the end; an older one stays until then. Raises StorageError when the disk
+    refuses, with ``remedy``."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        clean_up(folder.parent, folder.name)
+        temporary.mkdir(parents=True)
+        yield temporary
+        fsync_folder(temporary)
+        put_in_place(temporary, folder)
+    except (OSError, StorageError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise StorageError(f"{folder}: {what} could not be written: {reason}; {remedy}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names inside ``folder`` durable (a rename alone may be lost by a power cut)."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -30,7 +30,7 @@ from common.errors import RunError
 from common.files import atomic_write, fsync_folder
 from common.training import setup
 from common.training.checkpoint import read_manifest
-from common.training.export import whole_folder
+from common.training.export import export_folder
 from common.training.log import LOG
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
@@ -50,7 +50,7 @@ def export(config: RunConfig, process: Process = ALONE) -> None:
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     folder = Path(config.output_dir) / "export"
-    with setup.owned_folder(folder.parent), whole_folder(folder) as temporary:
+    with setup.owned_folder(folder.parent), export_folder(folder) as temporary:
         graphs = {}
         for graph in _graphs(config):
             try:

@@ -7,15 +7,12 @@ weights/manifest.json        the checkpoint's own, for this file alone, so that 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
-from common.errors import StorageError
-from common.files import atomic_write, clean_up, fsync_folder, put_in_place
+from common.files import atomic_write, whole_folder
 from common.training import setup
 from common.training.checkpoint import MANIFEST, read_manifest
 from common.training.log import LOG
@@ -33,7 +30,7 @@ def export(config: RunConfig) -> None:
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in parameter_shapes(config.model).items()}
     folder = Path(config.output_dir) / "weights"
-    with setup.owned_folder(folder.parent), whole_folder(folder) as temporary:
+    with setup.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
         checksum = stream_safetensors(file, kinds, (values for _, values in read_weights(checkpoint, config.model)))
         size = file.stat().st_size
@@ -43,21 +40,7 @@ def export(config: RunConfig) -> None:
     LOG.info(f"{folder / MODEL_FILE}: {len(kinds)} tensors, {size / 1e6:.1f} MB, of {checkpoint}, step {manifest['state'].get('step')}")
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def export_folder(folder: Path) -> AbstractContextManager[Path]:
     """A folder to fill, which gets the name ``folder`` at the end. Raises StorageError when the disk refuses, and an older one stays."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        clean_up(folder.parent, folder.name)
-        temporary.mkdir(parents=True)
-        yield temporary
-        fsync_folder(temporary)
-        put_in_place(temporary, folder)
-    except (OSError, StorageError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise StorageError(
-            f"{folder}: the export could not be written: {reason}; an older export is untouched;"
-            " make room there, or choose another output_dir and say checkpoint.load"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    remedy = "an older export is untouched; make room there, or choose another output_dir and say checkpoint.load"
+    return whole_folder(folder, what="the export", remedy=remedy)

@@ -1,0 +1,108 @@
+"""Any format of GPT-2 weights into any other: checked by name and shape, written as a stream into a folder that is whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.conversion import hugging_face, mindformers, project
+from common.conversion.weights import Weights, to_type
+from common.errors import CheckpointError, ConfigError, StorageError
+from common.files import atomic_write, clean_up, fsync_folder, whole_folder
+from common.weights.arrays import bytes_of
+
+REPORT = "conversion.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    is_here: Callable[[Path], bool]
+    open: Callable[[Path], AbstractContextManager[Weights]]
+    write: Callable[[Path, Weights, str | None], dict[str, int]]
+
+
+FORMATS = {
+    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face),
+    "torch_gpt2": Format(is_here=project.is_here, open=project.open_project, write=project.write_project),
+    "mindformers": Format(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
+    "mindformers_r0.3": Format(
+        is_here=lambda path: False,
+        open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
+        write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
+    ),
+}
+FORMATS["mindspore"] = FORMATS["torch_gpt2"]
+"""Both backends share our own folder."""
+
+
+def detect(path: Path) -> str:
+    found = [name for name, format in FORMATS.items() if format.is_here(path)]
+    if not found:
+        raise ConfigError(f"{path}: no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give another path")
+    return found[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    source_format: str
+    parameters: int
+    ignored: Mapping[str, str]
+    """What of the source was left out, and why."""
+
+
+def convert(source: Path, target: Path, *, source_format: str | None, target_format: str, dtype: str | None, verify: bool) -> Result:
+    """Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
+    source_format = source_format or detect(source)
+    with FORMATS[source_format].open(source) as weights, _folder(target) as temporary:
+        FORMATS[target_format].write(temporary, weights, dtype)
+        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "ignored": dict(weights.ignored)}
+        if verify:
+            with FORMATS[target_format].open(temporary) as written:
+                report["sha256"] = _compare(weights, written)
+        with atomic_write(temporary / REPORT, "w") as file:
+            json.dump(report, file, indent=1)
+        return Result(source_format=source_format, parameters=len(weights.tensors), ignored=weights.ignored)
+
+
+def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Result:
+    """What MindFormers' convert_weight.py made of Hugging Face's ``pytorch_model.bin``: one ``.ckpt``, with names that its models have.
+
+    Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
+    """
+    with hugging_face.open_without_config(source, layers) as weights:
+        try:
+            clean_up(target.parent, target.name)
+            temporary = target.with_name(f".{target.name}.tmp")
+            mindformers.write_file(temporary, weights, None)
+            temporary.replace(target)
+            fsync_folder(target.parent)
+        except OSError as error:
+            raise StorageError(
+                f"{target}: could not be written: {error.strerror or error}; make room there, or choose another path"
+            ) from error
+        return Result(source_format="hf", parameters=len(weights.tensors), ignored=weights.ignored)
+
+
+def _folder(target: Path) -> AbstractContextManager[Path]:
+    return whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
+
+
+def _compare(weights: Weights, written: Weights) -> dict[str, str]:
+    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the source's, bit for bit."""
+    sums, wrong = {}, []
+    for name, tensor in written.tensors.items():
+        source = weights.tensors[name]
+        sums[name] = hashlib.sha256(bytes_of(tensor.load())).hexdigest()
+        if sums[name] != hashlib.sha256(bytes_of(to_type(source.load(), source.dtype, tensor.dtype))).hexdigest():
+            wrong.append(name)
+    if wrong or sums.keys() != weights.tensors.keys():
+        raise CheckpointError(f"{written.path}: read back, {', '.join(wrong) or 'the list of tensors'} differs from {weights.path}")
+    return sums

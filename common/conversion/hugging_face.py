@@ -1,0 +1,146 @@
+"""Folders of Hugging Face's GPT-2: config.json, weights in safetensors or pytorch_model.bin, in shards or not, and the tokenizer's files.
+
+GPT2-Chinese has the same, with vocab.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.config.schema import ModelConfig
+from common.conversion.weights import Weights, by_our_names, find_map, in_their_names, padding_of
+from common.errors import CheckpointError, ConfigError
+from common.files import atomic_write
+from common.weights.arrays import TensorFile
+from common.weights.formats import open_tensors
+from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
+from common.weights.safetensors_files import stream_shards
+
+CONFIG = "config.json"
+FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = (
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+_SHARD_BYTES = 5 * 10**9
+_SAME = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,), "tie_word_embeddings": (True,),
+}  # fmt: skip
+"""Settings that our model has no choice in: which of their values it computes. The first is transformers' default, but for old files."""
+
+
+def is_here(path: Path) -> bool:
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in FILES)
+
+
+@contextmanager
+def open_hugging_face(path: Path) -> Iterator[Weights]:
+    """path: the folder, or a file of weights beside its config.json. Raises CheckpointError and ConfigError."""
+    folder = path if path.is_dir() else path.parent
+    file = path if path.is_file() else next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder}: no weights here; expected {' or '.join(FILES)}")
+    model = read_config(folder / CONFIG)
+    with open_tensors(file) as stored:
+        yield _weights(path, stored, find_map(file, "hf", stored), model)
+
+
+@contextmanager
+def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
+    """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises CheckpointError."""
+    with open_tensors(file) as stored:
+        name_map = find_map(file, "hf", stored)
+        table, positions, inner = (
+            stored[row.theirs].shape if row.theirs in stored else (1, 1)
+            for row in name_map.rows(1)
+            if row.ours in ((EMBEDDING,), ("wpe.weight",), ("h.0.mlp.c_fc.weight",))
+        )
+        model = ModelConfig(
+            num_layers=layers, hidden_size=table[1], num_heads=1, seq_length=positions[0], max_positions=positions[0],
+            vocab_size=table[0], ffn_hidden_size=inner[1],
+        )  # fmt: skip
+        yield _weights(file, stored, name_map, model)
+
+
+def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConfig) -> Weights:
+    table = name_map.rows(0)[0].theirs
+    ignored = {name: "causal mask of an old file" for name in stored if name_map.ignores(name)}
+    tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
+    if name_map.head in tensors and table in tensors:
+        ignored[name_map.head] = f"the head, which is {table}"
+        _check_tied(stored.path, tensors.pop(name_map.head).read(), tensors[table].read())
+    ignored |= padding_of(name_map, tensors, model)
+    return Weights(path=path, format="hf", model=model, tensors=by_our_names(stored.path, name_map, tensors, model), ignored=ignored)
+
+
+def _check_tied(file: Path, head: Any, table: Any) -> None:
+    if head.shape != table.shape or any(
+        (head[first : first + 1024] != table[first : first + 1024]).any() for first in range(0, len(head), 1024)
+    ):
+        raise CheckpointError(
+            f"{file}: lm_head.weight differs from the embedding; our head is the embedding, so this model has no place here"
+        )
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Raises ConfigError if it is no GPT-2, or one that computes something else than ours."""
+    try:
+        words = json.loads(path.read_bytes())
+        sizes = {
+            "num_layers": words["n_layer"], "hidden_size": words["n_embd"], "num_heads": words["n_head"], "vocab_size": words["vocab_size"],
+            "seq_length": words.get("n_positions") or words["n_ctx"], "ffn_hidden_size": words.get("n_inner") or 4 * words["n_embd"],
+        }  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: no config of a GPT-2 ({error!r}); expected n_layer, n_embd, n_head, n_positions, vocab_size") from None
+    for name, values in _SAME.items():
+        if words.get(name, values[0]) not in values:
+            raise ConfigError(
+                f"{path}: {name}={words[name]!r}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
+            )
+    dropout = {
+        "embedding_dropout": words.get("embd_pdrop", 0.1), "attention_dropout": words.get("attn_pdrop", 0.1),
+        "hidden_dropout": words.get("resid_pdrop", 0.1),
+    }  # fmt: skip
+    rest = {"layer_norm_epsilon": words.get("layer_norm_epsilon", 1e-5), "initializer_range": words.get("initializer_range", 0.02)}
+    try:
+        return ModelConfig(**sizes, max_positions=sizes["seq_length"], **dropout, **rest)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def write_config(path: Path, model: ModelConfig, dtype: str) -> None:
+    end_of_text = model.vocab_size - 1 if model.vocab_size == 50257 else None  # transformers would take 50256 for any vocabulary
+    words = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "tie_word_embeddings": True,
+        "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_heads, "vocab_size": model.vocab_size,
+        "n_positions": model.max_positions, "n_ctx": model.max_positions,
+        "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size,
+        "embd_pdrop": model.embedding_dropout, "attn_pdrop": model.attention_dropout, "resid_pdrop": model.hidden_dropout,
+        "layer_norm_epsilon": model.layer_norm_epsilon, "initializer_range": model.initializer_range, "torch_dtype": dtype,
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+    }  # fmt: skip
+    with atomic_write(path, "w") as file:
+        json.dump(words, file, indent=2)
+        file.write("\n")
+
+
+def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
+    """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
+    entries = list(in_their_names(NAME_MAPS["hf"][0], weights, dtype))
+    kinds = {name: kind for name, kind, _ in entries}
+    sums = stream_shards(folder, kinds, (make() for _, _, make in entries), limit=_SHARD_BYTES)
+    write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype)
+    source = weights.path if weights.path.is_dir() else weights.path.parent
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    return sums

@@ -1,0 +1,110 @@
+"""A model's weights by our names, wherever they lie and whatever they are called there; nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.schema import ModelConfig
+from common.errors import CheckpointError
+from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, widen_bfloat16
+from common.weights.files import check_tensors
+from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight(TensorKind):
+    """One tensor, whole, with the rows of the true vocabulary."""
+
+    load: Callable[[], NDArray[Any]]
+    """A view of the file where one will do; bfloat16 as uint16 words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a folder holds of a model."""
+
+    path: Path
+    format: str
+    model: ModelConfig
+    tensors: Mapping[str, Weight]
+    """All parameters by our names, in the order of ``parameter_shapes``; and NAME.exp_avg and so on, where the format has them."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """What was left out, and why."""
+
+
+def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
+    """Of the forms of a format the one whose names these are. Raises CheckpointError if none has any of them."""
+    best = max(NAME_MAPS[format], key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
+    if not any(row.theirs in names for row in best.rows(1)):
+        shown = ", ".join(list(names)[:4]) or "nothing"
+        raise CheckpointError(f"{path}: holds no names of {format}, but {shown}; say --from FORMAT, or choose another file")
+    return best
+
+
+def by_our_names(
+    path: Path, name_map: NameMap, stored: Mapping[str, StoredTensor], model: ModelConfig, *, prefix: str = "", suffix: str = ""
+) -> dict[str, Weight]:
+    """The parameters under their names, each with ``prefix`` before it there and ``suffix`` after it here.
+
+    Raises CheckpointError listing all that are missing, unexpected or of another shape. The embedding may have rows of padding.
+    """
+    shapes = parameter_shapes(model)
+    rows = name_map.rows(model.num_layers)
+    expected = {prefix + row.theirs: row.shape(shapes) for row in rows}
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    table = next(prefix + row.theirs for row in rows if row.ours == (EMBEDDING,))
+    if len(found.get(table, ())) == 2 and found[table][0] > model.vocab_size:
+        found[table] = (model.vocab_size, *found[table][1:])
+    check_tensors(path, found, expected)
+    weights = {
+        name + suffix: Weight(
+            dtype=stored[prefix + row.theirs].dtype,
+            shape=shapes[name],
+            load=_loader(stored[prefix + row.theirs], row, part, model.num_heads, shapes[name]),
+        )
+        for row in rows
+        for part, name in enumerate(row.ours)
+    }
+    return {name + suffix: weights[name + suffix] for name in shapes}
+
+
+def padding_of(name_map: NameMap, stored: Mapping[str, StoredTensor], model: ModelConfig) -> dict[str, str]:
+    """What ``by_our_names`` leaves out of the embedding, and why."""
+    table = next(row.theirs for row in name_map.outside if row.ours == (EMBEDDING,))
+    rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
+    return {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
+
+
+def _loader(tensor: StoredTensor, row: Row, part: int, heads: int, shape: tuple[int, ...]) -> Callable[[], NDArray[Any]]:
+    return lambda: row.unpack(tensor.read(), heads)[part][: shape[0]]
+
+
+def in_their_names(
+    name_map: NameMap, weights: Weights, dtype: str | None, *, prefix: str = "", suffix: str = ""
+) -> Iterator[tuple[str, TensorKind, Callable[[], NDArray[Any]]]]:
+    """Name, kind and how to make it, of each tensor of another format. dtype: of all; as they are when left out."""
+    for row in name_map.rows(weights.model.num_layers):
+        parts = [weights.tensors[name + suffix] for name in row.ours]
+        wanted = dtype or parts[0].dtype
+        kind = TensorKind(dtype=wanted, shape=row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)}))
+        yield prefix + row.theirs, kind, _packer(row, parts, wanted, weights.model.num_heads)
+
+
+def _packer(row: Row, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:
+    return lambda: row.pack([to_type(part.load(), part.dtype, dtype) for part in parts], heads)
+
+
+def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
+    """bfloat16 as words on either side; the array itself where nothing changes."""
+    if dtype == wanted:
+        return array
+    values: NDArray[Any] = widen_bfloat16(array) if dtype == "bfloat16" else array
+    return round_to_bfloat16(values.astype(np.float32, copy=False)) if wanted == "bfloat16" else values.astype(wanted)

@@ -1,0 +1,264 @@
+"""Weights from format to format: against transformers, MindSpore's own loading, and bit for bit there and back."""
+
+import errno
+import itertools
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from common.config.schema import ModelConfig  # noqa: E402
+from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did, detect  # noqa: E402
+from common.conversion.project import write_project  # noqa: E402
+from common.conversion.weights import Weight, Weights  # noqa: E402
+from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.training.snapshot import read_weights  # noqa: E402
+from common.weights.formats import open_tensors  # noqa: E402
+from common.weights.names import parameter_shapes  # noqa: E402
+from tests.reference import hugging_face_model  # noqa: E402
+from tools.convert_weight import main  # noqa: E402
+
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9,
+    embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.3,
+)  # fmt: skip
+SIZES = {"n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 9, "vocab_size": 101, "n_inner": 96, "initializer_range": 0.3}
+QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+IDS = torch.arange(18).reshape(2, 9) * 5
+
+
+def ours_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(values)) for name, values in read_weights(folder, MODEL)}
+
+
+def theirs(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **QUIET, **more)).eval()
+
+
+def run(source: Path, target: Path, to: str, **more: Any) -> Path:
+    options = {"source_format": None, "dtype": None, "verify": True} | more
+    convert(source, target, target_format=to, **options)
+    return target
+
+
+def save(model: Any, folder: Path, form: str) -> Path:
+    """As transformers of today or of old writes it."""
+    if form == "safetensors":
+        model.save_pretrained(folder)
+    elif form == "shards":
+        model.save_pretrained(folder, max_shard_size="10KB")
+        assert (folder / "model.safetensors.index.json").is_file()
+    else:
+        folder.mkdir()
+        model.config.save_pretrained(folder)
+        state = model.state_dict()
+        if form == "old bin":  # as the files of 2019: no prefix, masks, no head
+            state = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
+            state |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 9, 9) for layer in range(2)}
+        torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "old bin"])
+def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form: str) -> None:
+    model = theirs()
+    source = save(model, tmp_path / "hf", form)
+    assert detect(source) == "hf"
+    ours = run(source, tmp_path / "ours", "torch_gpt2")
+    with torch.no_grad():
+        np.testing.assert_array_equal(hugging_face_model(MODEL, ours_of(ours))(IDS).logits, model(IDS).logits)
+
+
+def test_transformers_opens_what_comes_back(tmp_path: Path) -> None:
+    model = theirs()
+    source = save(model, tmp_path / "hf", "safetensors")
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    through = run(run(source, tmp_path / "ours", "mindspore"), tmp_path / "mf", "mindformers")
+    found = transformers.GPT2LMHeadModel.from_pretrained(run(through, tmp_path / "again", "hf")).eval()
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, model(IDS).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(found.generate(IDS[:, :5], **options), model.generate(IDS[:, :5], **options))
+    assert (run(source, tmp_path / "direct", "hf") / "merges.txt").is_file(), "the tokenizer goes along"
+    kept = {"n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon", "initializer_range"}
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "again")]
+    assert {name: configs[0][name] for name in kept} == {name: configs[1][name] for name in kept}
+
+
+def test_the_command_line_of_mindformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = theirs()
+    file = save(model, tmp_path / "hf", "bin") / "pytorch_model.bin"
+    target = tmp_path / "gpt2.ckpt"
+    words = ["--torch_path", str(file), "--mindspore_path", str(target)]
+    assert main(["--layers", "2", *words]) == 0
+    with open_tensors(target) as found:
+        assert len(found) == 16 * 2 + 4
+        query = found["backbone.blocks.1.attention.dense1.weight"].read()
+    state = model.state_dict()
+    np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
+    for layers, fault in (("1", "unexpected transformer.h.1.ln_1.weight"), ("3", "missing transformer.h.2.ln_1.weight")):
+        before = target.read_bytes()
+        assert main(["--layers", layers, *words]) == CheckpointError.exit_code
+        assert fault in capsys.readouterr().err and target.read_bytes() == before
+
+
+def test_mindspore_loads_it_into_a_cell_with_these_names(tmp_path: Path) -> None:
+    ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+    target = run(save(theirs(), tmp_path / "hf", "safetensors"), tmp_path / "mf", "mindformers") / "gpt2.ckpt"
+    cell = ms.nn.Cell()
+    shapes = {
+        "backbone.embedding.word_embedding.embedding_table": (101, 24),
+        "backbone.blocks.0.attention.dense2.weight": (24, 24),
+        "backbone.blocks.1.output.mapping.weight": (24, 96),
+        "backbone.layernorm.gamma": (24,),
+    }
+    for number, (name, shape) in enumerate(shapes.items()):
+        cell.insert_param_to_cell(f"p{number}", ms.Parameter(ms.ops.zeros(shape, ms.float32), name=name), check_name_contain_dot=False)
+    loaded = ms.load_checkpoint(str(target))
+    assert len(loaded) == 16 * 2 + 4
+    missing, _ = ms.load_param_into_net(cell, loaded, strict_load=True)
+    assert missing == []
+
+
+def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
+    generator = np.random.default_rng(seed)
+
+    def values(shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == "bfloat16":
+            return generator.integers(0, 0x7F80, shape, np.uint16)  # words of finite numbers
+        return generator.standard_normal(shape).astype(dtype)
+
+    arrays = {name: values(shape) for name, shape in parameter_shapes(model).items()}
+    tensors = {name: Weight(dtype=dtype, shape=array.shape, load=lambda array=array: array) for name, array in arrays.items()}
+    return Weights(path=Path("made.here"), format="random", model=model, tensors=tensors)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layers=st.integers(1, 3), heads=st.integers(1, 3), width=st.integers(1, 5), inner=st.integers(1, 9), vocabulary=st.integers(1, 40),
+    positions=st.integers(1, 9), dtype=st.sampled_from(["float32", "float16", "bfloat16"]), seed=st.integers(0, 99),
+    way=st.lists(st.sampled_from(["hf", "mindformers", "mindformers_r0.3"]), min_size=2, max_size=4),
+)  # fmt: skip
+def test_there_and_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, layers: int, heads: int, width: int, inner: int, vocabulary: int, positions: int,
+    dtype: str, seed: int, way: list[str],
+) -> None:  # fmt: skip
+    model = ModelConfig(
+        num_layers=layers, hidden_size=heads * width, num_heads=heads, seq_length=positions, max_positions=positions,
+        vocab_size=vocabulary, ffn_hidden_size=inner, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("way")
+    weights = random_weights(model, dtype, seed)
+    (folder / "0").mkdir()
+    FORMATS[way[0]].write(folder / "0", weights, None)
+    for number, (one, other) in enumerate(itertools.pairwise(way), 1):
+        run(folder / str(number - 1), folder / str(number), other, source_format=one)
+    with FORMATS[way[-1]].open(folder / str(len(way) - 1)) as found:
+        assert found.tensors.keys() == weights.tensors.keys()
+        assert found.model.num_heads == heads and found.model.vocab_size == vocabulary
+        for name, tensor in found.tensors.items():
+            assert tensor.dtype == dtype
+            np.testing.assert_array_equal(tensor.load(), weights.tensors[name].load(), err_msg=name)
+
+
+def test_types_are_rounded_as_torch_does(tmp_path: Path) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    for dtype in ("bfloat16", "float16"):
+        found = transformers.GPT2LMHeadModel.from_pretrained(run(source, tmp_path / dtype, "hf", dtype=dtype))
+        expected = theirs().to(getattr(torch, dtype)).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    with pytest.raises(CheckpointError, match="our own folders hold float32"):
+        run(source, tmp_path / "x", "torch_gpt2", dtype="float16")
+
+
+def test_rows_of_padding_are_left_out(tmp_path: Path) -> None:
+    """By the vocabulary of the config, and said."""
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 97}))
+    result = convert(source, tmp_path / "mf", source_format=None, target_format="mindformers", dtype=None, verify=True)
+    assert result.ignored == {"transformer.wte.weight[97:101]": "rows that pad the vocabulary"}
+    with open_tensors(tmp_path / "mf" / "gpt2.ckpt") as found:
+        assert found["backbone.embedding.word_embedding.embedding_table"].shape == (97, 24)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = theirs()
+    good = save(model, tmp_path / "good", "safetensors")
+
+    def fails(error: type[Exception], match: str, source: Path, to: str = "mindformers") -> None:
+        with pytest.raises(error, match=match):
+            run(source, tmp_path / "out", to)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+    fails(ConfigError, r"no weights of a known format here; say --from", tmp_path / "nothing")
+    cut = save(model, tmp_path / "cut", "safetensors")
+    (cut / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-9])
+    fails(CheckpointError, r"cut/model.safetensors", cut)
+    evil = save(model, tmp_path / "evil", "bin")
+    (evil / "pytorch_model.bin").write_bytes(pickle.dumps({"transformer.wte.weight": Evil()}))
+    fails(CheckpointError, r"evil/pytorch_model.bin", evil)
+    assert not (tmp_path / "executed").exists()
+    config = json.loads((good / "config.json").read_text())
+    for name, (changes, match) in {
+        "layers": ({"n_layer": 3}, r"missing transformer.h.2.ln_1.weight \[24\]"),
+        "width": ({"n_embd": 12}, r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]"),
+        "other": ({"activation_function": "relu"}, r"activation_function='relu'; our model"),
+        "heads": ({"n_head": "four"}, r"num_heads"),
+        "missing": (None, r"no config of a GPT-2 \(KeyError\('n_layer'\)\)"),
+    }.items():
+        folder = save(model, tmp_path / name, "safetensors")
+        (folder / "config.json").write_text(json.dumps(config | changes if changes else {}))
+        fails((ConfigError, CheckpointError), match, folder)  # type: ignore[arg-type]
+    untied = save(theirs(tie_word_embeddings=False), tmp_path / "untied", "bin")
+    (untied / "config.json").write_text(json.dumps(config))
+    fails(CheckpointError, "lm_head.weight differs from the embedding", untied)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("common.conversion.mindformers.yaml.safe_dump", lambda *_, **__: (_ for _ in ()).throw(full))
+    fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        run(good, tmp_path / "out", "hf")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+
+    def flipped(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
+        sums = write_project(folder, weights, dtype)
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"]["model.safetensors"]["crc32"] = zlib.crc32(data)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return sums
+
+    monkeypatch.setitem(FORMATS, "torch_gpt2", type(FORMATS["torch_gpt2"])(**(vars(FORMATS["torch_gpt2"]) | {"write": flipped})))
+    with pytest.raises(CheckpointError, match=r"read back, ln_f.bias differs"):
+        run(source, tmp_path / "ours", "torch_gpt2")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_convert_as_mindformers_did_needs_a_place(tmp_path: Path) -> None:
+    file = save(theirs(), tmp_path / "hf", "bin") / "pytorch_model.bin"
+    with pytest.raises(StorageError, match="could not be written: No such file"):
+        convert_as_mindformers_did(2, file, tmp_path / "nowhere" / "gpt2.ckpt")

@@ -1,0 +1,65 @@
+"""Convert weights of GPT-2 between formats, a tensor at a time.
+
+python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf] [--dtype float16] [--verify]
+python tools/convert_weight.py --layers 12 --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
+
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
+from common.conversion.weights import FLOATS
+from common.errors import GPT2Error
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, metavar="FORMAT", help="found out when left out")
+    parser.add_argument("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
+    parser.add_argument("--input", type=Path, help="folder, or a file of weights beside its config")
+    parser.add_argument("--output", type=Path, help="folder, which must not exist or be empty")
+    parser.add_argument("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
+    parser.add_argument("--verify", action="store_true", help="read the output back and compare every tensor bit for bit")
+    parser.add_argument("--layers", type=int, help="number of blocks of the file at --torch_path")
+    parser.add_argument("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
+    parser.add_argument("--mindspore_path", type=Path, help="the .ckpt to write")
+    arguments = parser.parse_args(words)
+    as_before = (arguments.layers, arguments.torch_path, arguments.mindspore_path)
+    try:
+        if as_before != (None, None, None):
+            if None in as_before or arguments.layers < 1:
+                parser.error("--layers (1 or more), --torch_path and --mindspore_path go together")
+            source, target = arguments.torch_path, arguments.mindspore_path
+            result = convert_as_mindformers_did(arguments.layers, source, target)
+        else:
+            source, target = arguments.input, arguments.output
+            if None in (source, target, arguments.target_format):
+                parser.error("--to, --input and --output are needed")
+            result = convert(
+                source,
+                target,
+                source_format=arguments.source_format,
+                target_format=arguments.target_format,
+                dtype=arguments.dtype,
+                verify=arguments.verify,
+            )
+    except GPT2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    verified = ", read back and equal bit for bit" if arguments.verify else ""
+    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){verified}")
+    for why, count in Counter(result.ignored.values()).items():
+        print(f"left out: {count} x {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
