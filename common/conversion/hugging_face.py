@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, by_our_names, find_map, in_their_names, padding_of
+from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.weights.arrays import TensorFile
@@ -56,7 +56,7 @@ def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
     with open_tensors(file) as stored:
         name_map = find_map(file, "hf", stored)
         table, positions, inner = (
-            stored[row.theirs].shape if row.theirs in stored else (1, 1)
+            stored[row.theirs].shape if row.theirs in stored and len(stored[row.theirs].shape) == 2 else (1, 1)  # refused below
             for row in name_map.rows(1)
             if row.ours in ((EMBEDDING,), ("wpe.weight",), ("h.0.mlp.c_fc.weight",))
         )
@@ -111,10 +111,7 @@ def read_config(path: Path) -> ModelConfig:
         "hidden_dropout": words.get("resid_pdrop", 0.1),
     }  # fmt: skip
     rest = {"layer_norm_epsilon": words.get("layer_norm_epsilon", 1e-5), "initializer_range": words.get("initializer_range", 0.02)}
-    try:
-        return ModelConfig(**sizes, max_positions=sizes["seq_length"], **dropout, **rest)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return checked_model(path, {**sizes, "max_positions": sizes["seq_length"], **dropout, **rest})
 
 
 def write_config(path: Path, model: ModelConfig, dtype: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, by_our_names, find_map, in_their_names, padding_of
+from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.weights.formats import open_tensors
@@ -48,7 +48,7 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
 def read_config(path: Path) -> ModelConfig:
     try:
         words: Any = yaml.safe_load(path.read_bytes())
-        return ModelConfig.model_validate(words["model"])
+        section = dict(words["model"])
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section model of the config beside the weights"
@@ -57,6 +57,7 @@ def read_config(path: Path) -> ModelConfig:
         raise ConfigError(
             f"{path}: no section model ({error}); expected num_layers, hidden_size, num_heads, seq_length, vocab_size"
         ) from None
+    return checked_model(path, section)
 
 
 def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:

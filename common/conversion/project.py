@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from common.config.schema import ModelConfig
-from common.conversion.weights import Weight, Weights, to_type
-from common.errors import CheckpointError
+from common.conversion.weights import Weight, Weights, checked_model, to_type
+from common.errors import ConfigError
 from common.files import atomic_write
 from common.parallel.sharding import own_piece
 from common.training.checkpoint import FORMAT_VERSION, MANIFEST, find_checkpoint, read_manifest, require_checkpoint
@@ -34,10 +32,7 @@ def open_project(path: Path) -> Iterator[Weights]:
     """Raises CheckpointError naming every tensor that is missing, unexpected or not whole."""
     checkpoint = require_checkpoint(path, "weights to convert")
     manifest = read_manifest(checkpoint)
-    try:
-        model = ModelConfig.model_validate(manifest["config"]["model"])
-    except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: its model section cannot be read ({error}); use another checkpoint") from None
+    model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
     shapes = parameter_shapes(model)
     with open_stored(checkpoint, MODEL_FILE, manifest) as stored:
         stored.require(shapes)
@@ -52,7 +47,7 @@ def _loader(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Callabl
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """A folder for checkpoint.init_from and checkpoint.load: float32, and no state of a run. Returns the CRC-32 of its file."""
     if dtype not in (None, "float32"):
-        raise CheckpointError(
+        raise ConfigError(
             f"--dtype {dtype}: our own folders hold float32; leave it out, and say precision.parameters={dtype} when you train"
         )
     tensors = [(name, weights.tensors[name]) for name in parameter_shapes(weights.model)]

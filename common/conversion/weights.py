@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from common.config.schema import ModelConfig
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, widen_bfloat16
 from common.weights.files import check_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
@@ -38,6 +39,20 @@ class Weights:
     """All parameters by our names, in the order of ``parameter_shapes``; and NAME.exp_avg and so on, where the format has them."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """What was left out, and why."""
+
+
+def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
+    """Raises ConfigError where it describes no model."""
+    try:
+        model = ModelConfig.model_validate(dict(section))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where}={first['input']!r} of the model: {first['msg']}; mend the file") from None
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
+    inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
+    return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions})
 
 
 def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:

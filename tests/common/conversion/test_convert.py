@@ -177,7 +177,7 @@ def test_types_are_rounded_as_torch_does(tmp_path: Path) -> None:
         found = transformers.GPT2LMHeadModel.from_pretrained(run(source, tmp_path / dtype, "hf", dtype=dtype))
         expected = theirs().to(getattr(torch, dtype)).state_dict()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
-    with pytest.raises(CheckpointError, match="our own folders hold float32"):
+    with pytest.raises(ConfigError, match="our own folders hold float32"):
         run(source, tmp_path / "x", "torch_gpt2", dtype="float16")
 
 
@@ -220,7 +220,8 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
         "layers": ({"n_layer": 3}, r"missing transformer.h.2.ln_1.weight \[24\]"),
         "width": ({"n_embd": 12}, r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]"),
         "other": ({"activation_function": "relu"}, r"activation_function='relu'; our model"),
-        "heads": ({"n_head": "four"}, r"num_heads"),
+        "heads": ({"n_head": "four"}, r"num_heads='four' of the model: Input should be a valid integer"),
+        "more heads": ({"n_head": 5}, r"5 heads do not divide a width of 24"),
         "missing": (None, r"no config of a GPT-2 \(KeyError\('n_layer'\)\)"),
     }.items():
         folder = save(model, tmp_path / name, "safetensors")
