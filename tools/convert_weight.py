@@ -35,8 +35,9 @@ def main(words: list[str] | None = None) -> int:
     as_before = (arguments.layers, arguments.torch_path, arguments.mindspore_path)
     try:
         if as_before != (None, None, None):
-            if None in as_before or arguments.layers < 1:
-                parser.error("--layers (1 or more), --torch_path and --mindspore_path go together")
+            others = (arguments.source_format, arguments.target_format, arguments.input, arguments.output, arguments.dtype)
+            if None in as_before or arguments.layers < 1 or any(others) or arguments.verify:
+                parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
             source, target = arguments.torch_path, arguments.mindspore_path
             result = convert_as_mindformers_did(arguments.layers, source, target)
         else:

@@ -62,8 +62,9 @@ def convert(source: Path, target: Path, *, source_format: str | None, target_for
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source_format = source_format or detect(source)
     with FORMATS[source_format].open(source) as weights, _folder(target) as temporary:
-        FORMATS[target_format].write(temporary, weights, dtype)
+        sums = FORMATS[target_format].write(temporary, weights, dtype)
         report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "ignored": dict(weights.ignored)}
+        report["crc32"] = sums
         if verify:
             with FORMATS[target_format].open(temporary) as written:
                 report["sha256"] = _compare(weights, written)
@@ -77,17 +78,18 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
+    temporary = target.with_name(f".{target.name}.tmp")
     with hugging_face.open_without_config(source, layers) as weights:
         try:
             clean_up(target.parent, target.name)
-            temporary = target.with_name(f".{target.name}.tmp")
             mindformers.write_file(temporary, weights, None)
             temporary.replace(target)
             fsync_folder(target.parent)
         except OSError as error:
-            raise StorageError(
-                f"{target}: could not be written: {error.strerror or error}; make room there, or choose another path"
-            ) from error
+            reason = error.strerror or error
+            raise StorageError(f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path") from error
+        finally:
+            temporary.unlink(missing_ok=True)
         return Result(source_format="hf", parameters=len(weights.tensors), ignored=weights.ignored)
 
 

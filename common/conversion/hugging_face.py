@@ -60,10 +60,11 @@ def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
             for row in name_map.rows(1)
             if row.ours in ((EMBEDDING,), ("wpe.weight",), ("h.0.mlp.c_fc.weight",))
         )
-        model = ModelConfig(
-            num_layers=layers, hidden_size=table[1], num_heads=1, seq_length=positions[0], max_positions=positions[0],
-            vocab_size=table[0], ffn_hidden_size=inner[1],
-        )  # fmt: skip
+        sizes = {
+            "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0], "seq_length": positions[0],
+            "ffn_hidden_size": inner[1],
+        }  # fmt: skip
+        model = checked_model(file, sizes)
         yield _weights(file, stored, name_map, model)
 
 

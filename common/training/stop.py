@@ -61,8 +61,8 @@ def receive_interrupts() -> None:
 def end_process(code: int) -> NoReturn:
     """``sys.exit``; but a rank of MindSpore on a CPU that our launcher has started leaves without MindSpore's exit handlers.
 
-    These take leave of its scheduler, and ended three of twenty starts of four ranks with signal 11 when all was done. Our launcher ends
-    the scheduler after the ranks; msrun's would wait for them to take leave.
+    These take leave of its scheduler, and ended three of about twenty starts of four ranks with signal 11 when all was done. Our launcher
+    ends the scheduler after the ranks; msrun's would wait for them to take leave.
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"

@@ -259,7 +259,22 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "ours").exists()
 
 
+def test_the_command_line_of_mindformers_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layers", "2", "--torch_path", "a", "--mindspore_path", "b"]
+    for more in (["--verify"], ["--dtype", "float16"], ["--to", "hf"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        assert "go together, and with nothing else" in capsys.readouterr().err
+
+
 def test_convert_as_mindformers_did_needs_a_place(tmp_path: Path) -> None:
     file = save(theirs(), tmp_path / "hf", "bin") / "pytorch_model.bin"
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(StorageError, match="taken: could not be written: Is a directory"):
+        convert_as_mindformers_did(2, file, tmp_path / "taken")
+    assert not list(tmp_path.glob(".*")), "nothing is left"
+    torch.save({"wte.weight": torch.zeros(0, 4)}, tmp_path / "empty.bin")
+    with pytest.raises(ConfigError, match="vocab_size=0 of the model"):
+        convert_as_mindformers_did(2, tmp_path / "empty.bin", tmp_path / "x.ckpt")
     with pytest.raises(StorageError, match="could not be written: No such file"):
         convert_as_mindformers_did(2, file, tmp_path / "nowhere" / "gpt2.ckpt")

@@ -1,5 +1,6 @@
-"""Ctrl-C while the main thread is inside a call that does not return to Python."""
+"""Ctrl-C while the main thread is inside a call that does not return to Python; and who leaves without exit handlers."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import signal, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -25,7 +27,7 @@ with StopSignal() as stop:
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
-    program = [sys.executable, "-c", PROGRAM, str(Path(__file__).resolve().parents[3]), "60" if twice else "1"]
+    program = [sys.executable, "-c", PROGRAM, str(ROOT), "60" if twice else "1"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
@@ -35,3 +37,35 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
             child.send_signal(signal.SIGINT)
         rest = child.communicate(timeout=40)[0]
     assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
+
+
+LEAVING = """
+import atexit, sys, types
+from common.training.stop import end_process
+if sys.argv[1] != "none":
+    sys.modules["mindspore"] = types.SimpleNamespace(get_context=lambda key: sys.argv[1])
+atexit.register(lambda: print("handlers", flush=True))
+print("said")
+end_process(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "handlers"),
+    [
+        ("CPU", {"MS_ROLE": "MS_WORKER", "GPT2_LAUNCHER_PID": "1"}, False),
+        ("CPU", {"MS_ROLE": "MS_WORKER"}, True),  # under msrun, whose scheduler waits for them
+        ("Ascend", {"MS_ROLE": "MS_WORKER", "GPT2_LAUNCHER_PID": "1"}, True),
+        ("none", {"GPT2_LAUNCHER_PID": "1"}, True),
+    ],
+)
+def test_a_rank_of_mindspore_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, target],
+        env=clean | variables | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.split()) == (3, ["said", "handlers"] if handlers else ["said"]), done.stderr
