@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ def _one_thread() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def mindspore() -> ModuleType:
+    """MindSpore with its device chosen: after the first operation of a process it can no longer be."""
+    module = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+    from mindformers_gpt2.device import select_device
+
+    select_device("cpu")
+    return module
 
 
 @pytest.fixture(scope="session")

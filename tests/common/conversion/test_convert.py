@@ -7,6 +7,7 @@ import os
 import pickle
 import zlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,8 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: pytest.CaptureF
         assert fault in capsys.readouterr().err and target.read_bytes() == before
 
 
-def test_mindspore_loads_it_into_a_cell_with_these_names(tmp_path: Path) -> None:
-    ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+def test_mindspore_loads_it_into_a_cell_with_these_names(tmp_path: Path, mindspore: ModuleType) -> None:
+    ms = mindspore
     target = run(save(theirs(), tmp_path / "hf", "safetensors"), tmp_path / "mf", "mindformers") / "gpt2.ckpt"
     cell = ms.nn.Cell()
     shapes = {

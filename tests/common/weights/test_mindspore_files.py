@@ -1,6 +1,7 @@
 """MindSpore's checkpoint files against MindSpore itself, and what is refused."""
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def require_arrays(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seal", [True, False])
-def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ms = pytest.importorskip("mindspore")
+def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspore: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ms = mindspore
     from mindspore.train import serialization
 
     monkeypatch.setattr(mindspore_files, "_SLICE", 20)  # the first tensor in three parts
