@@ -27,6 +27,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, help="folder, or a file of weights beside its config")
     parser.add_argument("--output", type=Path, help="folder, which must not exist or be empty")
     parser.add_argument("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
+    parser.add_argument("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
     parser.add_argument("--verify", action="store_true", help="read the output back and compare every tensor bit for bit")
     parser.add_argument("--layers", type=int, help="number of blocks of the file at --torch_path")
     parser.add_argument("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
@@ -36,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         if as_before != (None, None, None):
             others = (arguments.source_format, arguments.target_format, arguments.input, arguments.output, arguments.dtype)
-            if None in as_before or arguments.layers < 1 or any(others) or arguments.verify:
+            if None in as_before or arguments.layers < 1 or any(others) or arguments.verify or arguments.weights_only:
                 parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
             source, target = arguments.torch_path, arguments.mindspore_path
             result = convert_as_mindformers_did(arguments.layers, source, target)
@@ -50,13 +51,15 @@ def main(words: list[str] | None = None) -> int:
                 source_format=arguments.source_format,
                 target_format=arguments.target_format,
                 dtype=arguments.dtype,
+                weights_only=arguments.weights_only,
                 verify=arguments.verify,
             )
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     verified = ", read back and equal bit for bit" if arguments.verify else ""
-    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){verified}")
+    run = "" if result.step is None else f" and the run at step {result.step}"
+    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{verified}")
     for why, count in Counter(result.ignored.values()).items():
         print(f"left out: {count} x {why}")
     return 0

@@ -25,14 +25,16 @@ class Format:
     is_here: Callable[[Path], bool]
     open: Callable[[Path], AbstractContextManager[Weights]]
     write: Callable[[Path, Weights, str | None], dict[str, int]]
+    holds_run: bool = True
+    """The optimizer's state and where training stood have a place in it."""
 
 
 FORMATS = {
-    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face),
+    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False),
     "torch_gpt2": Format(is_here=project.is_here, open=project.open_project, write=project.write_project),
     "mindformers": Format(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
     "mindformers_r0.3": Format(
-        is_here=lambda path: False,
+        is_here=partial(mindformers.is_here, format="mindformers_r0.3"),
         open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
         write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
     ),
@@ -52,16 +54,32 @@ def detect(path: Path) -> str:
 class Result:
     source_format: str
     parameters: int
+    step: int | None
+    """Of the run that travelled along; None: weights alone did."""
     ignored: Mapping[str, str]
     """What of the source was left out, and why."""
 
 
-def convert(source: Path, target: Path, *, source_format: str | None, target_format: str, dtype: str | None, verify: bool) -> Result:
-    """Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist."""
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    target_format: str,
+    source_format: str | None = None,
+    dtype: str | None = None,
+    weights_only: bool = False,
+    verify: bool = False,
+) -> Result:
+    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood.
+
+    Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source_format = source_format or detect(source)
     with FORMATS[source_format].open(source) as weights, _folder(target) as temporary:
+        if weights_only or not FORMATS[target_format].holds_run:
+            weights = weights.alone()
         sums = FORMATS[target_format].write(temporary, weights, dtype)
         report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "ignored": dict(weights.ignored)}
         report["crc32"] = sums
@@ -70,7 +88,8 @@ def convert(source: Path, target: Path, *, source_format: str | None, target_for
                 report["sha256"] = _compare(weights, written)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
-        return Result(source_format=source_format, parameters=len(weights.tensors), ignored=weights.ignored)
+        step = None if weights.run is None else weights.run["state"]["step"]
+        return Result(source_format=source_format, parameters=len(weights.tensors), step=step, ignored=weights.ignored)
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Result:
@@ -90,7 +109,7 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
             raise StorageError(f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path") from error
         finally:
             temporary.unlink(missing_ok=True)
-        return Result(source_format="hf", parameters=len(weights.tensors), ignored=weights.ignored)
+        return Result(source_format="hf", parameters=len(weights.tensors), step=None, ignored=weights.ignored)
 
 
 def _folder(target: Path) -> AbstractContextManager[Path]:
@@ -98,13 +117,16 @@ def _folder(target: Path) -> AbstractContextManager[Path]:
 
 
 def _compare(weights: Weights, written: Weights) -> dict[str, str]:
-    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the source's, bit for bit."""
-    sums, wrong = {}, []
-    for name, tensor in written.tensors.items():
-        source = weights.tensors[name]
-        sums[name] = hashlib.sha256(bytes_of(tensor.load())).hexdigest()
-        if sums[name] != hashlib.sha256(bytes_of(to_type(source.load(), source.dtype, tensor.dtype))).hexdigest():
+    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the source's bit for bit, and the run too."""
+    there, expected = {**written.tensors, **written.moments}, {**weights.tensors, **weights.moments}
+    wrong = ["the list of tensors"] if there.keys() != expected.keys() else []
+    wrong += ["where training stood"] if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True) else []
+    sums = {}
+    for name in there.keys() & expected.keys():
+        found, source = there[name], expected[name]
+        sums[name] = hashlib.sha256(bytes_of(found.load())).hexdigest()
+        if sums[name] != hashlib.sha256(bytes_of(to_type(source.load(), source.dtype, found.dtype))).hexdigest():
             wrong.append(name)
-    if wrong or sums.keys() != weights.tensors.keys():
-        raise CheckpointError(f"{written.path}: read back, {', '.join(wrong) or 'the list of tensors'} differs from {weights.path}")
-    return sums
+    if wrong:
+        raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")
+    return {name: sums[name] for name in there}

@@ -133,7 +133,7 @@ def write_config(path: Path, model: ModelConfig, dtype: str) -> None:
 
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
-    entries = list(in_their_names(NAME_MAPS["hf"][0], weights, dtype))
+    entries = list(in_their_names(NAME_MAPS["hf"][0], weights.tensors, weights.model, dtype))
     kinds = {name: kind for name, kind, _ in entries}
     sums = stream_shards(folder, kinds, (make() for _, _, make in entries), limit=_SHARD_BYTES)
     write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype)

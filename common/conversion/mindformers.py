@@ -2,72 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
+from common.conversion.weights import (
+    NO_SCALE,
+    Weight,
+    Weights,
+    by_our_names,
+    checked_model,
+    checked_run,
+    find_map,
+    in_their_names,
+    padding_of,
+    require_moments,
+)
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
+from common.training.snapshot import EngineState
+from common.training.state import TrainState
+from common.weights.arrays import TensorKind
 from common.weights.formats import open_tensors
 from common.weights.mindspore_files import stream_mindspore
-from common.weights.names import NAME_MAPS
+from common.weights.names import EMBEDDING, NAME_MAPS
 
 CONFIG = "model.yaml"
 FILE = "gpt2.ckpt"
-_STATE = {"step_num": "number of steps", "epoch_num": "number of epochs", "global_step": "number of steps", "loss_scale": "loss scale"}
-"""What MindSpore writes beside the parameters."""
+_MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
+"""The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
+_COUNTERS = (
+    "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step", "last_overflow_iterator_step",
+    "learning_rate",
+)  # fmt: skip
+"""What MindSpore writes beside the parameters: the trainer's numbers, and those of its optimizers and loss scale."""
 
 
-def is_here(path: Path) -> bool:
-    return path.suffix == ".ckpt" or (path.is_dir() and any(path.glob("*.ckpt")))
+def is_here(path: Path, format: str = "mindformers") -> bool:
+    files = _files(path)
+    if not files:
+        return False
+    try:
+        with open_tensors(files[0]) as stored:
+            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
+    except CheckpointError:  # told when it is opened to be read
+        return format == "mindformers"
+
+
+def _files(path: Path) -> list[Path]:
+    return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(path.glob("*.ckpt"))
 
 
 @contextmanager
 def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weights]:
     """path: the file, or a folder of one. Raises CheckpointError and ConfigError."""
-    files = [path] if path.is_file() else sorted(path.glob("*.ckpt"))
+    files = [path] if path.is_file() else _files(path)
     if len(files) != 1:
         raise CheckpointError(f"{path}: holds {len(files)} .ckpt files; give the path of one")
     file = files[0]
-    model = read_config(file.parent / CONFIG)
+    model, run = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
         name_map = find_map(file, format, stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
-        ignored |= {name: why for name, why in _STATE.items() if name in stored}
-        ignored |= {name: "state of the optimizer" for name in stored if name.startswith(("adam_m.", "adam_v."))}
-        tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
-        ignored |= padding_of(name_map, tensors, model)
-        yield Weights(path=path, format=format, model=model, tensors=by_our_names(file, name_map, tensors, model), ignored=ignored)
+        counters = {name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes}
+        rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
+        groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in _MOMENTS.items()}
+        ignored |= padding_of(name_map, rest, model)
+        weights = by_our_names(file, name_map, rest, model)
+        moments: dict[str, Weight] = {}
+        for part, tensors in groups.items():
+            if tensors:
+                moments |= by_our_names(file, name_map, tensors, model, prefix=_MOMENTS[part], suffix=f".{part}")
+        if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
+            raise CheckpointError(
+                f"{file}: global_step is {counters.get('global_step')}, and {CONFIG} says {run['engine']['optimizer_steps']} updates: they"
+                f" are of two runs; take the section run out of {CONFIG}, or copy both again"
+            )
+        if run is None and moments:
+            run = _run_of(counters, "sgd" if groups["momentum_buffer"] else "adamw")
+            ignored["position in the data"] = "not in the file: who goes on from here reads from the first sample"
+        elif run is None:
+            ignored |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+        moments = {} if run is None else require_moments(file, moments, run, model)
+        yield Weights(path=path, format=format, model=model, tensors=weights, moments=moments, run=run, ignored=ignored)
 
 
-def read_config(path: Path) -> ModelConfig:
+def _run_of(counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
+    """As far as MindSpore's own counters tell."""
+    updates = int(counters.get("global_step", counters.get("step_num", 0)))
+    value = counters.get("scale_sense", counters.get("loss_scale"))
+    scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
+    return {
+        "state": TrainState(step=int(counters.get("step_num", updates))).to_dict(),
+        "engine": vars(EngineState(optimizer_steps=updates, loss_scale=scale, rng={})),
+        "config": {"optimizer": {"name": optimizer}},
+    }
+
+
+def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any] | None]:
+    """The sections model, and run where there is one. Raises ConfigError."""
     try:
         words: Any = yaml.safe_load(path.read_bytes())
-        section = dict(words["model"])
+        section, run = dict(words["model"]), words.get("run")
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section model of the config beside the weights"
         ) from None
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: no section model ({error}); expected num_layers, hidden_size, num_heads, seq_length, vocab_size"
         ) from None
-    return checked_model(path, section)
+    return checked_model(path, section), None if run is None else checked_run(path, run)
 
 
 def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
     """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     checksum = write_file(folder / FILE, weights, dtype, format)
+    words: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
+    if weights.run is not None:
+        words["run"] = dict(weights.run)  # what has no place in the .ckpt
     with atomic_write(folder / CONFIG, "w") as file:
-        yaml.safe_dump({"model": weights.model.model_dump(exclude_none=True)}, file, sort_keys=False)
+        yaml.safe_dump(words, file, sort_keys=False)
     return {FILE: checksum}
 
 
 def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> int:
-    entries = list(in_their_names(NAME_MAPS[format][0], weights, dtype))
+    name_map = NAME_MAPS[format][0]
+    entries = [*in_their_names(name_map, weights.tensors, weights.model, dtype)]
+    for part, prefix in _MOMENTS.items():
+        if f"{EMBEDDING}.{part}" in weights.moments:
+            entries += in_their_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
+    if weights.run is not None:
+        engine = weights.run["engine"]
+        counters = {"global_step": np.array([engine["optimizer_steps"]], np.int32), "step_num": np.array(weights.run["state"]["step"])}
+        if "value" in engine["loss_scale"]:
+            counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
+        entries += [(name, TensorKind(dtype=str(array.dtype), shape=array.shape), partial(array.copy)) for name, array in counters.items()]
     return stream_mindspore(path, {name: kind for name, kind, _ in entries}, (make() for _, _, make in entries))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
-from common.conversion.weights import Weight, Weights, checked_model, to_type
+from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments, to_type
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.parallel.sharding import own_piece
 from common.training.checkpoint import FORMAT_VERSION, MANIFEST, find_checkpoint, read_manifest, require_checkpoint
-from common.training.snapshot import MODEL_FILE, EngineState
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
 from common.weights.arrays import TensorKind
 from common.weights.files import stream_safetensors
-from common.weights.names import parameter_shapes
+from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import StoredTensors, open_stored
 
 
@@ -34,33 +32,51 @@ def open_project(path: Path) -> Iterator[Weights]:
     manifest = read_manifest(checkpoint)
     model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
     shapes = parameter_shapes(model)
-    with open_stored(checkpoint, MODEL_FILE, manifest) as stored:
+    with open_stored(checkpoint, MODEL_FILE, manifest) as stored, open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer:
         stored.require(shapes)
-        tensors = {name: Weight(dtype="float32", shape=shape, load=_loader(stored, name, shape)) for name, shape in shapes.items()}
-        yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors)
+        tensors = {name: _weight(stored, name, shape) for name, shape in shapes.items()}
+        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or what was made of weights alone
+            yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors)
+            return
+        run = checked_run(checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER})
+        run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
+        of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
+        optimizer.require(of_moments)
+        moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
+        moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
+        yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, moments=moments, run=run)
 
 
-def _loader(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Callable[[], NDArray[Any]]:
-    return lambda: stored.read(name, own_piece(name, shape))
+_OF_THE_FOLDER = ("format_version", "converted_from", "files")
+"""What a manifest says of the folder, not of the run."""
+
+
+def _weight(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Weight:
+    return Weight(dtype="float32", shape=shape, load=lambda: stored.read(name, own_piece(parameter_of(name), shape)))
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """A folder for checkpoint.init_from and checkpoint.load: float32, and no state of a run. Returns the CRC-32 of its file."""
+    """A folder for checkpoint.init_from, and for checkpoint.load where the source was a run: float32. Returns the CRC-32 of its files."""
     if dtype not in (None, "float32"):
         raise ConfigError(
             f"--dtype {dtype}: our own folders hold float32; leave it out, and say precision.parameters={dtype} when you train"
         )
-    tensors = [(name, weights.tensors[name]) for name in parameter_shapes(weights.model)]
-    kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors}
-    checksum = stream_safetensors(folder / MODEL_FILE, kinds, (to_type(weight.load(), weight.dtype, "float32") for _, weight in tensors))
+    files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
+    sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    run: dict[str, Any] = {"state": TrainState().to_dict(), "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={}))}
+    run |= weights.run or {}
     manifest = {
         "format_version": FORMAT_VERSION,
-        "state": TrainState().to_dict(),
-        "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={})),
-        "config": {"model": weights.model.model_dump()},
+        **run,
+        "config": {**run.get("config", {}), "model": weights.model.model_dump()},
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
-        "files": {MODEL_FILE: {"bytes": (folder / MODEL_FILE).stat().st_size, "crc32": checksum}},
+        "files": {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum} for name, checksum in sums.items()},
     }
     with atomic_write(folder / MANIFEST, "w") as file:
         json.dump(manifest, file, indent=1)
-    return {MODEL_FILE: checksum}
+    return sums
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
+    kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors.items()}
+    return stream_safetensors(path, kinds, (to_type(weight.load(), weight.dtype, "float32") for weight in tensors.values()))

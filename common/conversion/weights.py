@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ from pydantic import ValidationError
 
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
+from common.training.snapshot import STATE_NAMES, EngineState
+from common.training.state import TrainState
 from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, widen_bfloat16
 from common.weights.files import check_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
+NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
+"""The state of a loss scale that a run does without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,21 @@ class Weights:
     format: str
     model: ModelConfig
     tensors: Mapping[str, Weight]
-    """All parameters by our names, in the order of ``parameter_shapes``; and NAME.exp_avg and so on, where the format has them."""
+    """All parameters by our names, in the order of ``parameter_shapes``."""
+    moments: Mapping[str, Weight] = field(default_factory=dict)
+    """The optimizer's state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all parameters, or nothing."""
+    run: Mapping[str, Any] | None = None
+    """Where training stood, as the manifest of our own checkpoints says it: state, engine, config (but its model), and what else the
+    format knows. None: these are weights alone."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """What was left out, and why."""
+
+    def alone(self) -> Weights:
+        """The same without what only a run needs."""
+        if self.run is None:
+            return self
+        left_out = dict.fromkeys(self.moments, "state of the optimizer") | {"run": "where training stood"}
+        return replace(self, moments={}, run=None, ignored={**self.ignored, **left_out})
 
 
 def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
@@ -53,6 +69,37 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
     inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
     return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions})
+
+
+def checked_run(path: Path, words: Any) -> dict[str, Any]:
+    """A ``Weights.run`` that was read. Raises ConfigError unless a run can go on from it."""
+    try:
+        TrainState.from_dict(words["state"])
+        if type(EngineState(**words["engine"]).optimizer_steps) is not int or type(words["engine"]["loss_scale"]) is not dict:
+            raise ValueError(words["engine"])
+        if words["config"]["optimizer"]["name"] not in STATE_NAMES:
+            raise ValueError(f"optimizer.name={words['config']['optimizer']['name']!r}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: does not say where its run stood ({error!r}); expected state, engine and config.optimizer.name as in our manifests;"
+            " copy it again"
+        ) from None
+    return dict(words)
+
+
+def moment_shapes(model: ModelConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
+    """Those of ``Weights.moments``."""
+    return {f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in STATE_NAMES[optimizer]}
+
+
+def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ModelConfig) -> dict[str, Weight]:
+    """The moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
+    optimizer = run["config"]["optimizer"]["name"]
+    expected = moment_shapes(model, optimizer)
+    if not moments and (optimizer == "sgd" or not run["engine"]["optimizer_steps"]):
+        return {}
+    check_tensors(path, {name: moment.shape for name, moment in moments.items()}, expected)
+    return {name: moments[name] for name in expected}
 
 
 def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
@@ -103,14 +150,15 @@ def _loader(tensor: StoredTensor, row: Row, part: int, heads: int, shape: tuple[
 
 
 def in_their_names(
-    name_map: NameMap, weights: Weights, dtype: str | None, *, prefix: str = "", suffix: str = ""
+    name_map: NameMap, tensors: Mapping[str, Weight], model: ModelConfig, dtype: str | None, *, prefix: str = "", suffix: str = ""
 ) -> Iterator[tuple[str, TensorKind, Callable[[], NDArray[Any]]]]:
-    """Name, kind and how to make it, of each tensor of another format. dtype: of all; as they are when left out."""
-    for row in name_map.rows(weights.model.num_layers):
-        parts = [weights.tensors[name + suffix] for name in row.ours]
+    """Name, kind and how to make it, of each tensor of another format, from ``tensors`` by our names. dtype: of all; as they are when left
+    out. prefix and suffix: as in ``by_our_names``."""
+    for row in name_map.rows(model.num_layers):
+        parts = [tensors[name + suffix] for name in row.ours]
         wanted = dtype or parts[0].dtype
         kind = TensorKind(dtype=wanted, shape=row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)}))
-        yield prefix + row.theirs, kind, _packer(row, parts, wanted, weights.model.num_heads)
+        yield prefix + row.theirs, kind, _packer(row, parts, wanted, model.num_heads)
 
 
 def _packer(row: Row, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:

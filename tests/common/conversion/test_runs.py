@@ -1,0 +1,149 @@
+"""A run that was converted goes on as if it had not been; and what MindSpore's own optimizers save is understood."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+
+import torch_gpt2.train  # noqa: E402
+from common.config.load import build_config  # noqa: E402
+from common.config.resolve import resolve_config  # noqa: E402
+from common.config.schema import RunConfig  # noqa: E402
+from common.conversion.convert import FORMATS, convert  # noqa: E402
+from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.training.checkpoint import require_checkpoint  # noqa: E402
+from common.training.metrics import read_metrics  # noqa: E402
+from common.weights.arrays import TensorKind  # noqa: E402
+from common.weights.formats import open_tensors  # noqa: E402
+from common.weights.mindspore_files import stream_mindspore  # noqa: E402
+from tools.convert_weight import main  # noqa: E402
+
+
+def make_config(folder: Path, prefix: Path, **sections: dict[str, Any]) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "seq_length": 16, "vocab_size": 101, "hidden_dropout": 0.1},
+        "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1},
+        "data": {"train": str(prefix), "split": "100,0,0"},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return resolve_config(build_config(tree))
+
+
+SGD = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.1, "schedule": "constant"}
+FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2}}
+
+
+@pytest.mark.parametrize(
+    ("way", "sections"),
+    [
+        (["mindformers"], FLOAT16),
+        (["torch_gpt2", "mindformers_r0.3"], {"optimizer": SGD}),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]) -> None:
+    """Moments, step, schedule, loss scale, place in the data and dropout masks."""
+    torch_gpt2.train.train(make_config(tmp_path / "whole", corpus_prefix, **sections))
+    half = {**sections, "train": {"max_steps": 3}}
+    torch_gpt2.train.train(make_config(tmp_path / "half", corpus_prefix, **half))
+    before = tmp_path / "half"
+    for number, target in enumerate([*way, "torch_gpt2"]):
+        result = convert(before, tmp_path / str(number), target_format=target, verify=True)
+        assert result.step == 3
+        before = tmp_path / str(number)
+    resumed = {**sections, "checkpoint": {"load": str(before)}}
+    torch_gpt2.train.train(make_config(tmp_path / "resumed", corpus_prefix, **resumed))
+
+    def steps(folder: str) -> list[Any]:
+        kept = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "sample_hash")
+        return [[row.get(name) for name in kept] for row in read_metrics(tmp_path / folder / "metrics.jsonl") if row["step"] > 3]
+
+    assert steps("resumed") == steps("whole") and len(steps("whole")) == 3
+    ends = [require_checkpoint(tmp_path / folder, "") for folder in ("whole", "resumed")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    torch_gpt2.train.train(make_config(folder / "run", corpus_prefix, train={"max_steps": 2}))
+    return folder / "run"
+
+
+def test_weights_alone(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--input", str(trained), "--verify"]
+    assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "run")]) == 0
+    assert "36 parameters" in (told := capsys.readouterr().out) and "and the run at step 2, read back and equal" in told
+    assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "alone"), "--weights_only"]) == 0
+    assert "left out: 72 x state of the optimizer" in capsys.readouterr().out
+    assert main([*words, "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
+    assert "left out: 1 x where training stood" in capsys.readouterr().out
+    with open_tensors(tmp_path / "run" / "gpt2.ckpt") as run, open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone:
+        assert len(alone) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
+
+
+def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:
+    """Its optimizers name their state, and save_checkpoint its counters."""
+    ms = mindspore
+    ours = convert(trained, tmp_path / "ours", target_format="mindformers", weights_only=True)
+    assert ours.step is None
+    loaded = ms.load_checkpoint(str(tmp_path / "ours" / "gpt2.ckpt"))
+    optimizer = ms.nn.AdamWeightDecay(list(loaded.values()), learning_rate=0.1)
+    gradients = tuple(ms.Tensor(np.random.default_rng(0).standard_normal(value.shape).astype(np.float32)) for value in loaded.values())
+    optimizer(gradients)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    ms.save_checkpoint(optimizer, str(folder / "x.ckpt"), append_dict={"step_num": 7, "epoch_num": 1, "loss_scale": 512.0})
+    (folder / "model.yaml").write_bytes((tmp_path / "ours" / "model.yaml").read_bytes())
+    result = convert(folder, tmp_path / "back", target_format="mindspore", verify=True)
+    assert result.step == 7 and "reads from the first sample" in result.ignored["position in the data"]
+    manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
+    assert manifest["engine"]["optimizer_steps"] == 1 and manifest["engine"]["loss_scale"]["value"] == 512
+    with open_tensors(tmp_path / "back" / "optimizer.safetensors") as found:
+        names = {parameter.name: gradient.asnumpy() for parameter, gradient in zip(loaded.values(), gradients, strict=True)}
+        np.testing.assert_allclose(
+            found["h.1.mlp.c_fc.weight.exp_avg"].read(), 0.1 * names["backbone.blocks.1.output.mapping.weight"].T, rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            found["h.0.attn.k_proj.bias.exp_avg_sq"].read(), 0.001 * names["backbone.blocks.0.attention.dense2.bias"] ** 2, rtol=1e-4
+        )
+
+
+def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    convert(trained, folder, target_format="mindformers")
+    config = yaml.safe_load((folder / "model.yaml").read_text())
+
+    def fails(match: str, error: type[Exception] = CheckpointError) -> None:
+        with pytest.raises(error, match=match):
+            convert(folder, tmp_path / "out", target_format="torch_gpt2")
+        assert not (tmp_path / "out").exists()
+
+    for change, match in (({"state": {}}, "does not say where its run stood"), ({"engine": 3}, "does not say where its run stood")):
+        (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | change}))
+        fails(match, ConfigError)
+    engine = config["run"]["engine"] | {"optimizer_steps": 5}
+    (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}}))
+    fails("global_step is 2.0, and model.yaml says 5 updates")
+    (folder / "model.yaml").write_text(yaml.safe_dump(config))
+    with open_tensors(folder / "gpt2.ckpt") as found:
+        kept = {name: tensor for name, tensor in found.items() if name != "adam_v.backbone.layernorm.beta"}
+        kinds = {name: TensorKind(dtype=tensor.dtype, shape=tensor.shape) for name, tensor in kept.items()}
+        stream_mindspore(tmp_path / "cut.ckpt", kinds, (np.array(tensor.read()) for tensor in kept.values()))
+    (tmp_path / "cut.ckpt").replace(folder / "gpt2.ckpt")
+    fails(r"missing adam_v.backbone.layernorm.beta \[16\]")
+
+
+def test_every_format_that_holds_a_run_is_tested_here() -> None:
+    assert {name for name, format in FORMATS.items() if format.holds_run} == {"torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3"}
