@@ -53,6 +53,7 @@ def commands(arguments: argparse.Namespace) -> list[list[str]]:
     found.append(["data.py", "read"])
     with_state = ("--config", "configs/gpt2/run_gpt2.yaml", device)
     found.append(["checkpoint.py", *with_state, "--folder", str(arguments.folder), "--repeats", "3", "--passes", "8"])
+    found.append(["conversion.py", "--config", "configs/gpt2/run_gpt2_345m.yaml", "--folder", str(arguments.folder)])
     return found
 
 

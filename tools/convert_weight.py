@@ -9,13 +9,19 @@ FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import os
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
+from common.conversion.logits import Runner
 from common.conversion.weights import FLOATS
 from common.errors import GPT2Error
 
@@ -53,16 +59,43 @@ def main(words: list[str] | None = None) -> int:
                 dtype=arguments.dtype,
                 weights_only=arguments.weights_only,
                 verify=arguments.verify,
+                runners=_runners() if arguments.verify else None,
             )
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; nothing was left at the output", file=sys.stderr)
+        return 130
     verified = ", read back and equal bit for bit" if arguments.verify else ""
     run = "" if result.step is None else f" and the run at step {result.step}"
     print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{verified}")
+    if result.logits and result.logits["compared"]:
+        print(f"logits: they differ by {result.logits['largest_difference']:.2g} of {result.logits['largest_logit']:.3g} at most")
+    elif result.logits:
+        print(f"logits: not compared, {result.logits['reason']}")
     for why, count in Counter(result.ignored.values()).items():
         print(f"left out: {count} x {why}")
     return 0
+
+
+def _runners() -> dict[str, Runner]:
+    """By format what computes its logits, of the frameworks that are installed."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
+    places = {
+        "hf": ("torch", "transformers", "torch_gpt2.logits", "hugging_face_logits"),
+        "torch_gpt2": ("torch", "torch", "torch_gpt2.logits", "logits"),
+        "mindspore": ("mindspore", "mindspore", "mindformers_gpt2.logits", "logits"),
+    }
+    return {
+        format: partial(_run, module, function)
+        for format, (*needed, module, function) in places.items()
+        if all(importlib.util.find_spec(name) for name in needed)
+    }
+
+
+def _run(module: str, function: str, *arguments: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(*arguments)
 
 
 if __name__ == "__main__":

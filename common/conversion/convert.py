@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.conversion import hugging_face, mindformers, project
-from common.conversion.weights import Weights, to_type
+from common.conversion.logits import Runner, compare_logits
+from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, whole_folder
+from common.training.log import progress_bar
 from common.weights.arrays import bytes_of
 
 REPORT = "conversion.json"
@@ -58,6 +60,8 @@ class Result:
     """Of the run that travelled along; None: weights alone did."""
     ignored: Mapping[str, str]
     """What of the source was left out, and why."""
+    logits: Mapping[str, Any] | None = None
+    """How those of source and target compare, or why they were not; None: not asked for."""
 
 
 def convert(
@@ -69,27 +73,36 @@ def convert(
     dtype: str | None = None,
     weights_only: bool = False,
     verify: bool = False,
+    runners: Mapping[str, Runner] | None = None,
 ) -> Result:
-    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood.
+    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood. verify: read the
+    target back and compare bit for bit, and by ``runners`` (of formats) the logits of both.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source_format = source_format or detect(source)
-    with FORMATS[source_format].open(source) as weights, _folder(target) as temporary:
+    with ExitStack() as stack:
+        weights, temporary = stack.enter_context(FORMATS[source_format].open(source)), stack.enter_context(_folder(target))
         if weights_only or not FORMATS[target_format].holds_run:
             weights = weights.alone()
+        size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
+        bar = stack.enter_context(progress_bar(total=size * (2 if verify else 1), unit="B", description=target.name))
+        weights = weights.watched(bar.update)
         sums = FORMATS[target_format].write(temporary, weights, dtype)
         report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "ignored": dict(weights.ignored)}
         report["crc32"] = sums
         if verify:
             with FORMATS[target_format].open(temporary) as written:
                 report["sha256"] = _compare(weights, written)
+                report["logits"] = compare_logits(runners or {}, weights, source_format, written, target_format)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         step = None if weights.run is None else weights.run["state"]["step"]
-        return Result(source_format=source_format, parameters=len(weights.tensors), step=step, ignored=weights.ignored)
+        return Result(
+            source_format=source_format, parameters=len(weights.tensors), step=step, ignored=weights.ignored, logits=report.get("logits")
+        )
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Result:
@@ -125,7 +138,7 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
     for name in there.keys() & expected.keys():
         found, source = there[name], expected[name]
         sums[name] = hashlib.sha256(bytes_of(found.load())).hexdigest()
-        if sums[name] != hashlib.sha256(bytes_of(to_type(source.load(), source.dtype, found.dtype))).hexdigest():
+        if sums[name] != hashlib.sha256(bytes_of(source.load_as(found.dtype))).hexdigest():
             wrong.append(name)
     if wrong:
         raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")

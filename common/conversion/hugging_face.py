@@ -16,7 +16,7 @@ from common.config.schema import ModelConfig
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.weights.arrays import TensorFile
+from common.weights.arrays import TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
 from common.weights.safetensors_files import stream_shards
@@ -135,7 +135,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
     """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     entries = list(in_their_names(NAME_MAPS["hf"][0], weights.tensors, weights.model, dtype))
     kinds = {name: kind for name, kind, _ in entries}
-    sums = stream_shards(folder, kinds, (make() for _, _, make in entries), limit=_SHARD_BYTES)
+    sums = stream_shards(folder, kinds, made_ahead(make for _, _, make in entries), limit=_SHARD_BYTES)
     write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype)
     source = weights.path if weights.path.is_dir() else weights.path.parent
     for name in TOKENIZER_FILES:

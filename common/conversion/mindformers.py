@@ -28,7 +28,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind
+from common.weights.arrays import TensorKind, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.mindspore_files import stream_mindspore
 from common.weights.names import EMBEDDING, NAME_MAPS
@@ -144,4 +144,4 @@ def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "m
         if "value" in engine["loss_scale"]:
             counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
         entries += [(name, TensorKind(dtype=str(array.dtype), shape=array.shape), partial(array.copy)) for name, array in counters.items()]
-    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, (make() for _, _, make in entries))
+    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, made_ahead(make for _, _, make in entries))

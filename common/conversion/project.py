@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments, to_type
+from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.parallel.sharding import own_piece
 from common.training.checkpoint import FORMAT_VERSION, MANIFEST, find_checkpoint, read_manifest, require_checkpoint
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind
+from common.weights.arrays import TensorKind, made_ahead
 from common.weights.files import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import StoredTensors, open_stored
@@ -79,4 +80,4 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
     kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors.items()}
-    return stream_safetensors(path, kinds, (to_type(weight.load(), weight.dtype, "float32") for weight in tensors.values()))
+    return stream_safetensors(path, kinds, made_ahead(partial(weight.load_as, "float32") for weight in tensors.values()))

@@ -31,6 +31,10 @@ class Weight(TensorKind):
     load: Callable[[], NDArray[Any]]
     """A view of the file where one will do; bfloat16 as uint16 words."""
 
+    def load_as(self, dtype: str) -> NDArray[Any]:
+        """The same in another type, rounded to the nearest."""
+        return to_type(self.load(), self.dtype, dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -55,6 +59,20 @@ class Weights:
             return self
         left_out = dict.fromkeys(self.moments, "state of the optimizer") | {"run": "where training stood"}
         return replace(self, moments={}, run=None, ignored={**self.ignored, **left_out})
+
+    def watched(self, add: Callable[[int], object]) -> Weights:
+        """The same; ``add`` is told the bytes of each tensor that is loaded."""
+
+        def watch(weight: Weight) -> Weight:
+            def load() -> NDArray[Any]:
+                array = weight.load()
+                add(array.nbytes)
+                return array
+
+            return replace(weight, load=load)
+
+        tensors, moments = ({name: watch(weight) for name, weight in group.items()} for group in (self.tensors, self.moments))
+        return replace(self, tensors=tensors, moments=moments)
 
 
 def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
@@ -162,7 +180,7 @@ def in_their_names(
 
 
 def _packer(row: Row, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:
-    return lambda: row.pack([to_type(part.load(), part.dtype, dtype) for part in parts], heads)
+    return lambda: row.pack([part.load_as(dtype) for part in parts], heads)
 
 
 def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:

@@ -41,6 +41,7 @@ DIFFERENCES = {
         "cross_entropy_sum": "a function around torch's autograd function",
         "CrossEntropySum": "the Cell itself: graphs hold no other communication",
     },
+    "logits.py": {"hugging_face_logits": "transformers runs on torch"},
     "model.py": {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "Embedding": "torch's own serves; MindSpore's names its table otherwise",

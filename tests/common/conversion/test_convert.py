@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pickle
+import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -258,6 +259,29 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CheckpointError, match=r"read back, ln_f.bias differs"):
         run(source, tmp_path / "ours", "torch_gpt2")
     assert not (tmp_path / "ours").exists()
+
+
+def test_verify_computes_the_logits_of_both_sides(tmp_path: Path, mindspore: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers' against those of either backend; where nothing runs a format, that is said."""
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    for target in ("torch_gpt2", "mindspore", "mindformers"):
+        assert main(["--input", str(source), "--output", str(tmp_path / target), "--to", target, "--verify"]) == 0
+        told = capsys.readouterr().out
+        logits = json.loads((tmp_path / target / "conversion.json").read_text())["logits"]
+        if target == "mindformers":
+            assert logits == {"compared": False, "reason": "nothing here runs mindformers"} and "nothing here runs" in told
+        else:
+            assert 0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"] and "logits: they differ by" in told
+    assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
+
+
+def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    for wrong in (1.001, np.nan):
+        runners = {"hf": lambda folder, model, ids: np.ones((2, 9, 101)), "torch_gpt2": lambda *_, wrong=wrong: np.full((2, 9, 101), wrong)}
+        with pytest.raises(CheckpointError, match=r"its logits .torch_gpt2. differ by"):
+            convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners)
+        assert not (tmp_path / "ours").exists()
 
 
 def test_the_command_line_of_mindformers_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,71 @@
+"""Whether two folders of weights are one function: logits of the same tokens, each computed by a framework that opens the folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config
+from common.config.schema import ModelConfig, RunConfig
+from common.conversion.weights import Weights
+from common.errors import CheckpointError
+from common.weights.names import count_parameters
+
+Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.float32]]
+"""(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
+
+TOLERANCE = 1e-4
+"""Of the largest logit: frameworks add float32 in other orders. A wrong order of heads is off by its size."""
+_COPIES = 3
+"""Times the weights that a framework holds while it opens them."""
+
+
+def compare_logits(
+    runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
+) -> dict[str, Any]:
+    """What the report says of it. Raises CheckpointError if they differ."""
+    needed = _COPIES * 4 * count_parameters(source.model)
+    available = _available_memory()
+    missing = sorted({source_format, target_format} - runners.keys())
+    reason = None
+    if missing:
+        reason = f"nothing here runs {' and '.join(missing)}"
+    elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
+        reason = "the types of the weights differ"
+    elif needed > available:
+        reason = f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
+    if reason:
+        return {"compared": False, "reason": reason}
+    ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions or 1, 32)))
+    expected, found = (
+        runners[format](weights.path, source.model, ids) for format, weights in ((source_format, source), (target_format, target))
+    )
+    largest, difference = float(np.abs(expected).max()), float(np.abs(found - expected).max())
+    if not difference <= TOLERANCE * largest:  # NaN too
+        raise CheckpointError(
+            f"{target.path}: its logits ({target_format}) differ by {difference:.3g} from those of {source.path} ({source_format}), whose"
+            f" largest is {largest:.3g}; expected {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
+        )
+    return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
+
+
+def config_of(model: ModelConfig, folder: Path) -> RunConfig:
+    """What a backend needs to open a model on a CPU."""
+    needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
+    tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}
+    return resolve_config(build_config(tree))
+
+
+def _available_memory() -> float:
+    """Bytes; without end where the system does not say."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else float("inf")

@@ -1,0 +1,36 @@
+"""Logits of the weights in a folder, ours or transformers', to hold converted weights against their source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.config.schema import ModelConfig
+from common.conversion.logits import config_of
+from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.device import select_device
+from torch_gpt2.model import build_model
+
+
+@torch.no_grad()
+def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Of our own folder."""
+    net = build_model(config_of(model, folder), select_device("cpu")).eval()
+    load_weights(dict(net.named_parameters()), model, folder)
+    found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
+    return found
+
+
+@torch.no_grad()
+def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Of a folder of transformers, by transformers."""
+    from transformers import GPT2LMHeadModel
+
+    net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
+    net = net.float().eval()
+    found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
+    return found
