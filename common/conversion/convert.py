@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,18 @@ class Format:
     write: Callable[[Path, Weights, str | None], dict[str, int]]
     holds_run: bool = True
     """The optimizer's state and where training stood have a place in it."""
+    left_out: Callable[[Weights], Mapping[str, str]] = lambda weights: {}
+    """What else of them it will lack, and why."""
 
 
 FORMATS = {
-    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False),
+    "hf": Format(
+        is_here=hugging_face.is_here,
+        open=hugging_face.open_hugging_face,
+        write=hugging_face.write_hugging_face,
+        holds_run=False,
+        left_out=hugging_face.without_tokenizer,
+    ),
     "torch_gpt2": Format(is_here=project.is_here, open=project.open_project, write=project.write_project),
     "mindformers": Format(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
     "mindformers_r0.3": Format(
@@ -87,6 +95,7 @@ def convert(
         weights, temporary = stack.enter_context(FORMATS[source_format].open(source)), stack.enter_context(_folder(target))
         if weights_only or not FORMATS[target_format].holds_run:
             weights = weights.alone()
+        weights = replace(weights, ignored={**weights.ignored, **FORMATS[target_format].left_out(weights)})
         size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
         bar = stack.enter_context(progress_bar(total=size * (2 if verify else 1), unit="B", description=target.name))
         weights = weights.watched(bar.update)

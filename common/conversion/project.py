@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def open_project(path: Path) -> Iterator[Weights]:
         stored.require(shapes)
         tensors = {name: _weight(stored, name, shape) for name, shape in shapes.items()}
         if manifest["files"].keys() == {MODEL_FILE}:  # an export, or what was made of weights alone
-            yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors)
+            yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, tokenizer=_tokenizer_of(manifest))
             return
         run = checked_run(checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER})
         run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
@@ -45,11 +46,18 @@ def open_project(path: Path) -> Iterator[Weights]:
         optimizer.require(of_moments)
         moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
         moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
-        yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, moments=moments, run=run)
+        weights = Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, moments=moments, run=run)
+        yield replace(weights, tokenizer=_tokenizer_of(manifest))
 
 
 _OF_THE_FOLDER = ("format_version", "converted_from", "files")
 """What a manifest says of the folder, not of the run."""
+
+
+def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    data = manifest["config"].get("data")
+    parts = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
+    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()} or None
 
 
 def _weight(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Weight:

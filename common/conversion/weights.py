@@ -50,6 +50,8 @@ class Weights:
     run: Mapping[str, Any] | None = None
     """Where training stood, as the manifest of our own checkpoints says it: state, engine, config (but its model), and what else the
     format knows. None: these are weights alone."""
+    tokenizer: Mapping[str, Any] | None = None
+    """What the run recorded of its tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer, which say where it was."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """What was left out, and why."""
 

@@ -20,6 +20,21 @@ from common.tokenizer.bpe_files import END_OF_TEXT, read_vocabulary
 _FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
+def files_in(folder: Path) -> tuple[Path, Path]:
+    """Vocabulary and merges of a folder, under Hugging Face's names or OpenAI's. Raises TokenizerError."""
+    for vocab_name, merge_name in _FILE_NAMES:
+        if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
+            return folder / vocab_name, folder / merge_name
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path")
+    present = [name for pair in _FILE_NAMES for name in pair if (folder / name).is_file()]
+    pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in _FILE_NAMES)
+    raise TokenizerError(
+        f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found {', '.join(present) or 'none of them'}; "
+        "copy the missing file there, or name both files"
+    )
+
+
 class GPT2BPETokenizer:
     """Text <-> ids of a GPT-2 vocabulary. ``<|endoftext|>`` begins, ends and pads.
 
@@ -49,18 +64,7 @@ class GPT2BPETokenizer:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
         """Build from the pair of files in ``folder``, under Hugging Face's names or OpenAI's. Raises TokenizerError."""
-        folder = Path(folder)
-        for vocab_name, merge_name in _FILE_NAMES:
-            if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
-                return cls(folder / vocab_name, folder / merge_name, backend)
-        if not folder.is_dir():
-            raise TokenizerError(f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path")
-        present = [name for pair in _FILE_NAMES for name in pair if (folder / name).is_file()]
-        pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in _FILE_NAMES)
-        raise TokenizerError(
-            f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found {', '.join(present) or 'none of them'}; "
-            "copy the missing file there, or name both files"
-        )
+        return cls(*files_in(Path(folder)), backend)
 
     @property
     def backend(self) -> str:

@@ -1,0 +1,48 @@
+"""The tokenizer of one of our runs as the files that transformers' AutoTokenizer reads, where its own files are still there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import TokenizerError
+from common.files import atomic_write
+from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary, read_vocabulary
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+
+
+def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary:
+    """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from here. Raises TokenizerError unless the
+    files are there and their content is what the run was trained with."""
+    kind = record.get("kind", record.get("type"))
+    if kind != GPT2BPETokenizer.kind:
+        raise TokenizerError(f"the run's tokenizer is {kind}; expected {GPT2BPETokenizer.kind}; copy its files there yourself")
+    source, merge_file = record.get("vocab_file") or record.get("folder"), record.get("merge_file")
+    if not source:
+        raise TokenizerError("data.tokenizer of the run's config names none; copy vocab.json and merges.txt there yourself")
+    files = (Path(str(source)), Path(str(merge_file))) if merge_file else files_in(Path(str(source)))
+    vocabulary = read_vocabulary(*files)
+    if vocabulary.sha256 != record.get("sha256"):
+        raise TokenizerError(
+            f"{files[0]}: its content (sha256 {vocabulary.sha256[:12]}) is not what the run recorded"
+            f" ({str(record.get('sha256', 'nothing'))[:12]}); copy the vocab.json and merges.txt that it was trained with there yourself"
+        )
+    return vocabulary
+
+
+def write_tokenizer(folder: Path, vocabulary: BPEVocabulary, positions: int) -> None:
+    """vocab.json, merges.txt with the header that some readers skip unseen, and tokenizer_config.json. Raises StorageError."""
+    config = {
+        "tokenizer_class": "GPT2Tokenizer", "model_max_length": positions, "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+        "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
+    }  # fmt: skip
+    merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)
+    for name, text in {
+        "vocab.json": json.dumps(vocabulary.ids, ensure_ascii=False),
+        "merges.txt": f"#version: 0.2\n{merges}",
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }.items():
+        with atomic_write(folder / name, "w") as file:
+            file.write(text)
