@@ -3,7 +3,7 @@
 python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf] [--dtype float16] [--verify]
 python tools/convert_weight.py --layers 12 --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3; openai (TensorFlow) and fleetx are read only.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.conversion import hugging_face, mindformers, project
+from common.conversion import fleetx, hugging_face, mindformers, openai, project
+from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
+from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, whole_folder
@@ -29,18 +31,14 @@ class Format:
     write: Callable[[Path, Weights, str | None], dict[str, int]]
     holds_run: bool = True
     """The optimizer's state and where training stood have a place in it."""
-    left_out: Callable[[Weights], Mapping[str, str]] = lambda weights: {}
-    """What else of them it will lack, and why."""
+
+
+def _refuse(folder: Path, weights: Weights, dtype: str | None, *, name: str) -> dict[str, int]:
+    raise ConfigError(f"--to {name}: this format is read only; say --to hf, which other programs know")
 
 
 FORMATS = {
-    "hf": Format(
-        is_here=hugging_face.is_here,
-        open=hugging_face.open_hugging_face,
-        write=hugging_face.write_hugging_face,
-        holds_run=False,
-        left_out=hugging_face.without_tokenizer,
-    ),
+    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False),
     "torch_gpt2": Format(is_here=project.is_here, open=project.open_project, write=project.write_project),
     "mindformers": Format(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
     "mindformers_r0.3": Format(
@@ -48,6 +46,8 @@ FORMATS = {
         open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
         write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
     ),
+    "openai": Format(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai")),
+    "fleetx": Format(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx")),
 }
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]
 """Both backends share our own folder."""
@@ -93,9 +93,11 @@ def convert(
     source_format = source_format or detect(source)
     with ExitStack() as stack:
         weights, temporary = stack.enter_context(FORMATS[source_format].open(source)), stack.enter_context(_folder(target))
+        warn_of_heads(source, weights.model)
         if weights_only or not FORMATS[target_format].holds_run:
             weights = weights.alone()
-        weights = replace(weights, ignored={**weights.ignored, **FORMATS[target_format].left_out(weights)})
+        put_tokenizer(temporary, weights)
+        weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
         size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
         bar = stack.enter_context(progress_bar(total=size * (2 if verify else 1), unit="B", description=target.name))
         weights = weights.watched(bar.update)

@@ -6,18 +6,16 @@ GPT2-Chinese has the same, with vocab.txt.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common.config.schema import ModelConfig
-from common.conversion.tokenizer_files import read_tokenizer, write_tokenizer
+from common.conversion.tokenizer_files import end_of_text
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
-from common.errors import CheckpointError, ConfigError, TokenizerError
+from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.tokenizer.bpe_files import BPEVocabulary
 from common.weights.arrays import TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
@@ -25,9 +23,6 @@ from common.weights.safetensors_files import stream_shards
 
 CONFIG = "config.json"
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZER_FILES = (
-    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 _SAME = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "add_cross_attention": (False,),
@@ -138,34 +133,5 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
     entries = list(in_their_names(NAME_MAPS["hf"][0], weights.tensors, weights.model, dtype))
     kinds = {name: kind for name, kind, _ in entries}
     sums = stream_shards(folder, kinds, made_ahead(make for _, _, make in entries), limit=_SHARD_BYTES)
-    vocabulary = _vocabulary(weights)
-    for file in _beside(weights):
-        shutil.copyfile(file, folder / file.name)
-    end_of_text = 50256 if weights.model.vocab_size == 50257 else None
-    if isinstance(vocabulary, BPEVocabulary):
-        write_tokenizer(folder, vocabulary, weights.model.max_positions or weights.model.seq_length)
-        end_of_text = vocabulary.eod_id
-    write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype, end_of_text)
+    write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype, end_of_text(weights))
     return sums
-
-
-def without_tokenizer(weights: Weights) -> dict[str, str]:
-    """Why what is written lacks the tokenizer of the run, if it does."""
-    vocabulary = _vocabulary(weights)
-    return {"tokenizer": f"files of the tokenizer: {vocabulary}"} if isinstance(vocabulary, TokenizerError) else {}
-
-
-def _vocabulary(weights: Weights) -> BPEVocabulary | TokenizerError | None:
-    """The tokenizer of the run, or why its files do not serve; None where there was none, or files lie beside the weights."""
-    if weights.tokenizer is None or _beside(weights):
-        return None
-    try:
-        return read_tokenizer(weights.tokenizer)
-    except TokenizerError as error:
-        return error
-
-
-def _beside(weights: Weights) -> list[Path]:
-    """Files of a tokenizer that lie where the weights do."""
-    source = weights.path if weights.path.is_dir() else weights.path.parent
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -1,16 +1,70 @@
-"""The tokenizer of one of our runs as the files that transformers' AutoTokenizer reads, where its own files are still there."""
+"""The tokenizer that goes along with weights, as the files that transformers' AutoTokenizer reads: those beside the weights, or those of
+the run, where they are still there."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.conversion.weights import Weights
 from common.errors import TokenizerError
 from common.files import atomic_write
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary, read_vocabulary
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+
+TOKENIZER_FILES = {
+    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # as OpenAI calls them
+    **{
+        name: name
+        for name in (
+            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+            "added_tokens.json",
+        )
+    },
+}  # fmt: skip
+"""What goes along when it lies beside the weights, and its name here."""
+
+
+def put_tokenizer(folder: Path, weights: Weights) -> None:
+    """Write the files into ``folder``, if they are known. OSError is left to the caller."""
+    for name, file in _beside(weights).items():
+        shutil.copyfile(file, folder / name)
+    vocabulary = _of_run(weights)
+    if isinstance(vocabulary, BPEVocabulary):
+        write_tokenizer(folder, vocabulary, weights.model.max_positions or weights.model.seq_length)
+
+
+def without_tokenizer(weights: Weights) -> dict[str, str]:
+    """Why what is written lacks the tokenizer of the run, if it does."""
+    vocabulary = _of_run(weights)
+    return {"tokenizer": f"files of the tokenizer: {vocabulary}"} if isinstance(vocabulary, TokenizerError) else {}
+
+
+def end_of_text(weights: Weights) -> int | None:
+    """Its id, as far as it is known."""
+    vocabulary = _of_run(weights)
+    if isinstance(vocabulary, BPEVocabulary):
+        return vocabulary.eod_id
+    return 50256 if weights.model.vocab_size == 50257 else None
+
+
+def _beside(weights: Weights) -> dict[str, Path]:
+    """By the name that they get, the files that lie where the weights do."""
+    source = weights.path if weights.path.is_dir() else weights.path.parent
+    return {name: source / theirs for theirs, name in TOKENIZER_FILES.items() if (source / theirs).is_file()}
+
+
+def _of_run(weights: Weights) -> BPEVocabulary | TokenizerError | None:
+    """The tokenizer of the run, or why its files do not serve; None where there was none, or files lie beside the weights."""
+    if weights.tokenizer is None or _beside(weights):
+        return None
+    try:
+        return read_tokenizer(weights.tokenizer)
+    except TokenizerError as error:
+        return error
 
 
 def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary:

@@ -55,6 +55,9 @@ def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iter
     return file.checksum
 
 
+_AT_ONCE = 2**18
+
+
 class SummedFile:
     """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends. OSError is left to the caller."""
 
@@ -66,7 +69,8 @@ class SummedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         summed = self._other.submit(zlib.crc32, data, self.checksum)
-        self._file.write(data)
+        for first in range(0, len(data), _AT_ONCE):  # a large write from a mapped file may take Linux ten times as long
+            self._file.write(data[first : first + _AT_ONCE])
         self.checksum = summed.result()
         self.position += len(data)
 

@@ -1,4 +1,4 @@
-"""Any weight file through one door: safetensors, torch, MindSpore, and the index of a model in shards."""
+"""Any weight file through one door: safetensors, torch, MindSpore, TensorFlow, Paddle, and the index of a model in shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from common.errors import CheckpointError
 from common.weights.arrays import TensorFile, map_file
 from common.weights.mindspore_files import open_mindspore
+from common.weights.paddle_files import open_paddle
 from common.weights.safetensors_files import open_safetensors_file
+from common.weights.tensorflow_files import open_tensorflow
 from common.weights.torch_files import OLD_MAGIC, ZIP_MAGIC, open_torch
 
 _BY_ENDING = {
     ".safetensors": open_safetensors_file, ".ckpt": open_mindspore,
-    ".bin": open_torch, ".pt": open_torch, ".pth": open_torch,
+    ".bin": open_torch, ".pt": open_torch, ".pth": open_torch, ".index": open_tensorflow, ".pdparams": open_paddle,
 }  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
     else:
         raise CheckpointError(
             f"{path}: no weight file that is known; expected safetensors, a file of torch.save (.bin, .pt, .pth), a MindSpore .ckpt,"
-            " or the .index.json of shards"
+            " the .index of TensorFlow, a .pdparams of Paddle, or the .index.json of shards"
         )
     with reader(path) as file:
         yield file

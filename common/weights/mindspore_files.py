@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.weights.arrays import NUMPY_TYPES, Bytes, StoredTensor, TensorFile, TensorKind, bytes_of, map_file
 from common.weights.files import SummedFile
+from common.weights.protobuf import BYTES, read_fields, read_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -29,9 +30,6 @@ _SLICE = 2**29
 """Bytes of one value, as MindSpore cuts them: a protobuf message must stay below 2 GiB."""
 _SEAL = b"crc_num"
 _SEAL_SIZE = len(_SEAL) + 10
-
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Protobuf's wire types, https://protobuf.dev/programming-guides/encoding."""
 
 
 @contextmanager
@@ -64,7 +62,7 @@ def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     tensors: dict[str, StoredTensor] = {}
     texts: dict[str, str] = {}
     slices: list[_Value] = []
-    values = [_value(part) for number, part in _fields(content) if number == 1 and not isinstance(part, int)]
+    values = [_value(part) for number, part in read_fields(content) if number == 1 and not isinstance(part, int)]
     for place, value in enumerate(values, 1):
         slices.append(value)
         if place < len(values) and values[place].tag == value.tag:
@@ -96,7 +94,7 @@ def _tensor(slices: list[_Value]) -> StoredTensor:
 
 
 def _value(message: Bytes) -> _Value:
-    fields = dict(_fields(message))
+    fields = dict(read_fields(message))
     tag, tensor = fields.get(1), fields.get(2)
     if tag is None or isinstance(tag, int):
         raise ValueError("a value has no tag")
@@ -105,7 +103,7 @@ def _value(message: Bytes) -> _Value:
         raise ValueError(f"{name} is no tensor but a map parameter, which GPT-2 has not")
     dims: list[int] = []
     kind, data = None, None
-    for number, part in _fields(tensor):
+    for number, part in read_fields(tensor):
         if number == 1:  # one by one, or packed: readers of protobuf accept both
             dims += [part] if isinstance(part, int) else _packed(part)
         elif number == 2 and not isinstance(part, int):
@@ -117,42 +115,10 @@ def _value(message: Bytes) -> _Value:
     return _Value(tag=name, dims=tuple(dims), type=kind, data=data)
 
 
-def _fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
-    """Number and content of each field, in order. Raises ValueError where the message breaks off."""
-    position = 0
-    while position < message.size:
-        key, position = _varint(message, position)
-        number, wire = key >> 3, key & 7
-        if wire == _VARINT:
-            value, position = _varint(message, position)
-            yield number, value
-            continue
-        if wire not in (_FIXED64, _BYTES, _FIXED32) or not number:
-            raise ValueError(f"no protobuf field begins {position} bytes into a message of {message.size}")
-        size, position = _varint(message, position) if wire == _BYTES else (8 if wire == _FIXED64 else 4, position)
-        if position + size > message.size:
-            raise ValueError(f"a field of {size} bytes begins at byte {position} of a message of {message.size}")
-        yield number, message[position : position + size]
-        position += size
-
-
-def _varint(message: Bytes, position: int) -> tuple[int, int]:
-    """A number and the position after it."""
-    value = 0
-    for place in range(10):
-        if position + place >= message.size:
-            raise ValueError("it breaks off within a number")
-        byte = int(message[position + place])
-        value |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
-            return value, position + place + 1
-    raise ValueError(f"the number at byte {position} has more than 10 bytes")
-
-
 def _packed(part: Bytes) -> list[int]:
     values, position = [], 0
     while position < part.size:
-        value, position = _varint(part, position)
+        value, position = read_varint(part, position)
         values.append(value)
     return values
 
@@ -204,7 +170,7 @@ def _to_varint(value: int) -> bytes:
 
 def _key(number: int, size: int) -> bytes:
     """What comes before the content of a field of bytes."""
-    return _to_varint(number << 3 | _BYTES) + _to_varint(size)
+    return _to_varint(number << 3 | BYTES) + _to_varint(size)
 
 
 def _length(number: int, content: bytes) -> bytes:

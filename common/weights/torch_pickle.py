@@ -184,7 +184,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "signal.Signals": lambda number: number,
 }
 for _module in ("builtins", "__builtin__"):
-    _FUNCTIONS |= {f"{_module}.bytes": lambda: b"", f"{_module}.set": lambda values=(): set(values)}
+    _FUNCTIONS |= {
+        f"{_module}.bytes": lambda: b"",
+        f"{_module}.set": lambda values=(): set(values),
+        f"{_module}.tuple": lambda values=(): tuple(values),
+    }
 _CLASSES = {"collections.OrderedDict": _Dict, "argparse.Namespace": _Namespace, "numpy.dtype": _Dtype}
 _NAMES = {
     *(f"torch.{word}" for word in NUMPY_TYPES), "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray",
@@ -279,6 +283,8 @@ class PlainTree:
 
 def _to_array(record: _Array) -> Any:
     _, shape, dtype, by_columns, data = record.state
+    if isinstance(data, Storage):  # its bytes are elsewhere
+        data = data.data
     return np.frombuffer(data, _numpy_type(dtype)).reshape(_sizes(shape), order="F" if by_columns else "C")
 
 

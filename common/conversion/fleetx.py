@@ -1,0 +1,92 @@
+"""PaddleFleetX's ``model.pdparams`` with its YAML beside it, or with a model.yaml that says more: the vocabulary without its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config.schema import ModelConfig
+from common.conversion import mindformers
+from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
+from common.errors import CheckpointError, ConfigError
+from common.weights.formats import open_tensors
+
+FILE = "model.pdparams"
+_RANKS = "mp_??_sharding_??_pp_??"
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+
+
+def is_here(path: Path) -> bool:
+    return path.suffix == ".pdparams" or (path / FILE).is_file() or any(path.glob(f"{_RANKS}/{FILE}"))
+
+
+@contextmanager
+def open_fleetx(path: Path) -> Iterator[Weights]:
+    """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises CheckpointError and ConfigError."""
+    file = path if path.is_file() else _find(path)
+    model = read_config(file)
+    with open_tensors(file) as stored:
+        name_map = find_map(file, "fleetx", stored)
+        ignored = padding_of(name_map, stored, model)
+        yield Weights(path=path, format="fleetx", model=model, tensors=by_our_names(file, name_map, stored, model), ignored=ignored)
+
+
+def _find(folder: Path) -> Path:
+    if (folder / FILE).is_file():
+        return folder / FILE
+    ranks = sorted(path.parent for path in folder.glob(f"{_RANKS}/{FILE}"))
+    if not ranks:
+        raise CheckpointError(f"{folder}: no {FILE} here, nor in folders like mp_00_sharding_00_pp_00; give another path")
+    parts = [rank.name for rank in ranks if "_sharding_00_" in rank.name]  # every rank of a sharding group saves all that it computes with
+    if len(parts) != 1:
+        raise CheckpointError(
+            f"{folder}: the model is in {len(parts)} parts ({', '.join(parts)}), and only a whole one is read;"
+            " load it in FleetX with mp_degree=1 and pp_degree=1, and save it there"
+        )
+    return folder / parts[0] / FILE
+
+
+def read_config(file: Path) -> ModelConfig:
+    """Of the weights ``file``: model.yaml beside it, else the YAML of FleetX that has a section Model, there or in the folder above.
+
+    FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says the true number.
+    """
+    if (file.parent / mindformers.CONFIG).is_file():
+        return mindformers.read_config(file.parent / mindformers.CONFIG)[0]
+    folders = [file.parent, *([file.parent.parent] if file.parent.match(_RANKS) else [])]
+    for folder in folders:
+        found = {path: section for path in sorted(folder.glob("*.y*ml")) if (section := _section(path)) is not None}
+        if len(found) > 1:
+            raise ConfigError(f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave one there")
+        for path, section in found.items():
+            return _model(path, section)
+    raise ConfigError(
+        f"{file.parent}: no YAML with a section Model ({', '.join(_NEEDED)}); heads cannot be read off shapes:"
+        f" put FleetX's config, or our section model as {mindformers.CONFIG}, beside the weights"
+    )
+
+
+def _section(path: Path) -> dict[str, Any] | None:
+    try:
+        words = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: no YAML: {error}; mend the file, or take it away") from None
+    section = words.get("Model") if isinstance(words, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _model(path: Path, words: dict[str, Any]) -> ModelConfig:
+    if missing := [name for name in _NEEDED if words.get(name) is None]:
+        raise ConfigError(f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base")
+    dropout = words.get("hidden_dropout_prob", 0.1)
+    sizes = {
+        "num_layers": words["num_layers"], "hidden_size": words["hidden_size"], "num_heads": words["num_attention_heads"],
+        "vocab_size": words["vocab_size"], "seq_length": words["max_position_embeddings"], "ffn_hidden_size": words.get("ffn_hidden_size"),
+        "embedding_dropout": dropout, "hidden_dropout": dropout, "attention_dropout": words.get("attention_probs_dropout_prob", 0.1),
+        "initializer_range": words.get("initializer_range", 0.02),
+    }  # fmt: skip
+    return checked_model(path, sizes)

@@ -1,0 +1,67 @@
+"""OpenAI's own folders of GPT-2: hparams.json, a TensorFlow checkpoint, encoder.json and vocab.bpe; those of gpt-2-simple are the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from common.config.schema import ModelConfig
+from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
+from common.errors import CheckpointError, ConfigError
+from common.weights.arrays import StoredTensor
+from common.weights.formats import open_tensors
+
+CONFIG = "hparams.json"
+_STATE = re.compile(r"(?!model/).*|.*/Adam(_\d+)?")
+"""Counters, powers of beta and slots of an optimizer, that training leaves beside the model."""
+
+
+def is_here(path: Path) -> bool:
+    return path.suffix == ".index" or ((path / CONFIG).is_file() and any(path.glob("*.index")))
+
+
+@contextmanager
+def open_openai(path: Path) -> Iterator[Weights]:
+    """path: the folder, or the .index file in it. Raises CheckpointError and ConfigError."""
+    file = path if path.is_file() else _find(path)
+    model = read_config(file.parent / CONFIG)
+    with open_tensors(file) as stored:
+        name_map = find_map(file, "openai", stored)
+        ignored = {name: "state of the training" for name in [*stored, *stored.plain] if _STATE.fullmatch(name)}
+        tensors = {name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored}
+        ignored |= padding_of(name_map, tensors, model)
+        yield Weights(path=path, format="openai", model=model, tensors=by_our_names(file, name_map, tensors, model), ignored=ignored)
+
+
+def _find(folder: Path) -> Path:
+    """The checkpoint of the folder, or of several that which ``checkpoint`` says is the latest."""
+    found = sorted(folder.glob("*.index"))
+    if len(found) > 1 and (folder / "checkpoint").is_file():
+        latest = re.search(r'^model_checkpoint_path: "(?:.*/)?(.*)"', (folder / "checkpoint").read_text("utf-8", "replace"), re.MULTILINE)
+        found = [file for file in found if latest and file.name == f"{latest[1]}.index"] or found
+    if len(found) != 1:
+        raise CheckpointError(f"{folder}: holds {len(found)} checkpoints (files .index); give the path of one")
+    return found[0]
+
+
+def _without_width(tensor: StoredTensor) -> StoredTensor:
+    """A convolution of width 1 as the matrix that it is."""
+    return replace(tensor, shape=tensor.shape[1:]) if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor
+
+
+def read_config(path: Path) -> ModelConfig:
+    try:
+        words = json.loads(path.read_bytes())
+        sizes = {
+            "num_layers": words["n_layer"], "hidden_size": words["n_embd"], "num_heads": words["n_head"], "vocab_size": words["n_vocab"],
+            "seq_length": words["n_ctx"],
+        }  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no sizes of a GPT-2 ({error!r}); expected n_layer, n_embd, n_head, n_ctx, n_vocab") from None
+    return checked_model(path, sizes)
