@@ -46,8 +46,8 @@ FORMATS = {
         open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
         write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
     ),
-    "openai": Format(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai")),
-    "fleetx": Format(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx")),
+    "openai": Format(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai"), holds_run=False),
+    "fleetx": Format(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx"), holds_run=False),
 }
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]
 """Both backends share our own folder."""
