@@ -5,6 +5,7 @@ numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit f
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,15 +123,28 @@ def map_file(path: Path) -> Bytes:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; give the path of a weight file") from None
 
 
-def contiguous(array: NDArray[Any]) -> NDArray[Any]:
-    """The array, or a row-major copy of one that is not."""
+def contiguous(array: NDArray[Any], room: Room | None = None) -> NDArray[Any]:
+    """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if that is given."""
     if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
         # numpy copies a transposed matrix along the columns of the result, which no cache holds; in bands it is twice to five times as fast
-        ordered = np.empty(array.shape, array.dtype)
+        ordered = (room or Room()).take(array)
         for first in range(0, array.shape[1], _BAND):
             ordered[:, first : first + _BAND] = array[:, first : first + _BAND]
         return ordered
     return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a scalar
+
+
+class Room:
+    """Memory for one array after the other: new pages cost as much as what is copied into them."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, like: NDArray[Any]) -> NDArray[Any]:
+        """An array of that shape and type, whose content is anything; the one taken before is overwritten."""
+        if self._memory.size < like.nbytes:
+            self._memory = np.empty(like.nbytes, np.uint8)
+        return self._memory[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
@@ -139,22 +153,23 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def made_ahead(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
-    """What the makers return, row-major, one at a time; the next is made while the caller writes the one before."""
+    """What the makers return, row-major, one at a time; the next is made while the caller writes this one, which the one after overwrites."""
+    rooms = itertools.cycle((Room(), Room()))
     with ThreadPoolExecutor(1) as pool:
         coming: Future[NDArray[Any]] | None = None
         for make in makers:
             if coming is None:
-                coming = pool.submit(_make, make)
+                coming = pool.submit(_make, make, next(rooms))
                 continue
-            array, coming = coming.result(), pool.submit(_make, make)
+            array, coming = coming.result(), pool.submit(_make, make, next(rooms))
             yield array
             del array  # before the one after next is begun: two are in memory
         if coming is not None:
             yield coming.result()
 
 
-def _make(make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    return contiguous(make())
+def _make(make: Callable[[], NDArray[Any]], room: Room) -> NDArray[Any]:
+    return contiguous(make(), room)
 
 
 def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
