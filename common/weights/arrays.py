@@ -153,7 +153,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def made_ahead(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
-    """What the makers return, row-major, one at a time; the next is made while the caller writes this one, which the one after overwrites."""
+    """What the makers return, row-major. The next is made while the caller has this one, which the one after overwrites."""
     rooms = itertools.cycle((Room(), Room()))
     with ThreadPoolExecutor(1) as pool:
         coming: Future[NDArray[Any]] | None = None

@@ -1,13 +1,15 @@
 """bfloat16 words against torch, and rectangles of stored tensors against numpy's slices."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.arrays import StoredTensor, bytes_of, map_file, round_to_bfloat16, widen_bfloat16
+from common.weights.arrays import StoredTensor, bytes_of, made_ahead, map_file, round_to_bfloat16, widen_bfloat16
 
 
 def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
@@ -61,3 +63,21 @@ def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Pat
     assert np.shares_memory(array, content) and not array.flags.writeable and array.tolist() == [1, 2]
     with pytest.raises(CheckpointError, match="No such file"):
         map_file(tmp_path / "y")
+
+
+def test_arrays_made_ahead_are_whole_when_they_come() -> None:
+    """Transposed ones share two pieces of memory; others are what was made. An error comes in its turn."""
+    shapes = [(300, 7), (0, 5), (2, 900), (7, 300), (4,), (), (513, 300)]
+    made = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes]
+
+    def broken() -> NDArray[Any]:
+        raise OSError("unreadable")
+
+    found = made_ahead([*((lambda array=array: array.T) for array in made), broken])
+    for array in made:
+        ordered = next(found)
+        assert ordered.flags.c_contiguous
+        np.testing.assert_array_equal(ordered, array.T)
+        np.testing.assert_array_equal(np.frombuffer(bytes_of(ordered), np.float32), array.T.reshape(-1))
+    with pytest.raises(OSError, match="unreadable"):
+        next(found)
