@@ -68,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
         print("stopped; nothing was left at the output", file=sys.stderr)
         return 130
     verified = ", read back and equal bit for bit" if arguments.verify else ""
-    run = "" if result.step is None else f" and the run at step {result.step}"
+    run = "" if result.step is None else f" and the run at step {result.step} with {result.moments} tensors of the optimizer"
     print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{verified}")
     if result.logits and result.logits["compared"]:
         print(f"logits: they differ by {result.logits['largest_difference']:.2g} of {result.logits['largest_logit']:.3g} at most")

@@ -64,6 +64,8 @@ def detect(path: Path) -> str:
 class Result:
     source_format: str
     parameters: int
+    moments: int
+    """Tensors of the optimizer's state."""
     step: int | None
     """Of the run that travelled along; None: weights alone did."""
     ignored: Mapping[str, str]
@@ -102,8 +104,9 @@ def convert(
         bar = stack.enter_context(progress_bar(total=size * (2 if verify else 1), unit="B", description=target.name))
         weights = weights.watched(bar.update)
         sums = FORMATS[target_format].write(temporary, weights, dtype)
-        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "ignored": dict(weights.ignored)}
-        report["crc32"] = sums
+        counts = {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
+        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "tensors": counts}
+        report |= {"ignored": dict(weights.ignored), "crc32": sums}
         if verify:
             with FORMATS[target_format].open(temporary) as written:
                 report["sha256"] = _compare(weights, written)
@@ -112,7 +115,12 @@ def convert(
             json.dump(report, file, indent=1)
         step = None if weights.run is None else weights.run["state"]["step"]
         return Result(
-            source_format=source_format, parameters=len(weights.tensors), step=step, ignored=weights.ignored, logits=report.get("logits")
+            source_format=source_format,
+            parameters=len(weights.tensors),
+            moments=len(weights.moments),
+            step=step,
+            ignored=weights.ignored,
+            logits=report.get("logits"),
         )
 
 
@@ -133,7 +141,7 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
             raise StorageError(f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path") from error
         finally:
             temporary.unlink(missing_ok=True)
-        return Result(source_format="hf", parameters=len(weights.tensors), step=None, ignored=weights.ignored)
+        return Result(source_format="hf", parameters=len(weights.tensors), moments=0, step=None, ignored=weights.ignored)
 
 
 def _folder(target: Path) -> AbstractContextManager[Path]:
