@@ -3,7 +3,8 @@
 python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf] [--dtype float16] [--verify]
 python tools/convert_weight.py --layers 12 --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3; openai (TensorFlow) and fleetx are read only.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3, megatron, megatron_core; openai (TensorFlow) and
+fleetx are read only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, help="folder, or a file of weights beside its config")
     parser.add_argument("--output", type=Path, help="folder, which must not exist or be empty")
     parser.add_argument("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
+    parser.add_argument("--model_parallel", type=int, default=1, metavar="N", help="tensor ranks of a target with a file for each")
+    parser.add_argument("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
     parser.add_argument("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
     parser.add_argument("--verify", action="store_true", help="read the output back and compare every tensor bit for bit")
     parser.add_argument("--layers", type=int, help="number of blocks of the file at --torch_path")
@@ -59,6 +62,8 @@ def main(words: list[str] | None = None) -> int:
                 dtype=arguments.dtype,
                 weights_only=arguments.weights_only,
                 verify=arguments.verify,
+                model_parallel=arguments.model_parallel,
+                pipeline_stage=arguments.pipeline_stage,
                 runners=_runners() if arguments.verify else None,
             )
     except GPT2Error as error:

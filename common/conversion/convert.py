@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.conversion import fleetx, hugging_face, mindformers, openai, project
+from common.conversion import fleetx, hugging_face, megatron, mindformers, openai, project
 from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
+from common.conversion.megatron_writer import write_megatron
 from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
@@ -31,6 +32,8 @@ class Format:
     write: Callable[[Path, Weights, str | None], dict[str, int]]
     holds_run: bool = True
     """The optimizer's state and where training stood have a place in it."""
+    write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
+    """The same as ``write`` for so many tensor and pipeline ranks, where each has a file of its own."""
 
 
 def _refuse(folder: Path, weights: Weights, dtype: str | None, *, name: str) -> dict[str, int]:
@@ -48,6 +51,15 @@ FORMATS = {
     ),
     "openai": Format(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai"), holds_run=False),
     "fleetx": Format(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx"), holds_run=False),
+}
+FORMATS |= {
+    name: Format(
+        is_here=partial(megatron.is_here, format=name),
+        open=partial(megatron.open_megatron, format=name),
+        write=partial(write_megatron, format=name),
+        write_shards=partial(write_megatron, format=name),
+    )
+    for name in ("megatron", "megatron_core")
 }
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]
 """Both backends share our own folder."""
@@ -83,15 +95,19 @@ def convert(
     dtype: str | None = None,
     weights_only: bool = False,
     verify: bool = False,
+    model_parallel: int = 1,
+    pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
 ) -> Result:
     """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood. verify: read the
-    target back and compare bit for bit, and by ``runners`` (of formats) the logits of both.
+    target back and compare bit for bit, and by ``runners`` (of formats) the logits of both. model_parallel, pipeline_stage: ranks of a
+    target that has a file for each.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
+    write = _writer(target_format, model_parallel, pipeline_stage)
     source_format = source_format or detect(source)
     with ExitStack() as stack:
         weights, temporary = stack.enter_context(FORMATS[source_format].open(source)), stack.enter_context(_folder(target))
@@ -101,9 +117,10 @@ def convert(
         put_tokenizer(temporary, weights)
         weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
         size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
-        bar = stack.enter_context(progress_bar(total=size * (2 if verify else 1), unit="B", description=target.name))
+        reads = model_parallel + verify  # each tensor rank's part is cut out of the whole
+        bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
         weights = weights.watched(bar.update)
-        sums = FORMATS[target_format].write(temporary, weights, dtype)
+        sums = write(temporary, weights, dtype)
         counts = {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
         report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "tensors": counts}
         report |= {"ignored": dict(weights.ignored), "crc32": sums}
@@ -122,6 +139,22 @@ def convert(
             ignored=weights.ignored,
             logits=report.get("logits"),
         )
+
+
+def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Weights, str | None], dict[str, int]]:
+    format = FORMATS[target_format]
+    if min(tensor, stages) < 1:
+        raise ConfigError(f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more")
+    if (tensor, stages) == (1, 1):
+        return format.write
+    shards = format.write_shards
+    if shards is None:
+        sharded = " and ".join(name for name, format in FORMATS.items() if format.write_shards)
+        raise ConfigError(
+            f"--model_parallel={tensor} --pipeline_stage={stages}: {target_format} is one model for any layout; leave them out"
+            f" (only {sharded} have a file for each rank)"
+        )
+    return lambda folder, weights, dtype: shards(folder, weights, dtype, tensor, stages)
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Result:

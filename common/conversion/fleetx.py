@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from common.config.schema import ModelConfig
-from common.conversion import mindformers
+from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.weights.formats import open_tensors
@@ -55,8 +55,8 @@ def read_config(file: Path) -> ModelConfig:
 
     FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says the true number.
     """
-    if (file.parent / mindformers.CONFIG).is_file():
-        return mindformers.read_config(file.parent / mindformers.CONFIG)[0]
+    if (file.parent / MODEL_YAML).is_file():
+        return read_model_yaml(file.parent / MODEL_YAML)[0]
     folders = [file.parent, *([file.parent.parent] if file.parent.match(_RANKS) else [])]
     for folder in folders:
         found = {path: section for path in sorted(folder.glob("*.y*ml")) if (section := _section(path)) is not None}
@@ -66,7 +66,7 @@ def read_config(file: Path) -> ModelConfig:
             return _model(path, section)
     raise ConfigError(
         f"{file.parent}: no YAML with a section Model ({', '.join(_NEEDED)}); heads cannot be read off shapes:"
-        f" put FleetX's config, or our section model as {mindformers.CONFIG}, beside the weights"
+        f" put FleetX's config, or our section model as {MODEL_YAML}, beside the weights"
     )
 
 

@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from common.config.schema import ModelConfig
+from common.conversion.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
 from common.conversion.weights import (
     NO_SCALE,
     Weight,
     Weights,
     by_our_names,
-    checked_model,
-    checked_run,
     find_map,
     in_their_names,
     padding_of,
     require_moments,
 )
-from common.errors import CheckpointError, ConfigError
-from common.files import atomic_write
+from common.errors import CheckpointError
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
 from common.weights.arrays import TensorKind, made_ahead
@@ -33,7 +29,6 @@ from common.weights.formats import open_tensors
 from common.weights.mindspore_files import stream_mindspore
 from common.weights.names import EMBEDDING, NAME_MAPS
 
-CONFIG = "model.yaml"
 FILE = "gpt2.ckpt"
 _MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
@@ -66,7 +61,7 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
     if len(files) != 1:
         raise CheckpointError(f"{path}: holds {len(files)} .ckpt files; give the path of one")
     file = files[0]
-    model, run = read_config(file.parent / CONFIG)
+    model, run = read_model_yaml(file.parent / MODEL_YAML)
     with open_tensors(file) as stored:
         name_map = find_map(file, format, stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
@@ -81,8 +76,8 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
                 moments |= by_our_names(file, name_map, tensors, model, prefix=_MOMENTS[part], suffix=f".{part}")
         if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
             raise CheckpointError(
-                f"{file}: global_step is {counters.get('global_step')}, and {CONFIG} says {run['engine']['optimizer_steps']} updates: they"
-                f" are of two runs; take the section run out of {CONFIG}, or copy both again"
+                f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says {run['engine']['optimizer_steps']} updates:"
+                f" they are of two runs; take the section run out of {MODEL_YAML}, or copy both again"
             )
         if run is None and moments:
             run = _run_of(counters, "sgd" if groups["momentum_buffer"] else "adamw")
@@ -105,30 +100,10 @@ def _run_of(counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
     }
 
 
-def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any] | None]:
-    """The sections model, and run where there is one. Raises ConfigError."""
-    try:
-        words: Any = yaml.safe_load(path.read_bytes())
-        section, run = dict(words["model"]), words.get("run")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section model of the config beside the weights"
-        ) from None
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: no section model ({error}); expected num_layers, hidden_size, num_heads, seq_length, vocab_size"
-        ) from None
-    return checked_model(path, section), None if run is None else checked_run(path, run)
-
-
 def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
     """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     checksum = write_file(folder / FILE, weights, dtype, format)
-    words: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
-    if weights.run is not None:
-        words["run"] = dict(weights.run)  # what has no place in the .ckpt
-    with atomic_write(folder / CONFIG, "w") as file:
-        yaml.safe_dump(words, file, sort_keys=False)
+    write_model_yaml(folder, weights)
     return {FILE: checksum}
 
 

@@ -15,7 +15,7 @@ from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, widen_bfloat16
+from common.weights.arrays import TensorKind, round_to_bfloat16, widen_bfloat16
 from common.weights.files import check_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
 
@@ -88,7 +88,8 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     if model.hidden_size % model.num_heads:
         raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
     inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
-    return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions})
+    unsaid = [name for name in ("embedding_dropout", "attention_dropout", "hidden_dropout") if getattr(model, name) is None]
+    return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions, **dict.fromkeys(unsaid, model.dropout)})
 
 
 def checked_run(path: Path, words: Any) -> dict[str, Any]:
@@ -131,11 +132,24 @@ def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
     return best
 
 
+def read_whole(tensor: Any, row: Row, part: int, heads: int) -> NDArray[Any]:
+    """Of a ``StoredTensor``, which is one of ours or holds several."""
+    return row.part(tensor.read(), heads, part)
+
+
 def by_our_names(
-    path: Path, name_map: NameMap, stored: Mapping[str, StoredTensor], model: ModelConfig, *, prefix: str = "", suffix: str = ""
+    path: Path,
+    name_map: NameMap,
+    stored: Mapping[str, TensorKind],
+    model: ModelConfig,
+    *,
+    prefix: str = "",
+    suffix: str = "",
+    read: Callable[[Any, Row, int, int], NDArray[Any]] = read_whole,
 ) -> dict[str, Weight]:
     """The parameters under their names, each with ``prefix`` before it there and ``suffix`` after it here.
 
+    read: how a tensor of ``stored`` is read, where those are no whole tensors of one file.
     Raises CheckpointError listing all that are missing, unexpected or of another shape. The embedding may have rows of padding.
     """
     shapes = parameter_shapes(model)
@@ -150,7 +164,7 @@ def by_our_names(
         name + suffix: Weight(
             dtype=stored[prefix + row.theirs].dtype,
             shape=shapes[name],
-            load=_loader(stored[prefix + row.theirs], row, part, model.num_heads, shapes[name]),
+            load=_loader(read, stored[prefix + row.theirs], row, part, model.num_heads, shapes[name]),
         )
         for row in rows
         for part, name in enumerate(row.ours)
@@ -158,15 +172,17 @@ def by_our_names(
     return {name + suffix: weights[name + suffix] for name in shapes}
 
 
-def padding_of(name_map: NameMap, stored: Mapping[str, StoredTensor], model: ModelConfig) -> dict[str, str]:
+def padding_of(name_map: NameMap, stored: Mapping[str, TensorKind], model: ModelConfig) -> dict[str, str]:
     """What ``by_our_names`` leaves out of the embedding, and why."""
     table = next(row.theirs for row in name_map.outside if row.ours == (EMBEDDING,))
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
     return {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
 
 
-def _loader(tensor: StoredTensor, row: Row, part: int, heads: int, shape: tuple[int, ...]) -> Callable[[], NDArray[Any]]:
-    return lambda: row.unpack(tensor.read(), heads)[part][: shape[0]]
+def _loader(
+    read: Callable[[Any, Row, int, int], NDArray[Any]], tensor: TensorKind, row: Row, part: int, heads: int, shape: tuple[int, ...]
+) -> Callable[[], NDArray[Any]]:
+    return lambda: read(tensor, row, part, heads)[: shape[0]]
 
 
 def in_their_names(

@@ -126,12 +126,17 @@ def map_file(path: Path) -> Bytes:
 def contiguous(array: NDArray[Any], room: Room | None = None) -> NDArray[Any]:
     """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if that is given."""
     if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
-        # numpy copies a transposed matrix along the columns of the result, which no cache holds; in bands it is twice to five times as fast
         ordered = (room or Room()).take(array)
-        for first in range(0, array.shape[1], _BAND):
-            ordered[:, first : first + _BAND] = array[:, first : first + _BAND]
+        copy_in_bands(ordered, array)
         return ordered
     return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a scalar
+
+
+def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Of matrices: numpy copies a transposed one along the columns of the result, which no cache holds; in bands it is twice to five times
+    as fast."""
+    for first in range(0, source.shape[-1], _BAND):
+        target[..., first : first + _BAND] = source[..., first : first + _BAND]
 
 
 class Room:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig
+from common.weights.arrays import copy_in_bands
 
 EMBEDDING = "wte.weight"
 
@@ -95,26 +96,28 @@ class Row:
         """Their tensor from ours, which hold ``heads`` heads; a view where one will do."""
         if len(parts) == 1:
             return parts[0].T if self.transposed else parts[0]
-        fused: NDArray[Any] = np.stack(parts)  # (3, heads x outputs of one, ...)
-        if self.fusion is not Fusion.BLOCKS:
-            apart = fused.reshape(len(parts), heads, -1, *fused.shape[2:])
-            fused = np.moveaxis(apart, 0, 1 if self.fusion is Fusion.HEADS else 2)
-        fused = fused.reshape(-1, *parts[0].shape[1:])
+        fused: NDArray[Any] = np.empty((len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype)
+        for place, part in zip(self._apart(fused, heads), parts, strict=True):
+            copy_in_bands(place, part.reshape(place.shape))
         return fused.T if self.transposed else fused
 
     def unpack(self, theirs: NDArray[Any], heads: int) -> list[NDArray[Any]]:
         """The inverse of ``pack``: views where these will do."""
+        return [self.part(theirs, heads, number) for number in range(len(self.ours))]
+
+    def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
+        """One of ``unpack``, alone."""
         fused = theirs.T if self.transposed else theirs
         if len(self.ours) == 1:
-            return [fused]
-        each, rest = fused.shape[0] // len(self.ours), fused.shape[1:]
-        if self.fusion is Fusion.BLOCKS:
-            return [fused[part * each : (part + 1) * each] for part in range(len(self.ours))]
-        if self.fusion is Fusion.HEADS:
-            apart = np.moveaxis(fused.reshape(heads, len(self.ours), -1, *rest), 1, 0)
-        else:
-            apart = np.moveaxis(fused.reshape(heads, -1, len(self.ours), *rest), 2, 0)
-        return [part.reshape(each, *rest) for part in apart]
+            return fused
+        return self._apart(fused, heads)[number].reshape(-1, *fused.shape[1:])
+
+    def _apart(self, fused: NDArray[Any], heads: int) -> NDArray[Any]:
+        """A view of it as query, key and value, each (heads, outputs of one, ...)."""
+        axis = {Fusion.BLOCKS: 0, Fusion.HEADS: 1, Fusion.OUTPUTS: 2}[self.fusion]
+        sizes = [heads, fused.shape[0] // (len(self.ours) * heads)]
+        sizes.insert(axis, len(self.ours))
+        return np.moveaxis(fused.reshape(*sizes, *fused.shape[1:]), axis, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +273,8 @@ def _megatron_core(norms: tuple[tuple[str, str], tuple[str, str]]) -> NameMap:
         ),
         layer=(
             *first,
+            *_linear(f"{_BLOCK}attn.c_proj", f"{block}self_attention.linear_proj"),  # as its modules are made, which its optimizer counts
             *_both(_QKV, f"{block}self_attention.linear_qkv", fusion=Fusion.HEADS),
-            *_linear(f"{_BLOCK}attn.c_proj", f"{block}self_attention.linear_proj"),
             *second,
             *_linear(f"{_BLOCK}mlp.c_fc", f"{block}mlp.linear_fc1"),
             *_linear(f"{_BLOCK}mlp.c_proj", f"{block}mlp.linear_fc2"),

@@ -38,7 +38,7 @@ class TorchName(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """An object of a class of Megatron's, of which no code is loaded: what it was made of."""
+    """An object of a class of Megatron's, or a buffer of bytes, of which no code is loaded: what it was made of."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -189,7 +189,10 @@ for _module in ("builtins", "__builtin__"):
         f"{_module}.set": lambda values=(): set(values),
         f"{_module}.tuple": lambda values=(): tuple(values),
     }
-_CLASSES = {"collections.OrderedDict": _Dict, "argparse.Namespace": _Namespace, "numpy.dtype": _Dtype}
+_CLASSES = {
+    "collections.OrderedDict": _Dict, "numpy.dtype": _Dtype,
+    "argparse.Namespace": _Namespace, "types.SimpleNamespace": _Namespace,  # the second by converters to Megatron's form
+}  # fmt: skip
 _NAMES = {
     *(f"torch.{word}" for word in NUMPY_TYPES), "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray",
     *(f"{module}.{storage}" for module in ("torch", "torch.storage", "torch.cuda") for storage in _WORDS),
@@ -211,7 +214,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return _CLASSES[full]
         if full in _NAMES:
             return TorchName(full)
-        if module.partition(".")[0] == "megatron":
+        if module.partition(".")[0] == "megatron" or full == "_io.BytesIO":  # Transformer Engine keeps its scales in one
             return type("_ForeignOf", (_Foreign,), {"__slots__": (), "name": full})
         raise CheckpointError(
             f"{self._where}: its pickle names {module}.{name}, which no file of weights needs: it could run any code, so nothing of it"

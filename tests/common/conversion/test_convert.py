@@ -145,29 +145,46 @@ def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
     return Weights(path=Path("made.here"), format="random", model=model, tensors=tensors)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    layers=st.integers(1, 3), heads=st.integers(1, 3), width=st.integers(1, 5), inner=st.integers(1, 9), vocabulary=st.integers(1, 40),
-    positions=st.integers(1, 9), dtype=st.sampled_from(["float32", "float16", "bfloat16"]), seed=st.integers(0, 99),
-    way=st.lists(st.sampled_from(["hf", "mindformers", "mindformers_r0.3"]), min_size=2, max_size=4),
-)  # fmt: skip
-def test_there_and_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, layers: int, heads: int, width: int, inner: int, vocabulary: int, positions: int,
-    dtype: str, seed: int, way: list[str],
-) -> None:  # fmt: skip
+FORMATS_OF_ANY_TYPE = ["hf", "mindformers", "mindformers_r0.3"]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ModelConfig, list[tuple[str, int, int]]]:
+    """An odd model, and formats with the tensor and pipeline ranks that divide it."""
+    layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     model = ModelConfig(
-        num_layers=layers, hidden_size=heads * width, num_heads=heads, seq_length=positions, max_positions=positions,
-        vocab_size=vocabulary, ffn_hidden_size=inner, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
+        num_layers=layers, hidden_size=heads * draw(st.integers(1, 5)), num_heads=heads, seq_length=1,
+        max_positions=draw(st.integers(1, 9)), vocab_size=draw(st.integers(1, 40)),
+        ffn_hidden_size=draw(st.sampled_from([1, 5, 7, 12, 24])), vocab_multiple=draw(st.sampled_from([1, 8, 128])),
+        embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
+    tensors = [ranks for ranks in range(1, 5) if not heads % ranks and not (model.ffn_hidden_size or 0) % ranks]
+    stages = [ranks for ranks in range(1, 5) if not layers % ranks]
+    way = []
+    for name in draw(st.lists(st.sampled_from([*FORMATS_OF_ANY_TYPE, "megatron", "megatron_core"]), min_size=2, max_size=4)):
+        sharded = FORMATS[name].write_shards is not None
+        way.append((name, draw(st.sampled_from(tensors)) if sharded else 1, draw(st.sampled_from(stages)) if sharded else 1))
+    return model, way
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=layouts(), dtype=st.sampled_from(["float32", "float16", "bfloat16"]), seed=st.integers(0, 99))
+def test_there_and_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, layout: tuple[ModelConfig, list[tuple[str, int, int]]], dtype: str, seed: int
+) -> None:
+    model, way = layout
+    if dtype == "float32":  # the only type of our own folders
+        way = [*way[:1], ("torch_gpt2", 1, 1), *way[1:]]
     folder = tmp_path_factory.mktemp("way")
     weights = random_weights(model, dtype, seed)
     (folder / "0").mkdir()
-    FORMATS[way[0]].write(folder / "0", weights, None)
-    for number, (one, other) in enumerate(itertools.pairwise(way), 1):
-        run(folder / str(number - 1), folder / str(number), other, source_format=one)
-    with FORMATS[way[-1]].open(folder / str(len(way) - 1)) as found:
+    FORMATS[way[0][0]].write(folder / "0", weights, None)
+    for number, ((one, *_), (other, tensor, stages)) in enumerate(itertools.pairwise(way), 1):
+        source, target = folder / str(number - 1), folder / str(number)
+        run(source, target, other, source_format=one, model_parallel=tensor, pipeline_stage=stages)
+    with FORMATS[way[-1][0]].open(folder / str(len(way) - 1)) as found:
         assert found.tensors.keys() == weights.tensors.keys()
-        assert found.model.num_heads == heads and found.model.vocab_size == vocabulary
+        assert found.model.num_heads == model.num_heads and found.model.vocab_size == model.vocab_size
         for name, tensor in found.tensors.items():
             assert tensor.dtype == dtype
             np.testing.assert_array_equal(tensor.load(), weights.tensors[name].load(), err_msg=name)
@@ -233,7 +250,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     (untied / "config.json").write_text(json.dumps(config))
     fails(CheckpointError, "lm_head.weight differs from the embedding", untied)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("common.conversion.mindformers.yaml.safe_dump", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr("common.conversion.model_yaml.yaml.safe_dump", lambda *_, **__: (_ for _ in ()).throw(full))
     fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

@@ -47,8 +47,8 @@ FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic"
 @pytest.mark.parametrize(
     ("way", "sections"),
     [
-        (["mindformers"], FLOAT16),
-        (["torch_gpt2", "mindformers_r0.3"], {"optimizer": SGD}),
+        (["mindformers", "megatron"], FLOAT16),
+        (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]) -> None:
@@ -58,7 +58,8 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: lis
     torch_gpt2.train.train(make_config(tmp_path / "half", corpus_prefix, **half))
     before = tmp_path / "half"
     for number, target in enumerate([*way, "torch_gpt2"]):
-        result = convert(before, tmp_path / str(number), target_format=target, verify=True)
+        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
+        result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result.step == 3
         before = tmp_path / str(number)
     resumed = {**sections, "checkpoint": {"load": str(before)}}
@@ -149,4 +150,6 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
 
 
 def test_every_format_that_holds_a_run_is_tested_here() -> None:
-    assert {name for name, format in FORMATS.items() if format.holds_run} == {"torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3"}
+    assert {name for name, format in FORMATS.items() if format.holds_run} == {
+        *("torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3", "megatron", "megatron_core"),
+    }

@@ -1,0 +1,253 @@
+"""Checkpoints of Megatron-LM and Megatron-Core, written: for each tensor and pipeline rank one file, made as a stream of its own part.
+
+What Megatron has no place for goes into model.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.schema import ModelConfig
+from common.conversion.megatron_shards import FILE, TRACKER
+from common.conversion.model_yaml import write_model_yaml
+from common.conversion.weights import Weight, Weights, to_type
+from common.files import atomic_write, fsync_folder
+from common.parallel.batch import check_divides, pad_vocabulary
+from common.parallel.sharding import local_shape, own_piece
+from common.training.snapshot import STATE_NAMES, padded_rows
+from common.weights.arrays import made_ahead
+from common.weights.names import EMBEDDING, NAME_MAPS, Row, decays
+from common.weights.torch_pickle import TorchName
+from common.weights.torch_writer import TensorLeaf, stream_torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """One file's place."""
+
+    weights: Weights
+    format: str
+    tensor: int
+    tensor_rank: int
+    stages: int
+    stage: int
+
+    @property
+    def name(self) -> str:
+        return f"mp_rank_{self.tensor_rank:02d}" + (f"_{self.stage:03d}" if self.stages > 1 else "")
+
+    def rows(self) -> list[Row]:
+        """Of its tensors in the order of Megatron's modules, layers numbered from 0."""
+        name_map = NAME_MAPS[self.format][0]
+        layers = self.weights.model.num_layers // self.stages
+        start = [row for row in name_map.outside if row.ours[0] in (EMBEDDING, "wpe.weight")]
+        blocks = [
+            replace(
+                row, ours=tuple(name.format(layer=self.stage * layers + layer) for name in row.ours), theirs=row.theirs.format(layer=layer)
+            )
+            for layer in range(layers)
+            for row in name_map.layer
+        ]
+        end = [row for row in name_map.outside if row not in start]
+        if self.stage and name_map.head:
+            end.append(replace(start[0], theirs=name_map.head))
+        return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
+
+
+def write_megatron(
+    folder: Path, weights: Weights, dtype: str | None, tensor: int = 1, stages: int = 1, format: str = "megatron"
+) -> dict[str, int]:
+    """Into an empty folder, for ``tensor`` x ``stages`` ranks. Raises ConfigError unless they divide heads and layers; OSError is left to
+    the caller. Returns no checksums: each record in a file of torch's has its own."""
+    model = weights.model
+    inner = model.ffn_hidden_size or 4 * model.hidden_size
+    check_divides("--model_parallel", tensor, "model.num_heads", model.num_heads)
+    check_divides("--model_parallel", tensor, "model.ffn_hidden_size", inner)
+    check_divides("--pipeline_stage", stages, "model.num_layers", model.num_layers)
+    step = 0 if weights.run is None else weights.run["state"]["step"]
+    checkpoint = folder / (f"iter_{step:07d}" if step else "release")
+    for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
+        rank = _Rank(weights=weights, format=format, tensor=tensor, tensor_rank=tensor_rank, stages=stages, stage=stage)
+        (checkpoint / rank.name).mkdir(parents=True)
+        _write_rank(checkpoint / rank.name / FILE, rank, dtype)
+        fsync_folder(checkpoint / rank.name)
+    fsync_folder(checkpoint)
+    write_model_yaml(folder, weights)
+    with atomic_write(folder / TRACKER, "w") as file:
+        file.write(str(step or "release"))
+    return {}
+
+
+@dataclass(kw_only=True)
+class _Leaves:
+    """The tensors of a file, in its order, and how each is made."""
+
+    rank: _Rank
+    makers: dict[str, Callable[[], NDArray[Any]]] = field(default_factory=dict)
+
+    def add(self, row: Row, dtype: str | None, part: str = "") -> TensorLeaf:
+        """part: of the optimizer's state. dtype: None is that of the source."""
+        model, tensor = self.rank.weights.model, self.rank.tensor
+        source = self.rank.weights.moments if part else self.rank.weights.tensors
+        wanted = dtype or source[row.ours[0] + part].dtype
+        shapes, makers = {}, []
+        for name in row.ours:
+            whole = _padded_shape(name, source[name + part].shape, model, tensor)
+            shapes[name] = local_shape(name, whole, tensor)
+            makers.append(_piece(name, source[name + part], whole, wanted, self.rank))
+        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
+        self.makers[leaf.name] = lambda: row.pack([make() for make in makers], model.num_heads // tensor)
+        return leaf
+
+
+def _padded_shape(name: str, shape: tuple[int, ...], model: ModelConfig, tensor: int) -> tuple[int, ...]:
+    return (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *shape[1:]) if name == EMBEDDING else shape
+
+
+def _piece(name: str, weight: Weight, whole: tuple[int, ...], dtype: str, rank: _Rank) -> Callable[[], NDArray[Any]]:
+    piece = own_piece(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
+    spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
+    return lambda: padded_rows(to_type(weight.load()[spans], weight.dtype, dtype), piece.shape[0])
+
+
+def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
+    weights, leaves, rows = rank.weights, _Leaves(rank=rank), rank.rows()
+    precision = _precision(weights, dtype)
+    flat = {row.theirs: leaves.add(row, dtype) for row in rows}
+    tree: dict[str, Any] = {
+        "args": _args(rank, precision),
+        "checkpoint_version": 3.0,
+        "iteration": 0 if weights.run is None else weights.run["state"]["step"],
+        "model": flat if rank.format == "megatron_core" else _nested(flat),
+    }
+    if weights.run is not None:
+        tree["optimizer"] = _optimizer(leaves, rows, mixed=precision != "float32")
+        tree |= _scheduler(weights.run)
+    stream_torch(path, tree, made_ahead(leaves.makers.values()))
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """As Megatron-LM's modules nest what they save; the encoder's layers are flat."""
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        encoder = "language_model.encoder."
+        path = ["language_model", "encoder", name.removeprefix(encoder)] if name.startswith(encoder) else name.split(".")
+        place = tree
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = leaf
+    return tree
+
+
+def _precision(weights: Weights, dtype: str | None) -> str:
+    """The type of the weights with which Megatron would compute; other than float32, its optimizer has float32 copies of them
+    (Float16OptimizerWithFloat16Params), and else has none (FP32Optimizer)."""
+    run: Any = weights.run or {"config": {}, "engine": {"loss_scale": {}}}
+    scaled = run["engine"]["loss_scale"].get("mode", "none") != "none"
+    compute = run["config"].get("precision", {}).get("compute", "float16" if scaled else "float32")
+    return str(compute if compute != "float32" else dtype or weights.tensors[EMBEDDING].dtype)
+
+
+def _optimizer(leaves: _Leaves, rows: list[Row], *, mixed: bool) -> dict[str, Any]:
+    """Parameters are numbered group by group, those with decay first: ``megatron._by_name`` says where that is from."""
+    weights = leaves.rank.weights
+    run = weights.run
+    assert run is not None
+    config, engine = run["config"], run["engine"]
+    groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
+    parts = [part for part in STATE_NAMES[config["optimizer"]["name"]] if f"{EMBEDDING}.{part}" in weights.moments]
+    state = {
+        number: {part: leaves.add(row, None, f".{part}") for part in parts} for number, row in enumerate(itertools.chain(*groups)) if parts
+    }
+    first_of = itertools.accumulate(map(len, groups), initial=0)
+    inner = {
+        "state": state,
+        "param_groups": [
+            _group(config["optimizer"], engine["optimizer_steps"], decayed, list(range(first, first + len(group))))
+            for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
+        ],
+    }
+    if not mixed:
+        return inner
+    outer: dict[str, Any] = {"optimizer": inner}
+    scale = engine["loss_scale"]
+    if scale.get("mode") == "dynamic":
+        name = "grad_scaler.scale"
+        leaves.makers[name] = lambda: np.array([scale["value"]], np.float32)
+        outer["grad_scaler"] = {
+            "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
+            "growth_tracker": scale["finite_steps"],
+            "hysteresis_tracker": _hysteresis(run) - scale["overflows"],
+        }
+    elif scale.get("mode") == "static":
+        outer["grad_scaler"] = {}
+    outer["fp32_from_fp16_params"] = [[leaves.add(row, "float32") for row in group] for group in groups]
+    return outer
+
+
+def _hysteresis(run: Any) -> int:
+    return int(run["config"].get("loss_scale", {}).get("hysteresis", 2))
+
+
+def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]) -> dict[str, Any]:
+    """``step`` as apex and Transformer Engine keep it, one number for all."""
+    rate = config.get("learning_rate", 0.0)
+    words: dict[str, Any] = {
+        "lr": rate, "max_lr": rate, "min_lr": config.get("min_learning_rate", 0.0),
+        "weight_decay": config.get("weight_decay", 0.0) * decayed, "wd_mult": float(decayed), "lr_mult": 1.0,
+        "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
+    }  # fmt: skip
+    if config["name"] == "sgd":
+        words |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
+    else:
+        words |= {"betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)), "eps": config.get("epsilon", 1e-8)}
+        words |= {"bias_correction": True, "step": steps}
+    return words | {"params": numbers}
+
+
+def _scheduler(run: Any) -> dict[str, Any]:
+    """Megatron counts its schedule in samples. Nothing where the run's config is not known (``OptimizerParamScheduler.state_dict``)."""
+    config, batch = run["config"]["optimizer"], run["config"].get("train", {}).get("global_batch_size")
+    if batch is None or config.get("decay_steps") is None:
+        return {}
+    decay = config["weight_decay"]
+    return {
+        "opt_param_scheduler": {
+            "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"], "lr_decay_style": config["schedule"],
+            "lr_warmup_steps": (config["warmup_steps"] or 0) * batch, "lr_decay_steps": config["decay_steps"] * batch,
+            "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
+            "wd_incr_steps": 0,
+        }
+    }  # fmt: skip
+
+
+def _args(rank: _Rank, precision: str) -> argparse.Namespace:
+    """What ``check_checkpoint_args`` and ``load_args_from_checkpoint`` of Megatron look at, and what a model is made of."""
+    weights, model = rank.weights, rank.weights.model
+    run: Any = weights.run or {"state": {"step": 0, "consumed_samples": 0}, "config": {}}
+    return argparse.Namespace(
+        num_layers=model.num_layers, encoder_num_layers=model.num_layers, hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size, num_attention_heads=model.num_heads, kv_channels=model.hidden_size // model.num_heads,
+        group_query_attention=False, seq_length=model.seq_length, encoder_seq_length=model.seq_length,
+        max_position_embeddings=model.max_positions, add_position_embedding=True, position_embedding_type="learned_absolute",
+        use_rotary_position_embeddings=False, rotary_percent=1.0, tokenizer_type="GPT2BPETokenizer", vocab_size=model.vocab_size,
+        make_vocab_size_divisible_by=model.vocab_multiple,
+        padded_vocab_size=pad_vocabulary(model.vocab_size, model.vocab_multiple, rank.tensor),
+        layernorm_epsilon=model.layer_norm_epsilon, norm_epsilon=model.layer_norm_epsilon, normalization="LayerNorm",
+        apply_layernorm_1p=False, apply_residual_connection_post_layernorm=False, add_bias_linear=True, bias_gelu_fusion=True,
+        openai_gelu=False, squared_relu=False, swiglu=False, untie_embeddings_and_output_weights=False, num_experts=None,
+        hidden_dropout=model.hidden_dropout, attention_dropout=model.attention_dropout, init_method_std=model.initializer_range,
+        tensor_model_parallel_size=rank.tensor, pipeline_model_parallel_size=rank.stages, virtual_pipeline_model_parallel_size=None,
+        num_layers_per_virtual_pipeline_stage=None, data_parallel_random_init=False, use_distributed_optimizer=False,
+        transformer_impl="local", fp16=precision == "float16", bf16=precision == "bfloat16", params_dtype=TorchName(f"torch.{precision}"),
+        hysteresis=_hysteresis(run), iteration=run["state"]["step"], consumed_train_samples=run["state"]["consumed_samples"],
+        consumed_valid_samples=0,
+    )  # fmt: skip
