@@ -29,7 +29,9 @@ def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[
 def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Of a folder of transformers, by transformers."""
     from transformers import GPT2LMHeadModel
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()

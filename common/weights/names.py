@@ -110,7 +110,8 @@ class Row:
         fused = theirs.T if self.transposed else theirs
         if len(self.ours) == 1:
             return fused
-        return self._apart(fused, heads)[number].reshape(-1, *fused.shape[1:])
+        part: NDArray[Any] = self._apart(fused, heads)[number].reshape(-1, *fused.shape[1:])
+        return part
 
     def _apart(self, fused: NDArray[Any], heads: int) -> NDArray[Any]:
         """A view of it as query, key and value, each (heads, outputs of one, ...)."""
