@@ -31,7 +31,8 @@ def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quieten: Any = logging.disable_progress_bar  # untyped
+    quieten()
     net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
