@@ -136,7 +136,7 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
         if args.get(name):
             raise ConfigError(f"{path}: its args say {name}={args[name]!r}; our model is GPT-2 without it, so it would compute otherwise")
     if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
-        told["args.bias_gelu_fusion=False"] = "trained with the exact gelu: ours, GPT-2's, is the tanh formula, up to 5e-4 away"
+        told["args.bias_gelu_fusion=False"] = "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4 away"
     file = next((file for folder in (shards.folder, shards.folder.parent) if (file := folder / MODEL_YAML).is_file()), None)
     if file is not None:
         model, run = read_model_yaml(file)
@@ -160,8 +160,8 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
     else:
         is_gpt2 = args.get("tokenizer_type") == "GPT2BPETokenizer" and 0 <= rows - _GPT2_VOCABULARY < multiple
         vocabulary = _GPT2_VOCABULARY if is_gpt2 else rows
-        why = "GPT-2's tokenizer, by tokenizer_type" if is_gpt2 else f"all rows kept: how many pad the vocabulary no {MODEL_YAML} says"
-        told[f"vocabulary of {vocabulary}"] = why
+        if not is_gpt2:
+            told["padded_vocab_size"] = f"the true vocabulary, which args do not tell: all {rows} rows are kept; say it in a {MODEL_YAML}"
     section["vocab_size"] = vocabulary
     return checked_model(path, {"seq_length": section["max_positions"], **section}), None, told
 
@@ -181,8 +181,8 @@ class _Saved:
 def _read_optimizer(file: TensorFile) -> _Saved:
     """Megatron's FP32Optimizer saves what torch's optimizers do; Float16OptimizerWithFloat16Params has that inside (``state_dict`` of
     both in megatron/optimizer/optimizer.py, since then megatron/core/optimizer/optimizer.py)."""
-    outer = file.tree.get("optimizer")
     try:
+        outer = file.tree.get("optimizer")
         if outer is None:
             return _Saved(moments={}, why_not="" if file.path.name == FILE else "in a file of each data-parallel rank: weights alone")
         inner = outer.get("optimizer") or outer.get("optimizer_state_dict") or outer
@@ -208,7 +208,8 @@ def _by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Seque
 
     Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of the modules:
     ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in megatron/optimizer/__init__.py, ``_get_param_groups``
-    in megatron/core/optimizer/__init__.py. Which group comes first is the first's except in some releases of the latter: both are read.
+    in megatron/core/optimizer/__init__.py. The first comes first, but in releases of megatron-core whose groups are in the order of their
+    first parameters, on all but the first stage: both are read.
     """
     return [
         [_in_order(shards.folder, tensors, there) for tensors, there in zip(*stage, strict=True)]
@@ -224,7 +225,7 @@ def _in_order(folder: Path, names: Mapping[str, StoredTensor], values: Sequence[
         if [tensor.shape for tensor in named.values()] != [tensor.shape for tensor in there]:
             raise CheckpointError(f"{folder}: the state of the optimizer is not of these weights: other shapes, or another number of them")
         found.update(zip(named, there, strict=True))
-    return {name: found[name] for name in names}
+    return {name: found[name] for name in names if name in found}
 
 
 def _run_of(shards: Shards, saved: _Saved, step: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ latest_checkpointed_iteration.txt. PPP is there with pipeline stages alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ _FILES = (FILE, "model_rng.pt")
 """The second with the optimizer of each data-parallel rank in a file of its own."""
 _BLOCK = 2**20
 """Bytes that are compared at a time."""
+_MAX_RANKS = 1000
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, StoredTensor]]]
@@ -104,7 +106,9 @@ def open_shards(path: Path) -> Iterator[Shards]:
         largest = (max(stage for stage, _ in paths) + 1, max(rank for _, rank in paths) + 1)
         tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", largest[1]))
         stages = getattr(args, "pipeline_model_parallel_size", largest[0] if tensor == largest[1] else 1)
-        expected = {(stage, rank) for stage in range(stages) for rank in range(tensor)}
+        if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
+            raise CheckpointError(f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole folder again")
+        expected = set(itertools.product(range(stages), range(tensor)))
         if expected != paths.keys():
             absent = [f"missing mp_rank_{rank:02d}" + (f"_{stage:03d}" * (stages > 1)) for stage, rank in sorted(expected - paths.keys())]
             more = [f"unexpected {paths[ranks].parent.name}" for ranks in sorted(paths.keys() - expected)]

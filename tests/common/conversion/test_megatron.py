@@ -120,7 +120,7 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
     tracker.write_text("7")
     assert detect(tmp_path) == detect(tmp_path / "iter_0000007") == "megatron"
     found = equal(tmp_path, "megatron", {**arrays, "wte.weight": table})
-    assert found.model.vocab_size == 112 and "all rows kept" in found.ignored["vocabulary of 112"]
+    assert found.model.vocab_size == 112 and "all 112 rows are kept" in found.ignored["padded_vocab_size"]
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
     assert "rows that pad the vocabulary" in equal(tmp_path / "iter_0000007", "megatron", arrays).ignored.values()
 
@@ -388,6 +388,8 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
         ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True; our model is GPT-2 without it"),
         ({"hidden_size": None}, r"hidden_size.* of the model"),
+        ({"tensor_model_parallel_size": None}, r"training had None tensor x 2 pipeline ranks; copy"),
+        ({"pipeline_model_parallel_size": 10**12}, r"training had 2 tensor x 1000000000000 pipeline ranks; copy"),
     ):
         saved = load(bad("mp_rank_00_000"))
         vars(saved["args"]).update(args)
