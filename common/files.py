@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -57,34 +59,64 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 def clean_up(parent: Path, names: str) -> None:
     """Finish what a killed writer left of files and folders of these names (a glob): a folder whose replacement never came is put back,
-    .NAME*.tmp go."""
+    .NAME.tmp and the files .NAME.*.tmp go."""
+    _put_back(parent, names)
+    files = (path for path in parent.glob(f".{names}.*.tmp") if not path.is_dir())  # a folder's name may be longer, and another's
+    for leftover in (*parent.glob(f".{names}.tmp"), *files):
+        _remove(leftover)
+
+
+def _put_back(parent: Path, names: str) -> None:
     for replaced in parent.glob(f".{names}{_REPLACED}"):
         target = parent / replaced.name[1:].removesuffix(_REPLACED)
-        if not target.exists():
-            os.replace(replaced, target)
-    for leftover in (*parent.glob(f".{names}.tmp"), *parent.glob(f".{names}.*.tmp")):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
+        if target.exists():
+            _remove(replaced)
         else:
-            leftover.unlink(missing_ok=True)
+            os.replace(replaced, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
     """A folder to fill, which gets the name ``folder`` at the end; an older one stays until then. Raises StorageError when the disk
-    refuses, with ``remedy``."""
+    refuses, with ``remedy``, and where another process fills one of this name."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        clean_up(folder.parent, folder.name)
-        temporary.mkdir(parents=True)
-        yield temporary
-        fsync_folder(temporary)
-        put_in_place(temporary, folder)
+        temporary.mkdir(parents=True, exist_ok=True)
+        with _held(temporary):
+            try:
+                _put_back(folder.parent, glob.escape(folder.name))
+                for leftover in temporary.iterdir():
+                    _remove(leftover)
+                yield temporary
+                fsync_folder(temporary)
+                put_in_place(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, StorageError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise StorageError(f"{folder}: {what} could not be written: {reason}; {remedy}") from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other processes from the folder, until the block or this process ends; not where the file system knows no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StorageError("another process is writing there") from None
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
 
 
 def fsync_folder(folder: Path) -> None:
