@@ -52,8 +52,8 @@ def _open_shards(path: Path) -> Iterator[TensorFile]:
     try:
         places = json.loads(path.read_bytes())["weight_map"]
         shards = sorted(set(places.values()))
-        if any(Path(shard).name != shard for shard in shards):
-            raise ValueError("a shard lies in another folder")
+        if any(Path(shard).name != shard or not shard.isprintable() or shard in ("", path.name) for shard in shards):
+            raise ValueError("a shard lies in another folder, or is no file")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; give the path of a weight file") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
