@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -105,6 +106,9 @@ def convert(
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
+    target = target.resolve()  # a link stays, and leads to what is written
+    if target == Path.cwd():
+        raise ConfigError(f"{target}: --output is the folder that you are in, and it is replaced whole; give the name of one inside it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     write = _writer(target_format, model_parallel, pipeline_stage)
@@ -162,10 +166,13 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
+    target = target.resolve()
+    if target == source.resolve():
+        raise ConfigError(f"{target}: --mindspore_path is --torch_path, which would be lost; choose another")
     temporary = target.with_name(f".{target.name}.tmp")
     with hugging_face.open_without_config(source, layers) as weights:
         try:
-            clean_up(target.parent, target.name)
+            clean_up(target.parent, glob.escape(target.name))
             mindformers.write_file(temporary, weights, None)
             temporary.replace(target)
             fsync_folder(target.parent)

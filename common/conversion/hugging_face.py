@@ -9,14 +9,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from common.config.schema import ModelConfig
 from common.conversion.tokenizer_files import end_of_text
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.weights.arrays import TensorFile, made_ahead
+from common.weights.arrays import StoredTensor, TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
 from common.weights.safetensors_files import stream_shards
@@ -39,9 +40,9 @@ def is_here(path: Path) -> bool:
 def open_hugging_face(path: Path) -> Iterator[Weights]:
     """path: the folder, or a file of weights beside its config.json. Raises CheckpointError and ConfigError."""
     folder = path if path.is_dir() else path.parent
-    file = path if path.is_file() else next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{folder}: no weights here; expected {' or '.join(FILES)}")
+    file = next((path / name for name in FILES if (path / name).is_file()), path)
+    if not file.is_file():
+        raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
     model = read_config(folder / CONFIG)
     with open_tensors(file) as stored:
         yield _weights(path, stored, find_map(file, "hf", stored), model)
@@ -71,14 +72,16 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
     tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
     if name_map.head in tensors and table in tensors:
         ignored[name_map.head] = f"the head, which is {table}"
-        _check_tied(stored.path, tensors.pop(name_map.head).read(), tensors[table].read())
+        _check_tied(stored.path, tensors.pop(name_map.head), tensors[table])
     ignored |= padding_of(name_map, tensors, model)
     return Weights(path=path, format="hf", model=model, tensors=by_our_names(stored.path, name_map, tensors, model), ignored=ignored)
 
 
-def _check_tied(file: Path, head: Any, table: Any) -> None:
-    if head.shape != table.shape or any(
-        (head[first : first + 1024] != table[first : first + 1024]).any() for first in range(0, len(head), 1024)
+def _check_tied(file: Path, head: StoredTensor, table: StoredTensor) -> None:
+    """Bit for bit: a NaN equals no number."""
+    ours, theirs = (np.atleast_1d(tensor.read()) for tensor in (head, table))
+    if (head.dtype, head.shape) != (table.dtype, table.shape) or any(
+        ours[first : first + 1024].tobytes() != theirs[first : first + 1024].tobytes() for first in range(0, len(ours), 1024)
     ):
         raise CheckpointError(
             f"{file}: lm_head.weight differs from the embedding; our head is the embedding, so this model has no place here"
@@ -97,7 +100,7 @@ def read_config(path: Path) -> ModelConfig:
         raise ConfigError(
             f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: no config of a GPT-2 ({error!r}); expected n_layer, n_embd, n_head, n_positions, vocab_size") from None
     for name, values in _SAME.items():
         if words.get(name, values[0]) not in values:

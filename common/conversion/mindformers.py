@@ -51,7 +51,7 @@ def is_here(path: Path, format: str = "mindformers") -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(path.glob("*.ckpt"))
+    return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(file for file in path.glob("*.ckpt") if file.is_file())
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
                 f" they are of two runs; take the section run out of {MODEL_YAML}, or copy both again"
             )
         if run is None and moments:
-            run = _run_of(counters, "sgd" if groups["momentum_buffer"] else "adamw")
+            run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
             ignored["position in the data"] = "not in the file: who goes on from here reads from the first sample"
         elif run is None:
             ignored |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
@@ -88,8 +88,10 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
         yield Weights(path=path, format=format, model=model, tensors=weights, moments=moments, run=run, ignored=ignored)
 
 
-def _run_of(counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
+def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
     """As far as MindSpore's own counters tell."""
+    if wrong := [f"{name}={value:g}" for name, value in counters.items() if not 0 <= value < 2**53]:
+        raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
     updates = int(counters.get("global_step", counters.get("step_num", 0)))
     value = counters.get("scale_sense", counters.get("loss_scale"))
     scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}

@@ -20,6 +20,7 @@ from common.weights.files import check_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
+_MAX_LAYERS = 10_000
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 """The state of a loss scale that a run does without."""
 
@@ -84,7 +85,10 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}={first['input']!r} of the model: {first['msg']}; mend the file") from None
+        found = "" if first["type"] == "missing" else f"={first['input']!r}"
+        raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
+    if model.num_layers > _MAX_LAYERS:  # of which alone the names would fill the memory
+        raise ConfigError(f"{path}: {model.num_layers} blocks; expected {_MAX_LAYERS} at most; mend the file")
     if model.hidden_size % model.num_heads:
         raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
     inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
@@ -160,6 +164,11 @@ def by_our_names(
     if len(found.get(table, ())) == 2 and found[table][0] > model.vocab_size:
         found[table] = (model.vocab_size, *found[table][1:])
     check_tensors(path, found, expected)
+    if strange := [name for name in expected if stored[name].dtype not in (*FLOATS, "float64")]:
+        raise CheckpointError(
+            f"{path}: {strange[0]} and {len(strange) - 1} more are {stored[strange[0]].dtype}, as a quantized model's; expected"
+            f" {', '.join(FLOATS)} or float64: convert the model as it was before"
+        )
     weights = {
         name + suffix: Weight(
             dtype=stored[prefix + row.theirs].dtype,
@@ -202,8 +211,17 @@ def _packer(row: Row, parts: list[Weight], dtype: str, heads: int) -> Callable[[
 
 
 def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """bfloat16 as words on either side; the array itself where nothing changes."""
+    """bfloat16 as words on either side; the array itself where nothing changes. Raises CheckpointError where a number is too large."""
     if dtype == wanted:
         return array
     values: NDArray[Any] = widen_bfloat16(array) if dtype == "bfloat16" else array
-    return round_to_bfloat16(values.astype(np.float32, copy=False)) if wanted == "bfloat16" else values.astype(wanted)
+    if wanted == "bfloat16":
+        return round_to_bfloat16(values.astype(np.float32, copy=False))
+    try:
+        with np.errstate(over="raise"):
+            return values.astype(wanted)
+    except FloatingPointError:
+        most = float(np.abs(values[np.isfinite(values)]).max())
+        raise CheckpointError(
+            f"a weight of {most:.4g} would be infinite in {wanted}, which ends at {np.finfo(wanted).max:.4g}; say --dtype bfloat16, or none"
+        ) from None

@@ -221,9 +221,9 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     model = theirs()
     good = save(model, tmp_path / "good", "safetensors")
 
-    def fails(error: type[Exception], match: str, source: Path, to: str = "mindformers") -> None:
+    def fails(error: type[Exception], match: str, source: Path, to: str = "mindformers", **more: Any) -> None:
         with pytest.raises(error, match=match):
-            run(source, tmp_path / "out", to)
+            run(source, tmp_path / "out", to, **more)
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
     fails(ConfigError, r"no weights of a known format here; say --from", tmp_path / "nothing")
@@ -241,14 +241,23 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
         "other": ({"activation_function": "relu"}, r"activation_function='relu'; our model"),
         "heads": ({"n_head": "four"}, r"num_heads='four' of the model: Input should be a valid integer"),
         "more heads": ({"n_head": 5}, r"5 heads do not divide a width of 24"),
+        "giant": ({"n_layer": 10**9}, r"1000000000 blocks; expected 10000 at most"),
         "missing": (None, r"no config of a GPT-2 \(KeyError\('n_layer'\)\)"),
     }.items():
         folder = save(model, tmp_path / name, "safetensors")
         (folder / "config.json").write_text(json.dumps(config | changes if changes else {}))
         fails((ConfigError, CheckpointError), match, folder)  # type: ignore[arg-type]
+    fails(CheckpointError, r"good/typo.safetensors: no weights here", good / "typo.safetensors", source_format="hf")
     untied = save(theirs(tie_word_embeddings=False), tmp_path / "untied", "bin")
     (untied / "config.json").write_text(json.dumps(config))
     fails(CheckpointError, "lm_head.weight differs from the embedding", untied)
+    for dtype, (to, match) in {
+        torch.int8: (None, "are int8, as a quantized model's"),
+        None: ("float16", "weight of .* would be infinite"),
+    }.items():
+        state = {name: (tensor * 1e6).to(dtype) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        torch.save(state, evil / "pytorch_model.bin")
+        fails(CheckpointError, match, evil, dtype=to)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("common.conversion.model_yaml.yaml.safe_dump", lambda *_, **__: (_ for _ in ()).throw(full))
     fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
@@ -257,6 +266,34 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="exists and is not empty"):
         run(good, tmp_path / "out", "hf")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_values_that_are_no_numbers_travel_bit_for_bit(tmp_path: Path) -> None:
+    model = theirs()
+    words = model.transformer.wte.weight.data.view(torch.int32)
+    words[0, :4] = torch.tensor([0x7FC12345, 0x7F800001, -8388608, -(2**31)], dtype=torch.int32)  # NaNs, -infinity, -0
+    folder = save(model, tmp_path / "source", "bin")  # with lm_head
+    for target in ("torch_gpt2", "mindformers", "hf"):
+        folder = run(folder, tmp_path / target, target)
+    with open_tensors(folder / "model.safetensors") as found:
+        assert found["transformer.wte.weight"].read().tobytes() == words.numpy().tobytes()
+
+
+def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    for name in ("dangling", "link"):
+        (tmp_path / name).symlink_to(tmp_path / f"{name} 目标")
+    (tmp_path / "link 目标").mkdir()
+    for name in ("dangling", "link"):
+        run(source, tmp_path / name, "mindformers")
+        assert (tmp_path / name).is_symlink() and (tmp_path / f"{name} 目标" / "gpt2.ckpt").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="the folder that you are in"):
+        run(source, Path(), "hf")
+    with pytest.raises(ConfigError, match="--mindspore_path is --torch_path"):
+        convert_as_mindformers_did(2, source / "model.safetensors", source / "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "dangling 目标", "here", "hf", "link", "link 目标"]
 
 
 def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
