@@ -1,6 +1,7 @@
 """What converting weights costs beside cp and sync of the same files: seconds, and memory of the process beyond its imports.
 
-python benchmarks/conversion.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR [--to mindformers megatron:2x2] [--repeats 3]
+python benchmarks/conversion.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR [--to mindformers megatron:2x2] [--repeats 3] \
+    [section.key=value ...]
 
 The source is a Hugging Face folder of random float32 weights. A target may say tensor x pipeline shards. Needs three times the weights'
 size on the disk of --folder; peak memory is RssAnon, which the mapped input is no part of.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.table import report
 
 
-def make_source(config: str, folder: Path) -> None:
+def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
     import numpy as np
 
     from common.config.load import load_config
@@ -36,7 +38,7 @@ def make_source(config: str, folder: Path) -> None:
     from common.conversion.weights import Weight, Weights
     from common.weights.names import parameter_shapes
 
-    model = resolve_config(load_config(Path(config), ["output_dir=unused"])).model
+    model = resolve_config(load_config(Path(config), ["output_dir=unused", *overrides])).model
     generator = np.random.default_rng(0)
 
     def random(shape: tuple[int, ...]) -> Weight:
@@ -127,10 +129,11 @@ def main() -> None:
     parser.add_argument("--folder", required=True, type=Path, help="on the disk to measure; a folder inside is made and removed")
     parser.add_argument("--to", nargs="+", default=["mindspore", "mindformers", "megatron:2x2"], metavar="FORMAT[:TxP]")
     parser.add_argument("--repeats", type=int, default=3, choices=range(1, 100), metavar="N", help="pairs of converting and copying (3)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion-") as name:
         folder = Path(name)
-        make_source(arguments.config, folder / "source")
+        make_source(arguments.config, folder / "source", arguments.overrides)
         report([row(wanted, measure(folder / "source", folder, wanted, arguments.repeats)) for wanted in arguments.to])
 
 
