@@ -13,6 +13,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections import Counter
 from functools import partial
@@ -104,4 +105,5 @@ def _run(module: str, function: str, *arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # a scheduler's, which else leaves half of the output there
     sys.exit(main())

@@ -5,6 +5,8 @@ import itertools
 import json
 import os
 import pickle
+import runpy
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -294,6 +296,19 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="--mindspore_path is --torch_path"):
         convert_as_mindformers_did(2, source / "model.safetensors", source / "model.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "dangling 目标", "here", "hf", "link", "link 目标"]
+
+
+def test_what_a_scheduler_stops_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    monkeypatch.setattr(sys, "argv", ["x", "--input", str(source), "--output", str(tmp_path / "out"), "--to", "mindformers"])
+    monkeypatch.setattr("common.conversion.mindformers.write_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path("tools/convert_weight.py", run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 143 and [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
