@@ -65,7 +65,7 @@ def _weight(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Weight:
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """A folder for checkpoint.init_from, and for checkpoint.load where the source was a run: float32. Returns the CRC-32 of its files."""
+    """A folder for checkpoint.init_from, and for checkpoint.resume where the source was a run: float32. Returns the CRC-32 of its files."""
     if dtype not in (None, "float32"):
         raise ConfigError(
             f"--dtype {dtype}: our own folders hold float32; leave it out, and say precision.parameters={dtype} when you train"

@@ -62,7 +62,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: lis
         result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result.step == 3
         before = tmp_path / str(number)
-    resumed = {**sections, "checkpoint": {"load": str(before)}}
+    resumed = {**sections, "checkpoint": {"resume": str(before)}}
     torch_gpt2.train.train(make_config(tmp_path / "resumed", corpus_prefix, **resumed))
 
     def steps(folder: str) -> list[Any]:
@@ -70,6 +70,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: lis
         return [[row.get(name) for name in kept] for row in read_metrics(tmp_path / folder / "metrics.jsonl") if row["step"] > 3]
 
     assert steps("resumed") == steps("whole") and len(steps("whole")) == 3
+    assert read_metrics(tmp_path / "resumed" / "metrics.jsonl")[0]["step"] == 4, "it did not begin anew"
     ends = [require_checkpoint(tmp_path / folder, "") for folder in ("whole", "resumed")]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
