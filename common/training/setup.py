@@ -86,6 +86,11 @@ def identity_of(found: Path | None) -> str:
 def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     """Obey checkpoint.resume and checkpoint.init_from. Raises CheckpointError or ConfigError when they cannot be obeyed."""
     wish, folder = config.checkpoint.resume, Path(config.output_dir)
+    if config.checkpoint.load is not None:
+        LOG.warning(
+            f"checkpoint.load={config.checkpoint.load} is for eval and predict, and training does not begin there: to go on from it say"
+            " checkpoint.resume, to begin with its weights checkpoint.init_from"
+        )
     if wish == "auto":
         resume = find_checkpoint(folder)
     elif wish == "latest":
