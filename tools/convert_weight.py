@@ -30,6 +30,9 @@ from common.errors import GPT2Error
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.epilog = (
+        "Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and 143: stopped. But for 0 nothing is left."
+    )
     parser.add_argument("--from", dest="source_format", choices=FORMATS, metavar="FORMAT", help="found out when left out")
     parser.add_argument("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
     parser.add_argument("--input", type=Path, help="folder, or a file of weights beside its config")
@@ -38,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--model_parallel", type=int, default=1, metavar="N", help="tensor ranks of a target with a file for each")
     parser.add_argument("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
     parser.add_argument("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
-    parser.add_argument("--verify", action="store_true", help="read the output back and compare every tensor bit for bit")
+    parser.add_argument("--verify", action="store_true", help="read the output back, compare bit for bit, and logits where they run")
     parser.add_argument("--layers", type=int, help="number of blocks of the file at --torch_path")
     parser.add_argument("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
     parser.add_argument("--mindspore_path", type=Path, help="the .ckpt to write")

@@ -31,8 +31,7 @@ def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging
 
-    quieten: Any = logging.disable_progress_bar  # untyped
-    quieten()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()

@@ -36,6 +36,8 @@ def compare_logits(
     reason = None
     if missing:
         reason = f"nothing here runs {' and '.join(missing)}"
+    elif source.path.is_file():
+        reason = f"frameworks open folders, where they may prefer another file to {source.path.name}"
     elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
         reason = "the types of the weights differ"
     elif needed > available:

@@ -351,6 +351,10 @@ def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"its logits .torch_gpt2. differ by"):
             convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners)
         assert not (tmp_path / "ours").exists()
+    alone = convert(
+        source / "model.safetensors", tmp_path / "ours", source_format="hf", target_format="torch_gpt2", verify=True, runners=runners
+    )
+    assert alone.logits is not None and "prefer another file" in alone.logits["reason"]
 
 
 def test_the_command_line_of_mindformers_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
