@@ -81,10 +81,10 @@ class Weights:
 def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     """Raises ConfigError where it describes no model."""
     try:
-        model = ModelConfig.model_validate(dict(section))
+        model = ModelConfig.model_validate(section)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "section"
         found = "" if first["type"] == "missing" else f"={first['input']!r}"
         raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
     if model.num_layers > _MAX_LAYERS:  # of which alone the names would fill the memory

@@ -135,6 +135,11 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
             convert(folder, tmp_path / "out", target_format="torch_gpt2")
         assert not (tmp_path / "out").exists()
 
+    (tmp_path / "ours").mkdir()
+    manifest = json.loads((require_checkpoint(trained, "") / "manifest.json").read_text())
+    (tmp_path / "ours" / "manifest.json").write_text(json.dumps(manifest | {"files": {}, "config": {"model": [1]}}))
+    with pytest.raises(ConfigError, match=r"manifest.json: section=\[1\] of the model: Input should be a valid dictionary"):
+        convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
     for change, match in (({"state": {}}, "does not say where its run stood"), ({"engine": 3}, "does not say where its run stood")):
         (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | change}))
         fails(match, ConfigError)
