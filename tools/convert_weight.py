@@ -83,8 +83,9 @@ def main(words: list[str] | None = None) -> int:
         print(f"logits: they differ by {result.logits['largest_difference']:.2g} of {result.logits['largest_logit']:.3g} at most")
     elif result.logits:
         print(f"logits: not compared, {result.logits['reason']}")
+    names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
-        print(f"left out: {count} x {why}")
+        print(f"left out: {names[why]}, {why}" if count == 1 else f"left out: {count} x {why}")
     return 0
 
 

@@ -126,7 +126,7 @@ def convert(
         weights = weights.watched(bar.update)
         sums = write(temporary, weights, dtype)
         counts = {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
-        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "tensors": counts}
+        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "dtype": dtype, "tensors": counts}
         report |= {"ignored": dict(weights.ignored), "crc32": sums}
         if verify:
             with FORMATS[target_format].open(temporary) as written:

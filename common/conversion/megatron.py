@@ -35,7 +35,7 @@ from common.weights.arrays import StoredTensor, TensorFile
 from common.weights.formats import open_tensors
 from common.weights.names import NAME_MAPS, Fusion, NameMap
 
-_ORDERS = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
+_ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
 """Of the rows of query, key and value, by checkpoint_version (``fix_query_key_value_ordering`` in megatron/checkpointing.py)."""
 _MODEL = {
     "num_layers": "num_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads", "ffn_hidden_size": "ffn_hidden_size",
@@ -45,8 +45,12 @@ _REST = {
     "seq_length": "seq_length", "embedding_dropout": "hidden_dropout", "hidden_dropout": "hidden_dropout",
     "attention_dropout": "attention_dropout", "initializer_range": "init_method_std", "vocab_multiple": "make_vocab_size_divisible_by",
 }  # fmt: skip
-_OTHERS = ("apply_residual_connection_post_layernorm", "squared_relu", "apply_layernorm_1p")
-"""Switches that change what a model computes and no tensor's shape."""
+_OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (False,), "squared_relu": (False,), "apply_layernorm_1p": (False,), "swiglu": (False,),
+    "normalization": ("LayerNorm",), "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",),
+    "group_query_attention": (False,),
+}  # fmt: skip
+"""Switches that change what a model computes, some of them no tensor's shape: what GPT-2 has."""
 _GPT2_VOCABULARY = 50257
 _PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -80,7 +84,7 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         tensors = join(shards.folder, weights, name_map)
         tensors.pop(name_map.head or "", None)
         table = name_map.outside[0].theirs
-        model, run, told = _read_config(shards, tensors[table].shape[0] if table in tensors else 0)
+        model, run, told = _read_config(shards, tensors[table].shape[0] if table in tensors and tensors[table].shape else 0)
         ignored |= told | padding_of(name_map, tensors, model)
         found = by_our_names(shards.folder, name_map, tensors, model, read=read_joined)
         moments: dict[str, Weight] = {}
@@ -108,7 +112,7 @@ def _in_version(shards: Shards, name_map: NameMap) -> NameMap:
     if name_map not in NAME_MAPS["megatron"]:
         return name_map
     version = shards.first.tree.get("checkpoint_version", 0)
-    if version not in _ORDERS:
+    if not isinstance(version, int | float) or version not in _ORDERS:
         raise ConfigError(
             f"{shards.first.path}: checkpoint_version is {version!r}, of which the order of query, key and value is unknown;"
             f" expected {', '.join(map(str, _ORDERS))}"
@@ -132,9 +136,11 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
     """The model, where its run stood as far as a model.yaml tells, and what else to tell. rows: of the padded embedding."""
     path, args = shards.first.path, vars(shards.args)
     told = {}
-    for name in _OTHERS:
-        if args.get(name):
-            raise ConfigError(f"{path}: its args say {name}={args[name]!r}; our model is GPT-2 without it, so it would compute otherwise")
+    for name, usual in _OTHERS.items():
+        if args.get(name) not in (None, *usual):
+            raise ConfigError(
+                f"{path}: its args say {name}={args[name]!r}; our model is GPT-2, which has {name}={usual[0]!r} and would compute otherwise"
+            )
     if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
         told["args.bias_gelu_fusion=False"] = "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4 away"
     file = next((file for folder in (shards.folder, shards.folder.parent) if (file := folder / MODEL_YAML).is_file()), None)

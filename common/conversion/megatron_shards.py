@@ -32,6 +32,12 @@ _FILES = (FILE, "model_rng.pt")
 _BLOCK = 2**20
 """Bytes that are compared at a time."""
 _MAX_RANKS = 1000
+_MAX_LAYERS = 10_000
+_OF_ALL = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings", "iteration",
+    "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
+)  # fmt: skip
+"""Of the args, what all ranks of a checkpoint have alike."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, StoredTensor]]]
@@ -49,7 +55,7 @@ def find_folder(path: Path) -> Path | None:
     if not tracker.is_file():
         return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None
     word = tracker.read_text(errors="replace").strip()
-    if word != "release" and not word.isdecimal():
+    if word != "release" and not (word.isdecimal() and len(word) < 20):
         raise ConfigError(f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder iter_... itself")
     folder = path / (word if word == "release" else f"iter_{int(word):07d}")
     if not folder.is_dir():
@@ -121,7 +127,24 @@ def open_shards(path: Path) -> Iterator[Shards]:
                     f"{file.path}: holds the parts of an interleaved pipeline (model0, model1, ...); save it with Megatron without"
                     " --num-layers-per-virtual-pipeline-stage"
                 )
+            _check_same(next(iter(opened.values())), file)
         yield Shards(folder=folder, files=[[opened[stage, rank] for rank in range(tensor)] for stage in range(stages)])
+
+
+def _check_same(first: TensorFile, file: TensorFile) -> None:
+    """Raises CheckpointError if they are of two checkpoints. Tensor ranks that changed places cannot be seen: no file says its rank."""
+    one, other = (vars(_args_of(rank)) | _counters(rank) for rank in (first, file))
+    for name in (*_OF_ALL, "checkpoint_version", "iteration in the file"):
+        if one.get(name) != other.get(name):
+            raise CheckpointError(
+                f"{file.path}: {name} is {other.get(name)}, and {first.path.parent.name} says {one.get(name)}: these files are of several"
+                " checkpoints; copy one whole"
+            )
+
+
+def _counters(file: TensorFile) -> dict[str, Any]:
+    tree = file.tree if isinstance(file.tree, dict) else {}
+    return {"checkpoint_version": tree.get("checkpoint_version"), "iteration in the file": tree.get("iteration", tree.get("total_iters"))}
 
 
 def _args_of(file: TensorFile) -> argparse.Namespace:
@@ -157,7 +180,10 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
 
 def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
     numbers = [int(found[1]) for rank in stage for name in rank if (found := re.search(r"\blayers\.(\d+)\.", name))]
-    return max(numbers, default=-1) + 1
+    layers = max(numbers, default=-1) + 1
+    if layers > _MAX_LAYERS:
+        raise CheckpointError(f"a stage with {layers} layers is none of a GPT-2; use another checkpoint")
+    return layers
 
 
 def _join(path: Path, name: str, parts: Sequence[StoredTensor], dim: int | None) -> Joined:

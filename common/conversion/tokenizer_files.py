@@ -48,12 +48,20 @@ def end_of_text(weights: Weights) -> int | None:
     vocabulary = _of_run(weights)
     if isinstance(vocabulary, BPEVocabulary):
         return vocabulary.eod_id
-    return 50256 if weights.model.vocab_size == 50257 else None
+    try:
+        named = json.loads((_folder_of(weights) / "config.json").read_bytes())["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):  # not from transformers
+        named = 50256 if weights.model.vocab_size == 50257 else None
+    return named if type(named) is int else None
+
+
+def _folder_of(weights: Weights) -> Path:
+    return weights.path if weights.path.is_dir() else weights.path.parent
 
 
 def _beside(weights: Weights) -> dict[str, Path]:
     """By the name that they get, the files that lie where the weights do."""
-    source = weights.path if weights.path.is_dir() else weights.path.parent
+    source = _folder_of(weights)
     return {name: source / theirs for theirs, name in TOKENIZER_FILES.items() if (source / theirs).is_file()}
 
 

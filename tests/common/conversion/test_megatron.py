@@ -380,20 +380,33 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     file.write_bytes(pickle.dumps({"model": Evil()}))
     fails(r"mp_rank_00_001/model_optim_rng.pt")
     assert not (tmp_path / "executed").exists()
+    for change, match in (
+        ({"iteration": 7}, r"mp_rank_00_001/model_optim_rng.pt: iteration in the file is 7, and mp_rank_00_000 says 0"),
+        ({"checkpoint_version": 2.0}, r"checkpoint_version is 2.0, and mp_rank_00_000 says 3.0"),
+        ({"args": argparse.Namespace(**vars(saved["args"]) | {"hidden_size": 48})}, r"hidden_size is 48, and mp_rank_00_000 says 24"),
+    ):
+        torch.save(load(file := bad("mp_rank_00_001")) | change, file)
+        fails(match)
+    saved = load(file := bad("mp_rank_00_000"))
+    saved["model"]["language_model"]["encoder"]["layers.99999999.input_layernorm.bias"] = torch.zeros(24)
+    torch.save(saved, file)
+    fails("a stage with 100000000 layers is none of a GPT-2")
     config = yaml.safe_load((good / "model.yaml").read_text())["model"]
     bad("mp_rank_00_000")
     (tmp_path / "bad" / "model.yaml").write_text(yaml.safe_dump({"model": config | {"num_heads": 2}}))
     fails(r"num_heads is 2, and .* says num_attention_heads=4; mend the first", error=ConfigError)
     for args, match in (
         ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
-        ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True; our model is GPT-2 without it"),
+        ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False"),
+        ({"position_embedding_type": "rope"}, r"position_embedding_type='rope'; our model is GPT-2, which has"),
         ({"hidden_size": None}, r"hidden_size.* of the model"),
         ({"tensor_model_parallel_size": None}, r"training had None tensor x 2 pipeline ranks; copy"),
         ({"pipeline_model_parallel_size": 10**12}, r"training had 2 tensor x 1000000000000 pipeline ranks; copy"),
     ):
-        saved = load(bad("mp_rank_00_000"))
-        vars(saved["args"]).update(args)
-        torch.save(saved, tmp_path / "bad" / "release" / "mp_rank_00_000" / "model_optim_rng.pt")
+        for file in bad("mp_rank_00_000").parent.parent.glob("*/model_optim_rng.pt"):
+            saved = load(file)
+            vars(saved["args"]).update(args)
+            torch.save(saved, file)
         (tmp_path / "bad" / "model.yaml").unlink()
         fails(match, error=(ConfigError, CheckpointError))  # type: ignore[arg-type]
     bad("mp_rank_00_000")
