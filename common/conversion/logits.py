@@ -14,7 +14,7 @@ from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import ModelConfig, RunConfig
 from common.conversion.weights import Weights
-from common.errors import CheckpointError
+from common.errors import CheckpointError, GPT2Error
 from common.weights.names import count_parameters
 
 Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.float32]]
@@ -45,9 +45,7 @@ def compare_logits(
     if reason:
         return {"compared": False, "reason": reason}
     ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions or 1, 32)))
-    expected, found = (
-        runners[format](weights.path, source.model, ids) for format, weights in ((source_format, source), (target_format, target))
-    )
+    expected, found = (_run(runners, format, weights, ids) for format, weights in ((source_format, source), (target_format, target)))
     if not np.isfinite(expected).all():
         return {"compared": False, "reason": "those of the source are not finite"}
     largest, difference = float(np.abs(expected).max()), float(np.abs(found - expected).max())
@@ -57,6 +55,18 @@ def compare_logits(
             f" largest is {largest:.3g}; expected {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
         )
     return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
+
+
+def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    try:
+        return runners[format](weights.path, weights.model, ids)
+    except GPT2Error:
+        raise
+    except Exception as error:  # whatever a framework raises
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{weights.path}: the framework that runs {format} fails with it: {reason}; convert without --verify, or mend what it says"
+        ) from error
 
 
 def config_of(model: ModelConfig, folder: Path) -> RunConfig:

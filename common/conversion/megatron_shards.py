@@ -45,12 +45,14 @@ RankTensors = Sequence[Sequence[Mapping[str, StoredTensor]]]
 
 
 def find_folder(path: Path) -> Path | None:
-    """The one that holds the ranks' folders: path may be it, the root above it, or a file in one of them. None: nothing of Megatron's.
+    """The one that holds the ranks' folders: path may be it, the root above it, or one of them or its file. None: nothing of Megatron's.
 
     Raises ConfigError on a tracker that names nothing.
     """
     if path.is_file():
         return path.parent.parent if path.name in _FILES else None
+    if any((path / name).is_file() for name in _FILES):
+        return path.parent
     tracker = path / TRACKER
     if not tracker.is_file():
         return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None

@@ -36,4 +36,7 @@ def progress_bar(*, total: int, initial: int = 0, unit: str = "step", descriptio
     """A tqdm bar on standard error, silent where that is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total, initial=initial, unit=unit, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False)
+    is_seen, scaled = sys.stderr.isatty(), unit == "B"
+    return tqdm(
+        total=total, initial=initial, unit=unit, unit_scale=scaled, desc=description, disable=not is_seen, dynamic_ncols=True, leave=False
+    )

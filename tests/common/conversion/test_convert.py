@@ -351,6 +351,8 @@ def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"its logits .torch_gpt2. differ by"):
             convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners)
         assert not (tmp_path / "ours").exists()
+    with pytest.raises(CheckpointError, match="the framework that runs hf fails with it: 3; convert without --verify"):
+        convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners | {"hf": lambda *_: {}[3]})
     alone = convert(
         source / "model.safetensors", tmp_path / "ours", source_format="hf", target_format="torch_gpt2", verify=True, runners=runners
     )

@@ -428,3 +428,4 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
     assert sorted(path.name for path in (tmp_path / "out" / "release").iterdir()) == ["mp_rank_00", "mp_rank_01"]
     equal(tmp_path / "out", "megatron_core", random_arrays())
+    assert detect(tmp_path / "out" / "release" / "mp_rank_01") == "megatron_core", "a rank's folder stands for all"
