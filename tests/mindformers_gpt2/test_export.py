@@ -226,7 +226,7 @@ def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, e
         patch.setattr(ms, "export", full)
         refused(StorageError)
         (tmp_path / "export").rename(tmp_path / ".export.replaced.tmp")
-        (tmp_path / ".export.123.tmp").mkdir()
+        (tmp_path / ".export.tmp" / "part").mkdir(parents=True)
         refused(StorageError)
     replace = os.replace
 
