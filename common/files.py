@@ -97,8 +97,9 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
                 yield temporary
                 fsync_folder(temporary)
                 put_in_place(temporary, folder)
-            finally:
+            except BaseException:  # a signal too; else it has its name by now, and one of this name is the next writer's
                 shutil.rmtree(temporary, ignore_errors=True)
+                raise
     except (OSError, StorageError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise StorageError(f"{folder}: {what} could not be written: {reason}; {remedy}") from error

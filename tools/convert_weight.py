@@ -50,7 +50,8 @@ def main(words: list[str] | None = None) -> int:
     try:
         if as_before != (None, None, None):
             others = (arguments.source_format, arguments.target_format, arguments.input, arguments.output, arguments.dtype)
-            if None in as_before or arguments.layers < 1 or any(others) or arguments.verify or arguments.weights_only:
+            switches = arguments.verify or arguments.weights_only or arguments.model_parallel != 1 or arguments.pipeline_stage != 1
+            if None in as_before or arguments.layers < 1 or any(others) or switches:
                 parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
             source, target = arguments.torch_path, arguments.mindspore_path
             result = convert_as_mindformers_did(arguments.layers, source, target)

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from common.config.schema import ModelConfig
 from common.conversion.tokenizer_files import end_of_text
-from common.conversion.weights import Weights, by_our_names, checked_model, find_map, in_their_names, padding_of
+from common.conversion.weights import Weights, by_our_names, check_tied, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.weights.arrays import StoredTensor, TensorFile, made_ahead
+from common.weights.arrays import TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
 from common.weights.safetensors_files import stream_shards
@@ -72,20 +70,9 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
     tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
     if name_map.head in tensors and table in tensors:
         ignored[name_map.head] = f"the head, which is {table}"
-        _check_tied(stored.path, tensors.pop(name_map.head), tensors[table])
+        check_tied(stored.path, name_map.head, tensors.pop(name_map.head), tensors[table])
     ignored |= padding_of(name_map, tensors, model)
     return Weights(path=path, format="hf", model=model, tensors=by_our_names(stored.path, name_map, tensors, model), ignored=ignored)
-
-
-def _check_tied(file: Path, head: StoredTensor, table: StoredTensor) -> None:
-    """Bit for bit: a NaN equals no number."""
-    ours, theirs = (np.atleast_1d(tensor.read()) for tensor in (head, table))
-    if (head.dtype, head.shape) != (table.dtype, table.shape) or any(
-        ours[first : first + 1024].tobytes() != theirs[first : first + 1024].tobytes() for first in range(0, len(ours), 1024)
-    ):
-        raise CheckpointError(
-            f"{file}: lm_head.weight differs from the embedding; our head is the embedding, so this model has no place here"
-        )
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -24,10 +24,20 @@ from common.conversion.megatron_shards import (
     open_shards,
     rank_files,
     read_joined,
-    same_bytes,
 )
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
-from common.conversion.weights import NO_SCALE, Weight, Weights, by_our_names, checked_model, find_map, padding_of, require_moments
+from common.conversion.weights import (
+    NO_SCALE,
+    Weight,
+    Weights,
+    by_our_names,
+    check_tied,
+    checked_model,
+    checked_run,
+    find_map,
+    padding_of,
+    require_moments,
+)
 from common.errors import CheckpointError, ConfigError
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
@@ -80,7 +90,7 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         if all(rank.copies for stage in saved for rank in stage):
             weights = _by_name(shards, stored, [[rank.copies for rank in stage] for stage in saved])
             ignored["model"] = "weights of less precision, of which the optimizer has the float32"
-        ignored |= _check_tied(shards.folder, name_map, weights)
+        ignored |= _tied_head(shards.folder, name_map, weights)
         tensors = join(shards.folder, weights, name_map)
         tensors.pop(name_map.head or "", None)
         table = name_map.outside[0].theirs
@@ -120,15 +130,12 @@ def _in_version(shards: Shards, name_map: NameMap) -> NameMap:
     return name_map.fused(_ORDERS[version])
 
 
-def _check_tied(folder: Path, name_map: NameMap, ranks: RankTensors) -> dict[str, str]:
+def _tied_head(folder: Path, name_map: NameMap, ranks: RankTensors) -> dict[str, str]:
     table, head = name_map.outside[0].theirs, name_map.head
     for first, last in zip(ranks[0], ranks[-1], strict=True):
         if head is None or head not in last or table not in first:
             return {}
-        if not same_bytes(last[head], first[table]):
-            raise CheckpointError(
-                f"{folder}: {head} differs from the embedding; our head is the embedding, so this model has no place here"
-            )
+        check_tied(folder, head, last[head], first[table])
     return {str(head): f"the head, which is {table}"}
 
 
@@ -150,7 +157,7 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
             if args.get(theirs) not in (None, getattr(model, ours)):
                 raise ConfigError(f"{file}: {ours} is {getattr(model, ours)}, and {path} says {theirs}={args[theirs]}; mend the first")
         return model, run, told
-    missing = [theirs for ours, theirs in _MODEL.items() if theirs not in args and ours != "ffn_hidden_size"]
+    missing = [theirs for ours, theirs in _MODEL.items() if args.get(theirs) is None and ours != "ffn_hidden_size"]
     if missing:
         raise ConfigError(
             f"{path}: its args lack {', '.join(missing)}; put the section model of the config beside {shards.folder.name} as {MODEL_YAML}"
@@ -158,13 +165,14 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
     section = {ours: args[theirs] for ours, theirs in (_MODEL | _REST).items() if args.get(theirs) is not None}
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")  # newer versions have the second
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}
-    multiple = section.setdefault("vocab_multiple", 128) * shards.tensor
+    multiple = section.setdefault("vocab_multiple", 128)
     # transformers' converter writes the first; with NullTokenizer the second leaves out the end of a document, which it puts after all
     vocabulary = args.get("orig_vocab_size") or args.get("vocab_size")
     if isinstance(vocabulary, int):
         vocabulary += args.get("tokenizer_type") == "NullTokenizer"
     else:
-        is_gpt2 = args.get("tokenizer_type") == "GPT2BPETokenizer" and 0 <= rows - _GPT2_VOCABULARY < multiple
+        limit = multiple * shards.tensor if type(multiple) is int else 0  # of another type it is refused below
+        is_gpt2 = args.get("tokenizer_type") == "GPT2BPETokenizer" and 0 <= rows - _GPT2_VOCABULARY < limit
         vocabulary = _GPT2_VOCABULARY if is_gpt2 else rows
         if not is_gpt2:
             told["padded_vocab_size"] = f"the true vocabulary, which args do not tell: all {rows} rows are kept; say it in a {MODEL_YAML}"
@@ -235,7 +243,14 @@ def _in_order(folder: Path, names: Mapping[str, StoredTensor], values: Sequence[
 
 
 def _run_of(shards: Shards, saved: _Saved, step: int) -> dict[str, Any]:
-    """As far as Megatron's own numbers tell."""
+    """As far as Megatron's own numbers tell. Raises ConfigError if these are none."""
+    try:
+        return checked_run(shards.first.path, _counted(shards, saved, step))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{shards.first.path}: its counters or its grad_scaler are no numbers ({error}); copy it again") from None
+
+
+def _counted(shards: Shards, saved: _Saved, step: int) -> dict[str, Any]:
     args, scale = shards.args, dict(NO_SCALE)
     if saved.scaler is not None:
         value = saved.scaler.get("scale", getattr(args, "loss_scale", None))

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.conversion.weights import MAX_LAYERS
 from common.errors import CheckpointError, ConfigError
 from common.parallel.sharding import split_dim
-from common.weights.arrays import StoredTensor, TensorFile, TensorKind, bytes_of
+from common.weights.arrays import StoredTensor, TensorFile, TensorKind, same_bytes
 from common.weights.formats import open_tensors
 from common.weights.names import NameMap, Row
 
@@ -29,10 +30,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _FILES = (FILE, "model_rng.pt")
 """The second with the optimizer of each data-parallel rank in a file of its own."""
-_BLOCK = 2**20
-"""Bytes that are compared at a time."""
 _MAX_RANKS = 1000
-_MAX_LAYERS = 10_000
 _OF_ALL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings", "iteration",
     "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
@@ -183,7 +181,7 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
 def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
     numbers = [int(found[1]) for rank in stage for name in rank if (found := re.search(r"\blayers\.(\d+)\.", name))]
     layers = max(numbers, default=-1) + 1
-    if layers > _MAX_LAYERS:
+    if layers > MAX_LAYERS:
         raise CheckpointError(f"a stage with {layers} layers is none of a GPT-2; use another checkpoint")
     return layers
 
@@ -213,10 +211,3 @@ def read_joined(tensor: Joined, row: Row, part: int, heads: int) -> NDArray[Any]
     """One of the parameters in it: each rank holds its own heads. A view of the file where one will do."""
     arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)
-
-
-def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    first, second = (np.frombuffer(bytes_of(tensor.read()), np.uint8) for tensor in (one, other))
-    return all(np.array_equal(first[start : start + _BLOCK], second[start : start + _BLOCK]) for start in range(0, first.size, _BLOCK))

@@ -4,7 +4,6 @@ the run, where they are still there."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ TOKENIZER_FILES = {
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the files into ``folder``, if they are known. OSError is left to the caller."""
+    """Write the files into ``folder``, if they are known. Raises StorageError; OSError of what is read is left to the caller."""
     for name, file in _beside(weights).items():
-        shutil.copyfile(file, folder / name)
+        with atomic_write(folder / name) as copy:
+            copy.write(file.read_bytes())
     vocabulary = _of_run(weights)
     if isinstance(vocabulary, BPEVocabulary):
         write_tokenizer(folder, vocabulary, weights.model.max_positions or weights.model.seq_length)

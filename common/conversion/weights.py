@@ -15,12 +15,12 @@ from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind, round_to_bfloat16, widen_bfloat16
+from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
 from common.weights.files import check_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
-_MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 """The state of a loss scale that a run does without."""
 
@@ -87,8 +87,8 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
         where = ".".join(map(str, first["loc"])) or "section"
         found = "" if first["type"] == "missing" else f"={first['input']!r}"
         raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
-    if model.num_layers > _MAX_LAYERS:  # of which alone the names would fill the memory
-        raise ConfigError(f"{path}: {model.num_layers} blocks; expected {_MAX_LAYERS} at most; mend the file")
+    if model.num_layers > MAX_LAYERS:  # of which alone the names would fill the memory
+        raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file")
     if model.hidden_size % model.num_heads:
         raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
     inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
@@ -99,7 +99,9 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
 def checked_run(path: Path, words: Any) -> dict[str, Any]:
     """A ``Weights.run`` that was read. Raises ConfigError unless a run can go on from it."""
     try:
-        TrainState.from_dict(words["state"])
+        state = TrainState.from_dict(words["state"])
+        if any(type(count) is not int or count < 0 for count in (state.step, state.consumed_samples)):
+            raise ValueError(words["state"])
         if type(EngineState(**words["engine"]).optimizer_steps) is not int or type(words["engine"]["loss_scale"]) is not dict:
             raise ValueError(words["engine"])
         if words["config"]["optimizer"]["name"] not in STATE_NAMES:
@@ -134,6 +136,12 @@ def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
         shown = ", ".join(list(names)[:4]) or "nothing"
         raise CheckpointError(f"{path}: holds no names of {format}, but {shown}; say --from FORMAT, or choose another file")
     return best
+
+
+def check_tied(path: Path, name: str, head: StoredTensor, table: StoredTensor) -> None:
+    """Bit for bit: a NaN equals no number. Raises CheckpointError."""
+    if not same_bytes(head, table):
+        raise CheckpointError(f"{path}: {name} differs from the embedding; our head is the embedding, so this model has no place here")
 
 
 def read_whole(tensor: Any, row: Row, part: int, heads: int) -> NDArray[Any]:

@@ -32,6 +32,8 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 _BLOCK = 2**22
 """Elements that are converted at a time, so that a large tensor needs no second copy."""
+_COMPARED = 2**20
+"""Bytes that are compared at a time."""
 _BAND = 256
 """Columns of a matrix that are copied at a time."""
 
@@ -155,6 +157,15 @@ class Room:
 def bytes_of(array: NDArray[Any]) -> memoryview:
     """The bytes of an array, row-major; a copy only where the array is not."""
     return contiguous(array).reshape(-1).view(np.uint8).data
+
+
+def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Of one type and shape, and equal bit for bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = (np.frombuffer(bytes_of(tensor.read()), np.uint8) for tensor in (one, other))
+    spans = (slice(start, start + _COMPARED) for start in range(0, first.size, _COMPARED))
+    return all(np.array_equal(first[span], second[span]) for span in spans)
 
 
 def made_ahead(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:

@@ -361,7 +361,7 @@ def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
 
 def test_the_command_line_of_mindformers_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--layers", "2", "--torch_path", "a", "--mindspore_path", "b"]
-    for more in (["--verify"], ["--dtype", "float16"], ["--to", "hf"]):
+    for more in (["--verify"], ["--dtype", "float16"], ["--to", "hf"], ["--model_parallel", "2"]):
         with pytest.raises(SystemExit):
             main([*words, *more])
         assert "go together, and with nothing else" in capsys.readouterr().err

@@ -399,7 +399,9 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
         ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False"),
         ({"position_embedding_type": "rope"}, r"position_embedding_type='rope'; our model is GPT-2, which has"),
-        ({"hidden_size": None}, r"hidden_size.* of the model"),
+        ({"hidden_size": None}, r"its args lack hidden_size; put the section model"),
+        ({"max_position_embeddings": None}, r"its args lack max_position_embeddings"),
+        ({"vocab_size": None, "make_vocab_size_divisible_by": "8"}, r"vocab_multiple='8' of the model"),
         ({"tensor_model_parallel_size": None}, r"training had None tensor x 2 pipeline ranks; copy"),
         ({"pipeline_model_parallel_size": 10**12}, r"training had 2 tensor x 1000000000000 pipeline ranks; copy"),
     ):

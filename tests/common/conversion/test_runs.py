@@ -83,6 +83,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Pa
     return folder / "run"
 
 
+def test_training_says_that_it_does_not_begin_at_checkpoint_load(
+    trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch_gpt2.train.train(make_config(tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}))
+    assert "training does not begin there: to go on from it say checkpoint.resume" in caplog.text
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
+
+
 def test_weights_alone(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--input", str(trained), "--verify"]
     assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "run")]) == 0
@@ -140,7 +148,11 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
     (tmp_path / "ours" / "manifest.json").write_text(json.dumps(manifest | {"files": {}, "config": {"model": [1]}}))
     with pytest.raises(ConfigError, match=r"manifest.json: section=\[1\] of the model: Input should be a valid dictionary"):
         convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
-    for change, match in (({"state": {}}, "does not say where its run stood"), ({"engine": 3}, "does not say where its run stood")):
+    for change, match in (
+        ({"state": config["run"]["state"] | {"step": "2"}}, "does not say where its run stood"),
+        ({"state": {}}, "does not say where its run stood"),
+        ({"engine": 3}, "does not say where its run stood"),
+    ):
         (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | change}))
         fails(match, ConfigError)
     engine = config["run"]["engine"] | {"optimizer_steps": 5}
