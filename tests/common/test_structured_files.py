@@ -1,0 +1,115 @@
+"""The one reader of JSON and YAML: every malformed text is one exception, within a second."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import ConfigError, DataError
+from common.structured_files import (
+    MalformedError,
+    YamlDumper,
+    parse_json,
+    parse_json_line,
+    parse_yaml,
+    read_json,
+    read_json_mapping,
+    read_yaml_mapping,
+)
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": 1', "line 1, column 8"),
+        ('{"a": 1,\n "a": 2}', "'a' is given twice"),
+        ("[" * 100_000, "nested deeper"),
+        ("[" * 66 + "]" * 66, "nested deeper"),
+        ("9" * 5000, "5000 digits"),
+        ("9" * 41, "41 digits"),
+        ("1e999", "beyond the range"),
+        ("[NaN]", "NaN"),
+        ('{"a": -Infinity}', "Infinity"),
+        (b"\xff", "byte 0 is not UTF-8"),
+        ("", "line 1, column 1"),
+    ],
+)
+def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> None:
+    with pytest.raises(MalformedError, match=problem):
+        parse_json(text)
+
+
+def test_json_within_the_limits() -> None:
+    assert parse_json("[" * 64 + "]" * 64)
+    assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {"a": [1, 2.5, None, True, "x"], "b": {}}
+    assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
+    assert parse_json("[1e999]", finite=False) == [float("inf")]
+
+
+@pytest.mark.parametrize("line", ["{", "9" * 5000, "[" * 100_000, b'"\xff"'])
+def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
+    with pytest.raises(MalformedError):
+        parse_json_line(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, "aliases"),
+        (f"a: &a [{'x, ' * 3000}]\nb: &b [{'*a, ' * 3000}]\nc: [{'*b, ' * 3000}]", "aliases"),
+        ("a: &a [*a]", "nested deeper"),
+        ("[" * 66 + "]" * 66, "nested deeper"),
+        ("[" * 50_000, "nested deeper"),
+        ("seed: !!timestamp x", "!!timestamp is not supported"),
+        ("seed: !!python/object:os.system x", "python/object"),
+        ("seed: !!bool maybe", "does not fit"),
+        ("seed: !!float ''", "does not fit"),
+        ("seed: !!int ''", "does not fit"),
+        ("a: [1, 2", "line 1"),
+        ("a: 1\n\tb: 2", "line 2"),
+        ("a: " + "9" * 5000, "5000 digits"),
+        ("? [a]\n: 1", "unhashable"),
+        ("a: 1\n---\nb: 2", "another document"),
+        ("a: \0", "special characters"),
+        ("a" * (2**20 + 1), "longer than 1 MiB"),
+    ],
+)
+def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
+    with pytest.raises(MalformedError, match=problem):
+        parse_yaml(text)
+
+
+def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
+    text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: .inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
+    values = {"a": 6e-4, "b": "yes", "c": None, "d": True, "e": 10, "f": float("inf"), "g": "2020-01-01", "h": [1], "i": [1]}
+    assert parse_yaml(text) == values
+    assert parse_yaml(yaml.dump(values, Dumper=YamlDumper)) == values
+    assert parse_yaml("") is None
+
+
+def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "latin.json").write_bytes(b'"\xe9"')
+    for name, problem in {
+        "absent": "no such file",
+        "loop": "symbolic links",
+        "pipe": "a pipe",
+        "a\0b": "null",
+        ".": "is a folder",
+        "latin.json": "byte 1 is not UTF-8",
+    }.items():
+        with pytest.raises(DataError, match=problem):
+            read_json(tmp_path / name, error=DataError)
+    with pytest.raises(ConfigError, match="is a device"):
+        read_yaml_mapping(Path("/dev/zero"))
+    with pytest.raises(ConfigError, match="expected keys and values at the top, found a list"):
+        read_json_mapping(tmp_path / "list.json")
+    with pytest.raises(ConfigError, match="larger than"):
+        read_json(tmp_path / "list.json", limit=2)
