@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.config.schema import RunConfig
 from common.parallel.topology import GroupKind
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
+from torch_gpt2.optimizer import sum_in_float32
 from torch_gpt2.world import World
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
@@ -39,6 +41,15 @@ def shard_model(model: GPT2, config: RunConfig, mesh: DeviceMesh) -> None:
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if low is not None and precision.reduction == "float32":
+        model.register_forward_pre_hook(_sum_tied_gradients_in_float32)
+
+
+def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
+    """Runs when ZeRO has gathered the parameters outside the blocks. The token table among them has two uses."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):  # those of the blocks are still split
+            sum_in_float32(parameter)
 
 
 def data_mesh(config: RunConfig, world: World, device: TorchDevice) -> DeviceMesh:

@@ -68,13 +68,13 @@ class _CrossEntropySum(torch.autograd.Function):
                 del slope
             del logits  # or they would wait beside the next ones
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return (hidden_grad * grads[0]).to(hidden_grad.dtype), (weight_grad * grads[0]).to(ctx.weight_dtype), None, None, None, None
+        # autograd rounds the second to the type in which it sums the gradient of the weight
+        return (hidden_grad * grads[0]).to(hidden_grad.dtype), weight_grad * grads[0], None, None, None, None
 
 
 def _over_shards(log_sum: Tensor, picked: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

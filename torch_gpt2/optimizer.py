@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ class MasterWeights:
     """The float32 tensors that the optimizer updates: the parameters themselves, or copies of those held in fewer bits.
     Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do.
 
-    With copies, gradients are summed in float32 as each micro batch's backward pass delivers them, unless
+    With copies, the backward pass sums gradients in float32 (over micro batches, and over the uses of a tied table), unless
     ``reduction`` is the parameters' own type.
     """
 
@@ -32,13 +31,14 @@ class MasterWeights:
                 continue
             self.tensors[name] = parameter.detach().float()
             if reduction == torch.float32:
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+                sum_in_float32(parameter)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the float32 tensors by name, this rank's part of them, once all micro batches are done."""
-        for name in self.tensors:
-            if self.tensors[name] is not self.model[name] and self.model[name].grad is not None:
-                self._take_gradient(name)
+        for name, tensor in self.tensors.items():
+            parameter = self.model[name]
+            if tensor is not parameter and parameter.grad is not None:
+                tensor.grad, parameter.grad = parameter.grad.float(), None
         return {name: own_part(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def write_back(self) -> None:
@@ -48,14 +48,10 @@ class MasterWeights:
                 if tensor is not self.model[name]:
                     self.model[name].copy_(tensor)
 
-    def _on_gradient(self, name: str, parameter: Tensor) -> None:
-        self._take_gradient(name)
 
-    def _take_gradient(self, name: str) -> None:
-        parameter, master = self.model[name], self.tensors[name]
-        assert parameter.grad is not None
-        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-        parameter.grad = None
+def sum_in_float32(parameter: Tensor) -> None:
+    """Let autograd keep and sum the gradient of a leaf in float32, whatever type the leaf has. It would otherwise round each sum."""
+    parameter.grad_dtype = torch.float32
 
 
 def own_part(tensor: Tensor) -> Tensor:
