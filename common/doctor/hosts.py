@@ -170,7 +170,7 @@ class FirstHost:
             line.close()
             return refusal
         self._lines[host] = line
-        if self._names[host] != peer:
+        if peer not in self._names[host].split(" at "):
             self._names[host] = f"{self._names[host]} at {peer}"
         checks = []
         if facts != self._facts:
@@ -179,6 +179,9 @@ class FirstHost:
         try:
             way, ahead = min(self._exchange_times(line) for _ in range(_PINGS))
         except (OSError, KeyError, TypeError, ValueError):
+            if line.is_closed:  # wait for the doctor that is started in its place; it may have called already
+                self._lines.pop(host).close()
+                return []
             return [*checks, warning("clock", f"{self._name(host)} did not tell its time", "try again")]
         if abs(ahead) - way / 2 > CLOCK_SECONDS:
             found = f"{self._name(host)} is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"

@@ -17,6 +17,8 @@ from common.doctor.hosts import FirstHost, OtherHost
 from common.doctor.report import State, ok
 from common.errors import RunError
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 JOB = {"ranks": 4, "backend": "torch"}
 FACTS = {"python": "3.11.9", "torch": "2.13.0"}
 PLACES = Places(
@@ -115,7 +117,8 @@ def test_a_doctor_that_is_started_again_replaces_itself(first: FirstHost) -> Non
         ended.sendall(json.dumps({"host": 1, "job": JOB, "facts": FACTS}).encode() + b"\n")
     play(first, {"host": 1, "job": JOB, "facts": FACTS})
     found = first.gather(5.0)
-    assert [check.state for check in found if check.name == "hosts"] == [State.OK], found
+    assert [(check.name, check.state) for check in found] == [("clock", State.OK), ("hosts", State.OK)], found
+    assert found[0].found.endswith("(the furthest: node 1 at 127.0.0.1 (ranks 2-3))")
 
 
 def test_what_is_no_doctor_is_ignored_and_an_absent_host_named(first: FirstHost) -> None:
