@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 from common.config.load import build_config
 from common.config.resolve import resolve_config, resolve_length
+from common.config.schema import RunConfig
 from common.parallel.sharding import own_piece
 from common.parallel.topology import Topology
 from common.training.checkpoint import find_checkpoint, read_manifest
@@ -24,9 +25,11 @@ from mindformers_gpt2.model import dropout_keys
 from mindformers_gpt2.parallel import own_dropout_keys
 from mindformers_gpt2.world import World
 from tests.changes import changed
+from tests.closeness import rounding_scales, with_gradients_wrong_by
 from tests.ranks import Job, run_ranks
 
-# float32 sums of the same terms in another order: losses and norms of six steps differed by 4.7e-7 at most
+# float32 sums of the same terms in another order: losses and norms of six steps differed by 4.7e-7 at most;
+# weights: tests/closeness.py
 TOLERANCE = 1e-6
 # the two frameworks add up products in another order; see tests/parity
 BETWEEN_FRAMEWORKS = 1e-4
@@ -150,9 +153,13 @@ def weights_of(run: Path, **changes: Any) -> dict[str, np.ndarray]:
     """All tensors of the newest checkpoint, whole."""
     checkpoint = find_checkpoint(run)
     assert checkpoint is not None
-    model = resolve_config(build_config(tree(run, run, **changes))).model
     with open_stored(checkpoint, "model.safetensors", read_manifest(checkpoint)) as stored:
-        return {name: stored.read(name, own_piece(name, shape)) for name, shape in parameter_shapes(model).items()}
+        shapes = parameter_shapes(config_of(run, **changes).model)
+        return {name: stored.read(name, own_piece(name, shape)) for name, shape in shapes.items()}
+
+
+def config_of(run: Path, **changes: Any) -> RunConfig:
+    return resolve_config(build_config(tree(run, run, **changes)))
 
 
 @pytest.mark.parametrize(("layout", "variant"), CASES)
@@ -167,9 +174,18 @@ def test_a_layout_trains_as_one_process(runs: Path, layout: str, variant: str) -
         assert [row.get(key) for row in many] == [value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)]
     layers = FOUR_LAYERS if four else {}
     expected = weights_of(reference, **layers)
+    scales = rounding_scales(config_of(reference, **layers), expected)
     for name, found in weights_of(runs / layout / variant, **layers).items():
-        scale = 1.0 if name.endswith("k_proj.bias") else float(np.abs(expected[name]).max())  # the key bias has no true gradient
-        np.testing.assert_allclose(found, expected[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=TOLERANCE * scales[name], err_msg=name)
+
+
+def test_the_bounds_of_weights_show_gradients_that_are_wrong_by_one_percent(runs: Path) -> None:
+    """A lost micro batch would be one sixth. The key bias moves by rounding alone."""
+    config, weights = config_of(runs), weights_of(runs / "one" / "no clip")
+    scales = rounding_scales(config, weights)
+    for name, wrong in with_gradients_wrong_by(0.01, config, weights).items():
+        seen = np.abs(wrong - weights[name]).max() > TOLERANCE * scales[name]
+        assert seen != name.endswith("k_proj.bias"), name
 
 
 def test_the_clip_acts_on_some_steps(runs: Path) -> None:

@@ -11,15 +11,18 @@ import pytest
 
 from common.config.load import build_config
 from common.config.resolve import resolve_config
+from common.config.schema import RunConfig
 from common.parallel.sharding import own_piece
 from common.training.checkpoint import find_checkpoint, read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
 from tests.changes import changed
+from tests.closeness import rounding_scales, with_gradients_wrong_by
 from tests.ranks import run_ranks
 
-# float32 sums of the same terms in another order: losses and norms over ten steps differed by 2.3e-7 at most
+# float32 sums of the same terms in another order: losses and norms over ten steps differed by 2.3e-7 at most;
+# weights: tests/closeness.py
 TOLERANCE = 1e-6
 STEPS = 10
 
@@ -139,9 +142,12 @@ def weights_of(run: Path, corpus: Path) -> dict[str, np.ndarray]:
     """All tensors of the newest checkpoint, whole."""
     checkpoint = find_checkpoint(run)
     assert checkpoint is not None
-    model = resolve_config(build_config(tree(run, corpus))).model
     with open_stored(checkpoint, "model.safetensors", read_manifest(checkpoint)) as stored:
-        return {name: stored.read(name, own_piece(name, shape)) for name, shape in parameter_shapes(model).items()}
+        return {name: stored.read(name, own_piece(name, shape)) for name, shape in parameter_shapes(config_of(run, corpus).model).items()}
+
+
+def config_of(run: Path, corpus: Path) -> RunConfig:
+    return resolve_config(build_config(tree(run, corpus)))
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -154,9 +160,18 @@ def test_a_layout_trains_as_one_process(runs: Path, corpus_prefix: Path, layout:
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [row.get(key) for row in many] == [value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)]
     expected = weights_of(runs / "one" / variant, corpus_prefix)
+    scales = rounding_scales(config_of(runs, corpus_prefix), expected)
     for name, found in weights_of(runs / layout / variant, corpus_prefix).items():
-        scale = 1.0 if name.endswith("k_proj.bias") else float(np.abs(expected[name]).max())  # the key bias has no true gradient
-        assert np.abs(found - expected[name]).max() <= TOLERANCE * scale, name
+        assert np.abs(found - expected[name]).max() <= TOLERANCE * scales[name], name
+
+
+def test_the_bounds_of_weights_show_gradients_that_are_wrong_by_one_percent(runs: Path, corpus_prefix: Path) -> None:
+    """A lost micro batch would be one sixth. The key bias moves by rounding alone."""
+    config, weights = config_of(runs, corpus_prefix), weights_of(runs / "one" / "no clip", corpus_prefix)
+    scales = rounding_scales(config, weights)
+    for name, wrong in with_gradients_wrong_by(0.01, config, weights).items():
+        seen = np.abs(wrong - weights[name]).max() > TOLERANCE * scales[name]
+        assert seen != name.endswith("k_proj.bias"), name
 
 
 @pytest.mark.parametrize("layout", EVALUATED)
