@@ -11,7 +11,7 @@ check:  ## lint, format, types, shell
 test:  ## the whole suite
 	bash scripts/test.sh
 
-campaign:  ## long fault and size runs; read the figures it prints
+campaign:  ## long fault and size runs, numerical tests with other kernels; read the figures it prints
 	$(PYTHON) -m pytest -m campaign -s
 
 golden:  ## rewrite the golden files after a wanted change of a default
