@@ -6,12 +6,50 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from common.errors import StorageError
+from common.errors import ConfigError, StorageError, UserError
+
+
+@contextmanager
+def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
+    """Turn what the system says of an input file that it cannot read within the block into ``error``, with a remedy."""
+    try:
+        yield
+    except OSError as reason:
+        raise error(f"{path}: {unreadable(reason)}") from None
+
+
+def unreadable(reason: OSError) -> str:
+    """Return what is wrong with an input file, and the remedy."""
+    if isinstance(reason, FileNotFoundError):
+        return "no such file; check the path"
+    remedies: dict[type[OSError], str] = {
+        IsADirectoryError: "give the path of a file",
+        PermissionError: "allow this user to read it (chmod, chown)",
+    }
+    return f"cannot be read: {reason.strerror or reason}; {remedies.get(type(reason), 'check the path and the disk')}"
+
+
+def read_limited(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
+    path = Path(path)
+    if "\0" in str(path):
+        raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
+    with reading(path, error):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise error(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
+        if status.st_size <= limit:
+            with path.open("rb") as file:
+                content = file.read(limit + 1)
+            if len(content) <= limit:
+                return content
+    raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
 
 
 @contextmanager
