@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from common.errors import ConfigError, StorageError, UserError
 
@@ -35,18 +35,22 @@ def unreadable(reason: OSError) -> str:
     return f"cannot be read: {reason.strerror or reason}; {remedies.get(type(reason), 'check the path and the disk')}"
 
 
-def read_limited(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
-    path = Path(path)
+def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
+    """Return a regular file, open for reading. Raises ``error`` with the path, the reason and a remedy."""
     if "\0" in str(path):
         raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
     with reading(path, error):
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
             raise error(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
-        if status.st_size <= limit:
-            with path.open("rb") as file:
-                content = file.read(limit + 1)
+        return Path(path).open("rb")
+
+
+def read_limited(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
+    with open_input(path, error) as file, reading(path, error):
+        if os.fstat(file.fileno()).st_size <= limit:
+            content: bytes = file.read(limit + 1)
             if len(content) <= limit:
                 return content
     raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
