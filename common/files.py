@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from common.errors import ConfigError, StorageError, UserError
+from common.errors import StorageError, UserError
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        raise error(f"{path}: {unreadable(reason)}") from None
+        raise error(f"{reason.filename or path}: {unreadable(reason)}") from None
 
 
 def unreadable(reason: OSError) -> str:
@@ -44,16 +44,6 @@ def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
             raise error(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
         return Path(path).open("rb")
-
-
-def read_limited(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
-    with open_input(path, error) as file, reading(path, error):
-        if os.fstat(file.fileno()).st_size <= limit:
-            content: bytes = file.read(limit + 1)
-            if len(content) <= limit:
-                return content
-    raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
 
 
 @contextmanager

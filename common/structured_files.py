@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError, UserError
-from common.files import read_limited
+from common.files import open_input, reading
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_YAML_BYTES = 2**20
@@ -57,20 +58,32 @@ class DuplicateKeyError(MalformedError):
 # ---- files ----
 
 
+def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
+    with open_input(path, error) as file, reading(path, error):
+        if os.fstat(file.fileno()).st_size <= limit:
+            content: bytes = file.read(limit + 1)
+            if len(content) <= limit:
+                return content
+    raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
+
+
 def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> str:
     """Return the UTF-8 text of a regular file without its byte order mark. Raises ``error``."""
-    content = read_limited(path, limit=limit, error=error)
+    content = read_bytes(path, limit=limit, error=error)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
         raise error(f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8") from None
 
 
-def read_json(path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, finite: bool = True) -> Any:
+def read_json(
+    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, unique: bool = True, finite: bool = True
+) -> Any:
     """Return what a JSON file holds. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
-        return parse_json(text, finite=finite)
+        return parse_json(text, unique=unique, finite=finite)
     except MalformedError as reason:
         raise error(f"{path}: not valid JSON: {reason}; the file is damaged or of another kind") from None
 

@@ -137,10 +137,10 @@ def test_lines_of_keys() -> None:
 
 @pytest.mark.parametrize("text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len)
 def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(MalformedError):
         parse_yaml(text)
-    assert time.monotonic() - began < 8  # 19 s where all nodes are made first
+    assert time.process_time() - began < 8  # 19 s where all nodes are made first
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.jsonl", b'{"prompt": 3}', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
-        ("b.txt", None, r"b\.txt: cannot be read: No such file"),
+        ("b.txt", None, r"b\.txt: no such file"),
         (".", None, r"cannot be read: Is a directory"),
     ],
 )
