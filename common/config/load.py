@@ -18,7 +18,8 @@ from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.structured_files import MAX_DEPTH, MalformedError, dump_yaml, parse_yaml, read_yaml_lines
+from common.structured_files import MAX_DEPTH, MalformedError
+from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {("precision",): expand_precision, ("data", "tokenizer"): expand_tokenizer}

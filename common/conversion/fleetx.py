@@ -11,8 +11,8 @@ from common.config.schema import ModelConfig
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
 from common.errors import CheckpointError, ConfigError
-from common.structured_files import read_yaml_mapping
 from common.weights.formats import open_tensors
+from common.yaml_files import read_yaml_mapping
 
 FILE = "model.pdparams"
 _RANKS = "mp_??_sharding_??_pp_??"

@@ -10,7 +10,8 @@ from common.config.schema import ModelConfig
 from common.conversion.weights import Weights, checked_model, checked_run
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.structured_files import dump_yaml, kind_of, read_yaml_mapping
+from common.structured_files import kind_of
+from common.yaml_files import dump_yaml, read_yaml_mapping
 
 MODEL_YAML = "model.yaml"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from common.config.schema import ModelConfig
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
 from common.errors import CheckpointError, ConfigError
-from common.structured_files import MAX_YAML_BYTES, read_bytes, read_json_mapping
+from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
 from common.weights.arrays import StoredTensor
 from common.weights.formats import open_tensors
 
@@ -43,7 +43,7 @@ def _find(folder: Path) -> Path:
     """The checkpoint of the folder, or of several that which ``checkpoint`` says is the latest."""
     found = sorted(folder.glob("*.index"))
     if len(found) > 1 and (folder / "checkpoint").is_file():
-        text = read_bytes(folder / "checkpoint", limit=MAX_YAML_BYTES, error=CheckpointError).decode("utf-8", "replace")
+        text = read_bytes(folder / "checkpoint", limit=MAX_JSON_BYTES, error=CheckpointError).decode("utf-8", "replace")
         latest = re.search(r'^model_checkpoint_path: "(?:.*/)?(.*)"', text, re.MULTILINE)
         found = [file for file in found if latest and file.name == f"{latest[1]}.index"] or found
     if len(found) != 1:

@@ -7,20 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from common.errors import ConfigError, DataError
 from common.structured_files import (
     MalformedError,
-    YamlDumper,
     parse_json,
     parse_json_item,
     parse_json_line,
-    parse_yaml,
     read_json,
     read_json_mapping,
-    read_yaml_mapping,
 )
+from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 
@@ -90,7 +87,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
     text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: .inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
     values = {"a": 6e-4, "b": "yes", "c": None, "d": True, "e": 10, "f": float("inf"), "g": "2020-01-01", "h": [1], "i": [1]}
     assert parse_yaml(text) == values
-    assert parse_yaml(yaml.dump(values, Dumper=YamlDumper)) == values
+    assert parse_yaml(dump_yaml(values)) == values
     assert parse_yaml("") is None
 
 
