@@ -212,6 +212,7 @@ def _check_depth(value: Any) -> None:
     raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-def shown(text: str) -> str:
-    """Return a text as it is quoted in a message, cut where it is long."""
-    return repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
+def shown(value: Any) -> str:
+    """Return a value as it is quoted in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -72,7 +72,7 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
         for depth, heading in enumerate(sections, 1):
             target = target.setdefault(heading, {})
             require_mapping(target, f"{sources.get(name[:depth], '?')}: {_dotted(name[:depth])}")
-        if target.get(key, value) != value:
+        if key in target and target[key] != value:
             raise ConfigError(
                 f"{where}: {_dotted(path)}={value} is another name for {_dotted(name)}={target[key]}"
                 f" ({sources.get(name, '?')}); keep one of them"

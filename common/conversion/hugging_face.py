@@ -16,7 +16,7 @@ from common.conversion.tokenizer_files import end_of_text
 from common.conversion.weights import Weights, by_our_names, check_tied, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
-from common.structured_files import read_json_mapping
+from common.structured_files import read_json_mapping, shown
 from common.weights.arrays import TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
@@ -97,7 +97,7 @@ def read_config(path: Path) -> ModelConfig:
     for name, values in _SAME.items():
         if words.get(name, values[0]) not in values:
             raise ConfigError(
-                f"{path}: {name}={words[name]!r}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
+                f"{path}: {name}={shown(words[name])}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
             )
     dropout = {
         "embedding_dropout": words.get("embd_pdrop", 0.1), "attention_dropout": words.get("attn_pdrop", 0.1),

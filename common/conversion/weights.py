@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
+from common.structured_files import shown
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
 from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
@@ -86,7 +87,7 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "section"
-        found = "" if first["type"] == "missing" else f"={first['input']!r}"
+        found = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
     if model.num_layers > MAX_LAYERS:  # of which alone the names would fill the memory
         raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file")
@@ -181,7 +182,7 @@ def checked_run(path: Path, words: Any) -> dict[str, Any]:
         json.dumps(words, allow_nan=False)  # as it may be written to a manifest
     except ValidationError as error:
         first = error.errors()[0]
-        found = "is missing" if first["type"] == "missing" else f"is {str(first['input'])[:60]!r}: {first['msg']}"
+        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
         problem = f"{'.'.join(map(str, first['loc'])) or 'it'} {found}"
     except (TypeError, ValueError) as error:
         problem = str(error)

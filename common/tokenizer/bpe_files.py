@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import TokenizerError
-from common.structured_files import MAX_JSON_BYTES, DuplicateKeyError, MalformedError, parse_json, read_bytes
+from common.structured_files import MAX_JSON_BYTES, DuplicateKeyError, MalformedError, parse_json, read_bytes, shown
 
 END_OF_TEXT = "<|endoftext|>"
 # Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
@@ -109,7 +109,7 @@ def _read_ids(path: Path) -> dict[str, int]:
     for token, token_id in table.items():
         if type(token_id) is not int:  # bool is an int to isinstance
             raise TokenizerError(
-                f"{path}:{_place(text, token)} the token {token!r} has the value {token_id!r} of type {type(token_id).__name__}; "
+                f"{path}:{_place(text, token)} the token {token!r} has the value {shown(token_id)} of type {type(token_id).__name__}; "
                 "expected an integer id"
             )
     if not table:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common.errors import CheckpointError
 from common.files import atomic_write
-from common.structured_files import MAX_JSON_BYTES, parse_json
+from common.structured_files import MAX_JSON_BYTES, parse_json, shown
 from common.weights.arrays import Bytes, StoredTensor, TensorFile, TensorKind, map_file
 from common.weights.files import SAFETENSORS_TYPES, stream_safetensors
 
@@ -65,9 +65,9 @@ def _tensor(name: str, entry: Any, data: Bytes) -> StoredTensor:
         raise ValueError(f"the header's entry of {name} lacks dtype, shape or data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _WORDS:
-        raise ValueError(f"{name} is of type {entry['dtype']!r}, and {', '.join(_WORDS)} are known")
+        raise ValueError(f"{name} is of type {shown(entry['dtype'])}, and {', '.join(_WORDS)} are known")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"shape {shape} or data_offsets {offsets} of {name} is no list of sizes")
+        raise ValueError(f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is no list of sizes")
     kind = TensorKind(dtype=_WORDS[entry["dtype"]], shape=tuple(shape))
     first, end = offsets
     if end - first != kind.nbytes:

@@ -44,6 +44,14 @@ def test_a_twisted_file_is_one_error(tmp_path: Path, text: str, problem: str) ->
         load_config(path)
 
 
+def test_another_name_with_a_number_that_is_none(tmp_path: Path) -> None:
+    """NaN differs from itself."""
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL + TRAIN + "recompute_config: {recompute: .nan}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:6: train\.recompute"):
+        load_config(path)
+
+
 @pytest.mark.parametrize("train", ["train: 5\n", "train: x\n", "train: [1]\n"])
 def test_a_section_that_another_name_points_into_is_no_section(tmp_path: Path, train: str) -> None:
     path = tmp_path / "run.yaml"
