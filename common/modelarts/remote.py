@@ -177,6 +177,7 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
 def _read_copy(complete: Path) -> _Copy | None:
     try:
         record = read_json_mapping(complete, error=DataError)
+        time.localtime(record["made"])  # as it will be shown
         return _Copy(url=record["url"], files=[StoredFile(**file) for file in record["files"]], made=float(record["made"]))
-    except (DataError, ValueError, KeyError, TypeError):
+    except (DataError, OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
