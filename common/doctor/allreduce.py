@@ -138,7 +138,7 @@ class LocalRanks:
         for line in text.splitlines():
             if line.startswith(MARK):
                 with suppress(MalformedError, KeyError, TypeError):  # a line that is only half there yet
-                    told = parse_json(line.removeprefix(MARK))
+                    told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
                     stage, result = str(told["stage"]), told
         return RankState(
             rank=rank,

@@ -49,7 +49,7 @@ class Line:
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection ended")
         try:
-            message = parse_json(line)
+            message = parse_json(line, finite=False)  # a wrong sum may be NaN
         except MalformedError:
             message = None
         if not isinstance(message, dict):
@@ -158,7 +158,7 @@ class FirstHost:
         try:
             hello = line.receive(_HELLO_SECONDS)
             host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
             line.close()
             return []
         if host in self._lines and self._lines[host].is_closed:  # its doctor was ended, and started again

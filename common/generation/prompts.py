@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for where, line in lines:
         try:
-            entry = parse_json(line)
+            entry = parse_json(line, finite=False)  # Python writes NaN into such files
         except MalformedError as error:
             raise DataError(f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}') from None
         text = next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None) if isinstance(entry, dict) else None
