@@ -6,12 +6,44 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
-from common.errors import StorageError
+from common.errors import StorageError, UserError
+
+
+@contextmanager
+def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
+    """Turn what the system says of an input file that it cannot read within the block into ``error``, with a remedy."""
+    try:
+        yield
+    except OSError as reason:
+        raise error(f"{reason.filename or path}: {unreadable(reason)}") from None
+
+
+def unreadable(reason: OSError) -> str:
+    """Return what is wrong with an input file, and the remedy."""
+    if isinstance(reason, FileNotFoundError):
+        return "no such file; check the path"
+    remedies: dict[type[OSError], str] = {
+        IsADirectoryError: "give the path of a file",
+        PermissionError: "allow this user to read it (chmod, chown)",
+    }
+    return f"cannot be read: {reason.strerror or reason}; {remedies.get(type(reason), 'check the path and the disk')}"
+
+
+def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
+    """Return a regular file, open for reading. Raises ``error`` with the path, the reason and a remedy."""
+    if "\0" in str(path):
+        raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
+    with reading(path, error):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
+            raise error(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
+        return Path(path).open("rb")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 from common.cluster.rank_table import Device, RankTable, Server, SuperPod, in_rank_order, is_loopback, validate
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
-from common.files import atomic_write
+from common.files import atomic_write, reading
+from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0
 
@@ -141,24 +142,15 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
+    with reading(path, DataError):
+        if not path.exists() and not path.is_symlink():
+            raise NotReadyError(f"{path}: there is no such file; make a rank table with tools/hccl_tools.py")
+    text = read_text(path, limit=MAX_JSON_BYTES, error=DataError)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise NotReadyError(f"{path}: there is no such file; make a rank table with tools/hccl_tools.py") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: is no UTF-8 text; expected the JSON of a rank table") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise NotReadyError(f"{path}, line {error.lineno}, column {error.colno}: no JSON: {error.msg}; make the table again") from None
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except MalformedError as error:
+        if error.line:  # half written, perhaps
+            raise NotReadyError(
+                f"{path}, line {error.line}, column {error.column}: no JSON: {error.problem}; make the table again"
+            ) from None
         raise DataError(f"{path}: {error}; make the table again") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, times in Counter(key for key, _ in pairs).items():
-        if times > 1:
-            raise ValueError(f"the key {key!r} is there {times} times in one object")
-    return dict(pairs)

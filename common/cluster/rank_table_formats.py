@@ -137,7 +137,7 @@ def _in_order(instances: list[tuple[dict[str, Any], str]]) -> list[tuple[dict[st
                 f"{instances[with_rank.index(False)][1]}: rank_id is missing, which other instances have; give it to all or none"
             )
         return sorted(instances, key=lambda item: _number(item[0], "rank_id", item[1]))
-    suffixes = [re.search(r"([0-9]+)$", str(instance.get("pod_name", ""))) for instance, _ in instances]
+    suffixes = [re.search(r"([0-9]{1,18})$", str(instance.get("pod_name", ""))) for instance, _ in instances]
     keys = [(0, int(match[1])) if match else (1, index) for index, match in enumerate(suffixes)]
     return [instances[index] for index in sorted(range(len(keys)), key=keys.__getitem__)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.pipeline import schedule_error
 from common.parallel.topology import Topology
+from common.structured_files import read_json_mapping
 
 DEEPSPEED_MATRIX = """engine=deepspeed goes with
   parallel.zero_stage  data  pipeline  tensor
@@ -58,14 +58,9 @@ def read_deepspeed_file(config: RunConfig) -> dict[str, Any]:
     if name is None:
         return {}
     try:
-        tree = json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"deepspeed.config_file={name}: cannot be read ({error.strerror}); give the path of a ds_config.json") from None
-    except ValueError as error:
-        raise ConfigError(f"deepspeed.config_file={name}: no JSON ({error}); mend the file") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"deepspeed.config_file={name}: found a {type(tree).__name__}, expected a JSON object as in DeepSpeed's manual")
-    return tree
+        return read_json_mapping(Path(name))
+    except ConfigError as error:
+        raise ConfigError(f"deepspeed.config_file: {error}; expected the ds_config.json of DeepSpeed's manual") from None
 
 
 def _check_deepspeed(config: RunConfig) -> None:

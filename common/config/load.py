@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import os
 import re
 import types
 import typing
@@ -10,40 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
-    )
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader would not read as text."""
-
-
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+from common.structured_files import MAX_DEPTH, MalformedError
+from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {("precision",): expand_precision, ("data", "tokenizer"): expand_tokenizer}
+
+_Read = tuple[dict[str, Any], Sources]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError naming file, line and key of each fault.
     """
-    tree, sources = _read_with_bases(Path(path), ())
+    tree, sources = _read_with_bases(Path(path), (), {})
     for word in overrides:
         _override(tree, sources, word)
     return build_config(tree, sources)
@@ -68,7 +49,7 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
 
 def dump_config(config: RunConfig) -> str:
     """YAML text that load_config reads back to an equal config."""
-    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump())
 
 
 def save_config(config: RunConfig, path: Path) -> None:
@@ -90,78 +71,48 @@ def parse_scalar(text: str, where: str) -> Any:
     if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
         return text
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {getattr(error, 'problem', error)}") from None
+        return parse_yaml(text)
+    except MalformedError as error:
+        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
 
 
 # ---- files ----
 
 
-def _read_with_bases(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], Sources]:
-    if path.resolve() in parents:
-        raise ConfigError(f"{path}: base files include each other: {' -> '.join(str(p) for p in (*parents, path))}")
+def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Read]) -> _Read:
+    """Return what a file and its bases say. ``known`` holds what was read so far, by real path, so that each file is read once."""
+    real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # which read_yaml refuses
+    if real in parents:
+        raise ConfigError(f"{path}: base files include each other: {' -> '.join((*parents, real))}")
+    if real in known:
+        return known[real]
+    if len(parents) >= MAX_DEPTH:
+        raise ConfigError(f"{path}: base files name each other over more than {MAX_DEPTH} levels; put their keys into fewer files")
     own, own_sources = read_yaml(path)
     rename_keys(own, own_sources)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{own_sources.get(('base',), path)}: base: expected a list of files, found {bases!r}")
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases) or len(bases) > MAX_DEPTH:
+        found = f"{len(bases)} entries" if isinstance(bases, list) and len(bases) > MAX_DEPTH else repr(bases)[:80]
+        raise ConfigError(f"{own_sources.get(('base',), path)}: base: expected a list of at most {MAX_DEPTH} files, found {found}")
     tree: dict[str, Any] = {}
     sources: Sources = {}
     for base in bases:
-        base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, path.resolve()))
+        base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, real), known)
         _merge(tree, base_tree)
         sources |= base_sources
     _merge(tree, own)
-    return tree, sources | own_sources
+    known[real] = tree, sources | own_sources
+    return known[real]
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Sources]:
-    """The mapping in a YAML file, and ``file:line`` of every key. Duplicate keys are refused."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1) if path.parent.is_dir() else []
-        raise ConfigError(f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    sources: Sources = {}
-    loader = None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return {}, sources
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected keys and values at the top, found something else")
-        _record_sources(node, (), path, sources)
-        return loader.construct_document(node), sources
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).partition(chr(10))[0]}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _record_sources(node: yaml.Node, prefix: Path_, path: Path, sources: Sources) -> None:
-    if isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            _record_sources(child, (*prefix, index), path, sources)
-        return
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        here = (*prefix, str(key.value))
-        if here in sources:
-            dotted = ".".join(map(str, here))
-            raise ConfigError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice (first at {sources[here]}); keep one")
-        sources[here] = f"{path}:{key.start_mark.line + 1}"
-        _record_sources(value, here, path, sources)
+def read_yaml(path: Path) -> _Read:
+    """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises ConfigError, also for a key given twice."""
+    names = [other.name for other in path.parent.glob("*.yaml")] if not os.path.lexists(path) and path.parent.is_dir() else []
+    if near := difflib.get_close_matches(path.name, names, n=1):
+        raise ConfigError(f"{path}: no such file; did you mean {path.parent / near[0]}?")
+    tree, lines = read_yaml_lines(path)
+    return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
 def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -> None:
@@ -172,7 +123,7 @@ def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -
             target[str(key)] = old
             _merge(old, value, here)
         else:
-            target[str(key)] = value
+            target[str(key)] = copy.deepcopy(value)  # the same file may be the base of several
 
 
 def _expanded(path: Path_, value: Any) -> Any:

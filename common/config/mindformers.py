@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import ConfigError
+from common.structured_files import require_mapping
 
 Path_ = tuple[str | int, ...]
 Sources = dict[Path_, str]
@@ -68,9 +69,10 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
         name, value = found
         *sections, key = map(str, name)
         target = tree
-        for heading in sections:
+        for depth, heading in enumerate(sections, 1):
             target = target.setdefault(heading, {})
-        if target.get(key, value) != value:
+            require_mapping(target, f"{sources.get(name[:depth], '?')}: {_dotted(name[:depth])}")
+        if key in target and target[key] != value:
             raise ConfigError(
                 f"{where}: {_dotted(path)}={value} is another name for {_dotted(name)}={target[key]}"
                 f" ({sources.get(name, '?')}); keep one of them"
@@ -78,7 +80,8 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
         target[key] = value
         sources[name] = where
     for heading in ("parallel_config", "recompute_config"):
-        for key in tree.get(heading) or ():
+        rest = tree.get(heading)
+        for key in () if rest is None else require_mapping(rest, f"{sources.get((heading,), '?')}: {heading}"):
             known = [str(path[1]) for path in (*_NAMES, *_FIXED) if path[0] == heading]
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {heading}.{near[0]}?" if near else f"expected one of {', '.join(known)}"

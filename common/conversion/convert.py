@@ -19,7 +19,7 @@ from common.conversion.megatron_writer import write_megatron
 from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, whole_folder
+from common.files import atomic_write, clean_up, fsync_folder, reading, whole_folder
 from common.training.log import progress_bar
 from common.weights.arrays import bytes_of
 
@@ -112,9 +112,11 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     write = _writer(target_format, model_parallel, pipeline_stage)
-    source_format = source_format or detect(source)
     with ExitStack() as stack:
-        weights, temporary = stack.enter_context(FORMATS[source_format].open(source)), stack.enter_context(_folder(target))
+        with reading(source, CheckpointError):
+            source_format = source_format or detect(source)
+            weights = stack.enter_context(FORMATS[source_format].open(source))
+        temporary = stack.enter_context(_folder(target))
         warn_of_heads(source, weights.model)
         if weights_only or not FORMATS[target_format].holds_run:
             weights = weights.alone()

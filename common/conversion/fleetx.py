@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.config.schema import ModelConfig
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.weights.formats import open_tensors
+from common.yaml_files import read_yaml_mapping
 
 FILE = "model.pdparams"
 _RANKS = "mp_??_sharding_??_pp_??"
@@ -71,11 +70,13 @@ def read_config(file: Path) -> ModelConfig:
 
 
 def _section(path: Path) -> dict[str, Any] | None:
+    """Return the section Model of a YAML file, where it has one. Raises ConfigError."""
     try:
-        words = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: no YAML: {error}; mend the file, or take it away") from None
-    section = words.get("Model") if isinstance(words, dict) else None
+        section = read_yaml_mapping(path).get("Model")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; mend the file, or take it away from the weights") from None
+    if isinstance(section, dict) and "<<" in section:
+        raise ConfigError(f"{path}: Model: YAML merge keys (<<) are not supported; write the keys out")
     return section if isinstance(section, dict) else None
 
 

@@ -6,6 +6,7 @@ GPT2-Chinese has the same, with vocab.txt.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.conversion.tokenizer_files import end_of_text
 from common.conversion.weights import Weights, by_our_names, check_tied, checked_model, find_map, in_their_names, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
+from common.structured_files import read_json_mapping, shown
 from common.weights.arrays import TensorFile, made_ahead
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
@@ -76,23 +78,26 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Raises ConfigError if it is no GPT-2, or one that computes something else than ours."""
-    try:
-        words = json.loads(path.read_bytes())
-        sizes = {
-            "num_layers": words["n_layer"], "hidden_size": words["n_embd"], "num_heads": words["n_head"], "vocab_size": words["vocab_size"],
-            "seq_length": words.get("n_positions") or words["n_ctx"], "ffn_hidden_size": words.get("n_inner") or 4 * words["n_embd"],
-        }  # fmt: skip
-    except FileNotFoundError:
+    """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that computes what ours does."""
+    if not os.path.lexists(path):
+        raise ConfigError(f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights")
+    words = read_json_mapping(path, finite=False)
+    positions = words.get("n_positions") or words.get("n_ctx")
+    theirs = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
+    missing = [name for name in theirs.values() if words.get(name) is None] + ([] if positions else ["n_positions"])
+    if missing:
         raise ConfigError(
-            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: no config of a GPT-2 ({error!r}); expected n_layer, n_embd, n_head, n_positions, vocab_size") from None
+            f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd, n_head, n_positions, vocab_size"
+        )
+    sizes = {
+        **{ours: words[name] for ours, name in theirs.items()},
+        "seq_length": positions,
+        "ffn_hidden_size": words.get("n_inner") or None,
+    }
     for name, values in _SAME.items():
         if words.get(name, values[0]) not in values:
             raise ConfigError(
-                f"{path}: {name}={words[name]!r}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
+                f"{path}: {name}={shown(words[name])}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
             )
     dropout = {
         "embedding_dropout": words.get("embd_pdrop", 0.1), "attention_dropout": words.get("attn_pdrop", 0.1),

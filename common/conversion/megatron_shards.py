@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from common.conversion.weights import MAX_LAYERS
 from common.errors import CheckpointError, ConfigError
 from common.parallel.sharding import split_dim
+from common.structured_files import read_bytes
 from common.weights.arrays import StoredTensor, TensorFile, TensorKind, same_bytes
 from common.weights.formats import open_tensors
 from common.weights.names import NameMap, Row
@@ -54,7 +55,7 @@ def find_folder(path: Path) -> Path | None:
     tracker = path / TRACKER
     if not tracker.is_file():
         return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None
-    word = tracker.read_text(errors="replace").strip()
+    word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
     if word != "release" and not (word.isdecimal() and len(word) < 20):
         raise ConfigError(f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder iter_... itself")
     folder = path / (word if word == "release" else f"iter_{int(word):07d}")

@@ -216,13 +216,14 @@ def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]
 def _scheduler(run: Any) -> dict[str, Any]:
     """Megatron counts its schedule in samples. Nothing where the run's config is not known (``OptimizerParamScheduler.state_dict``)."""
     config, batch = run["config"]["optimizer"], run["config"].get("train", {}).get("global_batch_size")
-    if batch is None or config.get("decay_steps") is None:
+    needed = ("decay_steps", "learning_rate", "min_learning_rate", "schedule", "weight_decay")
+    if batch is None or any(config.get(name) is None for name in needed):
         return {}
     decay = config["weight_decay"]
     return {
         "opt_param_scheduler": {
             "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"], "lr_decay_style": config["schedule"],
-            "lr_warmup_steps": (config["warmup_steps"] or 0) * batch, "lr_decay_steps": config["decay_steps"] * batch,
+            "lr_warmup_steps": (config.get("warmup_steps") or 0) * batch, "lr_decay_steps": config["decay_steps"] * batch,
             "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
             "wd_incr_steps": 0,
         }

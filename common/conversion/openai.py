@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,12 @@ from pathlib import Path
 from common.config.schema import ModelConfig
 from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
 from common.errors import CheckpointError, ConfigError
+from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
 from common.weights.arrays import StoredTensor
 from common.weights.formats import open_tensors
 
 CONFIG = "hparams.json"
+_SIZES = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "seq_length": "n_ctx", "vocab_size": "n_vocab"}
 _STATE = re.compile(r"(?!model/).*|.*/Adam(_\d+)?")
 """Counters, powers of beta and slots of an optimizer, that training leaves beside the model."""
 
@@ -41,7 +43,8 @@ def _find(folder: Path) -> Path:
     """The checkpoint of the folder, or of several that which ``checkpoint`` says is the latest."""
     found = sorted(folder.glob("*.index"))
     if len(found) > 1 and (folder / "checkpoint").is_file():
-        latest = re.search(r'^model_checkpoint_path: "(?:.*/)?(.*)"', (folder / "checkpoint").read_text("utf-8", "replace"), re.MULTILINE)
+        text = read_bytes(folder / "checkpoint", limit=MAX_JSON_BYTES, error=CheckpointError).decode("utf-8", "replace")
+        latest = re.search(r'^model_checkpoint_path: "(?:.*/)?(.*)"', text, re.MULTILINE)
         found = [file for file in found if latest and file.name == f"{latest[1]}.index"] or found
     if len(found) != 1:
         raise CheckpointError(f"{folder}: holds {len(found)} checkpoints (files .index); give the path of one")
@@ -54,14 +57,10 @@ def _without_width(tensor: StoredTensor) -> StoredTensor:
 
 
 def read_config(path: Path) -> ModelConfig:
-    try:
-        words = json.loads(path.read_bytes())
-        sizes = {
-            "num_layers": words["n_layer"], "hidden_size": words["n_embd"], "num_heads": words["n_head"], "vocab_size": words["n_vocab"],
-            "seq_length": words["n_ctx"],
-        }  # fmt: skip
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no sizes of a GPT-2 ({error!r}); expected n_layer, n_embd, n_head, n_ctx, n_vocab") from None
-    return checked_model(path, sizes)
+    """Return the sizes that hparams.json says. Raises ConfigError."""
+    if not os.path.lexists(path):
+        raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights")
+    words = read_json_mapping(path)
+    if missing := [name for name in _SIZES.values() if words.get(name) is None]:
+        raise ConfigError(f"{path}: no sizes of a GPT-2: {', '.join(missing)} missing; expected {', '.join(_SIZES.values())}")
+    return checked_model(path, {ours: words[theirs] for ours, theirs in _SIZES.items()})

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.conversion.weights import Weights
-from common.errors import TokenizerError
+from common.errors import ConfigError, TokenizerError
 from common.files import atomic_write
+from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary, read_vocabulary
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
 
@@ -28,10 +30,11 @@ TOKENIZER_FILES = {
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the files into ``folder``, if they are known. Raises StorageError; OSError of what is read is left to the caller."""
+    """Write the files into ``folder``, if they are known. Raises StorageError, and TokenizerError for what cannot be read."""
     for name, file in _beside(weights).items():
+        content = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         with atomic_write(folder / name) as copy:
-            copy.write(file.read_bytes())
+            copy.write(content)
     vocabulary = _of_run(weights)
     if isinstance(vocabulary, BPEVocabulary):
         write_tokenizer(folder, vocabulary, weights.model.max_positions or weights.model.seq_length)
@@ -48,11 +51,10 @@ def end_of_text(weights: Weights) -> int | None:
     vocabulary = _of_run(weights)
     if isinstance(vocabulary, BPEVocabulary):
         return vocabulary.eod_id
-    try:
-        named = json.loads((_folder_of(weights) / "config.json").read_bytes())["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):  # not from transformers
-        named = 50256 if weights.model.vocab_size == 50257 else None
-    return named if type(named) is int else None
+    named = 50256 if weights.model.vocab_size == 50257 else None
+    with suppress(ConfigError):  # not from transformers
+        named = read_json_mapping(_folder_of(weights) / "config.json", finite=False).get("eos_token_id", named)
+    return named if type(named) is int and 0 <= named < weights.model.vocab_size else None
 
 
 def _folder_of(weights: Weights) -> Path:

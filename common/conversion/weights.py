@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
+from common.structured_files import shown
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
 from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
@@ -85,7 +87,7 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "section"
-        found = "" if first["type"] == "missing" else f"={first['input']!r}"
+        found = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
     if model.num_layers > MAX_LAYERS:  # of which alone the names would fill the memory
         raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file")
@@ -96,22 +98,99 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
     return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions, **dict.fromkeys(unsaid, model.dropout)})
 
 
+class _Checked(BaseModel):
+    """Keys that are not named here are free."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+_Number = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _State(_Checked):
+    step: _Number
+    consumed_samples: _Number
+    sample_hash: str
+    skipped_steps: _Number
+    skipped_in_a_row: _Number
+    losses: list[float] = []
+    grad_norms: list[float] = []
+
+
+class _LossScale(_Checked):
+    mode: str = "none"
+    value: float = 1.0
+    finite_steps: _Number = 0
+    overflows: _Number = 0
+
+
+class _Engine(_Checked):
+    optimizer_steps: _Number
+    loss_scale: _LossScale
+    rng: dict[str, Any]
+
+
+class _Optimizer(_Checked):
+    name: Literal["adamw", "adam", "sgd"]
+    learning_rate: float = 0.0
+    min_learning_rate: float | None = None
+    schedule: str = ""
+    warmup_steps: _Number | None = None
+    decay_steps: _Number | None = None
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+
+
+class _Precision(_Checked):
+    compute: Literal["float32", "float16", "bfloat16"] = "float32"
+
+
+class _Train(_Checked):
+    global_batch_size: _Number | None = None
+
+
+class _Hysteresis(_Checked):
+    hysteresis: _Number = 2
+
+
+class _Config(_Checked):
+    optimizer: _Optimizer
+    precision: _Precision = _Precision()
+    train: _Train = _Train()
+    loss_scale: _Hysteresis = _Hysteresis()
+
+
+class _Run(_Checked):
+    """What the formats read of a ``Weights.run``. Keys that older files do not have may be absent."""
+
+    state: _State
+    engine: _Engine
+    config: _Config
+
+
 def checked_run(path: Path, words: Any) -> dict[str, Any]:
-    """A ``Weights.run`` that was read. Raises ConfigError unless a run can go on from it."""
+    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can go on from it, and every value is of its type."""
     try:
-        state = TrainState.from_dict(words["state"])
-        if any(type(count) is not int or count < 0 for count in (state.step, state.consumed_samples)):
-            raise ValueError(words["state"])
-        if type(EngineState(**words["engine"]).optimizer_steps) is not int or type(words["engine"]["loss_scale"]) is not dict:
-            raise ValueError(words["engine"])
-        if words["config"]["optimizer"]["name"] not in STATE_NAMES:
-            raise ValueError(f"optimizer.name={words['config']['optimizer']['name']!r}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: does not say where its run stood ({error!r}); expected state, engine and config.optimizer.name as in our manifests;"
-            " copy it again"
-        ) from None
-    return dict(words)
+        _Run.model_validate(words)
+        TrainState.from_dict(words["state"])
+        EngineState(**words["engine"])
+        if words["engine"]["loss_scale"].get("mode") == "dynamic" and not words["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
+            raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
+        json.dumps(words, allow_nan=False)  # as it may be written to a manifest
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
+        problem = f"{'.'.join(map(str, first['loc'])) or 'it'} {found}"
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    else:
+        return dict(words)
+    raise ConfigError(
+        f"{path}: does not say where its run stood: {problem}; expected state, engine and config as in our manifests; copy it again"
+    )
 
 
 def moment_shapes(model: ModelConfig, optimizer: str) -> dict[str, tuple[int, ...]]:

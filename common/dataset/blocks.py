@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.dataset.corpus import Corpus, Format, json_problem
+from common.dataset.corpus import Corpus, Format
 from common.dataset.json_array import JsonArrayReader
 from common.errors import DataError
 
@@ -118,17 +118,13 @@ def _array_blocks(file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes
     reader = JsonArrayReader(file, path)
     items: list[tuple[str, ...]] = []
     size = 0
-    try:
-        for item in reader:
-            texts = texts_of(item, keys, path, reader.line, reader.column)
-            items.append(texts)
-            size += sum(map(len, texts))
-            if size >= block_bytes:
-                yield items
-                items, size = [], 0
-    except (ValueError, RecursionError) as error:
-        where = f"{path}: line {reader.line}, column {reader.column}"
-        raise DataError(f"{where}: the item after this place cannot be read: {json_problem(error)}; mend or remove it") from None
+    for item in reader:
+        texts = texts_of(item, keys, path, reader.line, reader.column)
+        items.append(texts)
+        size += sum(map(len, texts))
+        if size >= block_bytes:
+            yield items
+            items, size = [], 0
     if items:
         yield items
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import gzip
-import json
 import logging
 import zlib
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from common.errors import DataError
+from common.files import open_input, reading
+from common.structured_files import MalformedError, parse_json_item, parse_json_line
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class Corpus:
 
         Raises DataError when the gzip stream breaks inside the block.
         """
-        with self.path.open("rb") as raw, _readable(self.path):
+        with open_input(self.path, DataError) as raw, _readable(self.path):
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw, raw
 
 
@@ -59,11 +60,12 @@ def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
     Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list of texts.
     """
     path = Path(path)
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
-    if not path.is_file():
-        raise DataError(f"{path}: not found; check --input")
-    with path.open("rb") as raw, _readable(path):
+    with reading(path, DataError):
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
+        if not path.exists():
+            raise DataError(f"{path}: not found; check --input")
+    with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
         gzipped = raw.read(2) == _GZIP_MAGIC
         raw.seek(0)
         head = (gzip.GzipFile(fileobj=raw) if gzipped else raw).read(_HEAD_BYTES)
@@ -107,23 +109,18 @@ def _is_array(text: str, complete: bool) -> bool:
     if rest.startswith("]"):
         return True
     try:
-        _, end = json.JSONDecoder().raw_decode(rest)
-    except (ValueError, RecursionError):
+        _, end = parse_json_item(rest)
+    except MalformedError:
         return not complete and "\n" not in rest  # the first item may be longer than the head
     return rest[end:].lstrip()[:1] in ("", ",", "]")
 
 
 def _parses(text: str) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        parse_json_line(text)
+    except MalformedError:
         return False
     return True
-
-
-def json_problem(error: ValueError | RecursionError) -> str:
-    """What the module json says of a text: a JSONDecodeError, but ValueError of a number too long and RecursionError of deep brackets."""
-    return str(getattr(error, "msg", str(error).partition(";")[0]))
 
 
 @contextmanager
@@ -132,5 +129,3 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip -t") from None
-    except PermissionError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
-from common.dataset.corpus import Format, json_problem
+from common.dataset.corpus import Format
 from common.errors import DataError
+from common.structured_files import MalformedError, parse_json_line
 
 _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
@@ -75,10 +75,10 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
         if not line or line.isspace():
             continue
         try:
-            item = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            where = f"{block.path}: line {number}, column {getattr(error, 'colno', 1)}"
-            raise DataError(f"{where}: {json_problem(error)}; expected one JSON object per line, mend or remove it") from None
+            item = parse_json_line(line)
+        except MalformedError as error:
+            where = f"{block.path}: line {number}, column {error.column or 1}"
+            raise DataError(f"{where}: {error.problem}; expected one JSON object per line, mend or remove it") from None
         items.append(texts_of(item, keys, block.path, number))
     return items
 

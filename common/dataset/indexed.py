@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata
 from common.errors import DataError
+from common.files import open_input, reading
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -73,12 +74,14 @@ class IndexedDataset:
         self.prefix = strip_extension(prefix)
         self.bin_path = with_extension(self.prefix, ".bin")
         self.idx_path = with_extension(self.prefix, ".idx")
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise DataError(_missing(self.prefix, path))
-        header = _read_header(self.idx_path)
+        with reading(self.prefix, DataError):
+            for path in (self.idx_path, self.bin_path):
+                if not path.exists():
+                    raise DataError(_missing(self.prefix, path))
+                open_input(path, DataError).close()
+            header = _read_header(self.idx_path)
+            index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         self.dtype = header.dtype
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         n, m = header.sequences, header.boundaries
         at = HEADER.size
         self.sizes: npt.NDArray[np.int32] = np.frombuffer(index, "<i4", n, at)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import DataError
+from common.structured_files import MalformedError, parse_json_item
 
 _CHUNK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
@@ -27,7 +27,6 @@ class JsonArrayReader:
         self._file = file
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
         self._buffer = ""
         self._at = 0
         self._bytes_read = 0
@@ -58,16 +57,18 @@ class JsonArrayReader:
             raise self._error(self._at, "the file ends inside the array, expected an item; it may be cut short")
         while True:
             try:
-                value, end = self._json.raw_decode(self._buffer, self._at)
-            except json.JSONDecodeError as error:
-                # A string or a value that the chunk's end has cut is no error yet.
-                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_CUT
+                value, end = parse_json_item(self._buffer, self._at)
+            except MalformedError as error:
+                if not error.line:  # of a number of too many digits, or too deep nesting, the place within the item is unknown
+                    raise self._error(self._at, f"this item cannot be read: {error.problem}; mend or remove it") from None
+                # A string or a value that the end of the chunk has cut is not an error yet.
+                cut = error.problem.startswith("Unterminated string") or error.position >= len(self._buffer) - _LONGEST_CUT
                 if cut and not self._ended:
                     self._more()
                     continue
-                ends = self._ended and (error.pos >= len(self._buffer) or error.msg.startswith("Unterminated string"))
+                ends = self._ended and (error.position >= len(self._buffer) or error.problem.startswith("Unterminated string"))
                 advice = "the file ends inside this item, it may be cut short" if ends else "this is not valid JSON, mend it"
-                raise self._error(error.pos, f"{error.msg}; {advice}") from None
+                raise self._error(error.position, f"{error.problem}; {advice}") from None
             self._locate(self._at)
             self._at = end
             return value

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import os
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from common.errors import DataError
-from common.files import atomic_write
+from common.files import atomic_write, reading
+from common.structured_files import kind_of, read_json_mapping, require_mapping
 
 METADATA_EXTENSION = ".meta.json"
 _FORMAT = "gpt2-toolkit dataset"
@@ -52,20 +55,44 @@ def write_metadata(path: Path, metadata: Metadata) -> None:
 
 def read_metadata(path: Path) -> Metadata | None:
     """None when there is no such file. Raises DataError when it is not what ``write_metadata`` writes."""
+    with reading(path, DataError):
+        if not os.path.lexists(path):
+            return None
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 at byte {error.start}; delete the file (it is optional) or preprocess again") from None
-    try:
-        raw = json.loads(text)
-        if raw.pop("format") != _FORMAT or raw.pop("version") != _VERSION:
-            raise ValueError(f"format must be {_FORMAT!r} and version {_VERSION}")
-        raw["sources"] = tuple(SourceFile(**source) for source in raw["sources"])
-        unknown = set(raw) - {item.name for item in fields(Metadata)}
-        if unknown:
-            raise ValueError(f"unknown keys {sorted(unknown)}")
-        return Metadata(**raw)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: does not describe token files ({error}); delete the file (it is optional) or preprocess again") from None
+        raw = read_json_mapping(path, error=DataError)
+        if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
+            raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
+        _require(Metadata, raw, str(path))
+        for source in raw["sources"]:
+            _require(SourceFile, require_mapping(source, f"{path}: sources", error=DataError), f"{path}: sources")
+    except DataError as error:
+        raise DataError(f"{error}; the file does not describe token files: delete it (it is optional) or preprocess again") from None
+    return Metadata(**{**raw, "sources": tuple(SourceFile(**source) for source in raw["sources"])})
+
+
+def _require(kind: type[Metadata | SourceFile], raw: dict[str, Any], where: str) -> None:
+    """Raise DataError unless ``raw`` has the keys of a dataclass, with values of their types."""
+    names = {item.name: item for item in fields(kind)}
+    if unknown := raw.keys() - names.keys():
+        raise DataError(f"{where}: unknown keys {', '.join(sorted(unknown))[:80]}")
+    for name, item in names.items():
+        if name not in raw and item.default_factory is not MISSING:
+            continue
+        if name not in raw or not _fits(raw[name], str(item.type)):
+            found = kind_of(raw[name]) if name in raw else "nothing"
+            raise DataError(f"{where}: {name}: expected {_EXPECTED[str(item.type)]}, found {found}")
+
+
+_EXPECTED = {
+    "str": "text",
+    "int": "a whole number from 0 on",
+    "int | None": "a whole number from 0 on, or null",
+    "tuple[SourceFile, ...]": "a list",
+    "dict[str, str | bool]": "keys and values",
+}
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    if annotation.startswith("int"):
+        return (type(value) is int and 0 <= value < 2**63) or (value is None and "None" in annotation)
+    return isinstance(value, {"s": str, "t": list, "d": dict}[annotation[0]])

@@ -12,7 +12,6 @@ Little endian where nothing is said. Source: files of MindSpore 2.10, and its mi
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 import struct
 from contextlib import closing
@@ -25,12 +24,14 @@ import numpy.typing as npt
 
 from common.dataset.indexed import with_extension
 from common.errors import DataError
+from common.files import open_input, reading
+from common.structured_files import MAX_JSON_BYTES, parse_json
 
 COLUMN = "input_ids"
 INDEX_EXTENSION = ".db"
 VERSION = "3.0"
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 128 << 20
+_MAX_HEADER = MAX_JSON_BYTES
 _ENCRYPTED_END = b"ENCRYPT"
 _CHUNK = 1 << 16
 # Tokens decoded in one round: the position arrays then stay in the processor's cache.
@@ -65,21 +66,28 @@ class MindRecordFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index = with_extension(self.path, INDEX_EXTENSION)
-        for here, other in ((self.path, index), (index, self.path)):
-            if not here.is_file():
-                state = f"although {other.name} is there" if other.is_file() else f"and neither is {other.name}"
-                raise DataError(f"{here}: not found, {state}; a MindRecord is two files that belong together, copy both")
-        self.header = read_header(self.path)
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
-        if len(self._bytes) < self.header.end:
-            raise DataError(f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at {self.header.end}; {_RENEW}")
-        self._begin, self._end = self._read_index(index)
+        with reading(self.path, DataError):
+            self._open(index)
         self.width = 0
         """Tokens of a row; 0 when there is no row."""
         if len(self):
             self.width = int(self._counts(*self._rows(np.array([0])))[0])
             self.read(np.array([0, len(self) - 1]))
         self.content_key = self._content_key()
+
+    def _open(self, index: Path) -> None:
+        for here, other in ((self.path, index), (index, self.path)):
+            if not here.exists():
+                state = f"although {other.name} is there" if other.is_file() else f"and neither is {other.name}"
+                raise DataError(f"{here}: not found, {state}; a MindRecord is two files that belong together, copy both")
+            open_input(here, DataError).close()
+        self.header = read_header(self.path)
+        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        if len(self._bytes) < self.header.end:
+            raise DataError(f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at {self.header.end}; {_RENEW}")
+        if self.header.rows * 8 > len(self._bytes):
+            raise DataError(f"{self.path}: has {self.header.rows} rows by its header, too many for {len(self._bytes)} bytes; {_RENEW}")
+        self._begin, self._end = self._read_index(index)
 
     def __reduce__(self) -> tuple[type[MindRecordFile], tuple[str]]:
         return MindRecordFile, (str(self.path),)
@@ -154,6 +162,9 @@ class MindRecordFile:
         try:
             # immutable: no lock files, which a read-only disk would refuse
             with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+                tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0").fetchall()
+                if not {("SHARD_NAME",), ("INDEXES",)} <= set(tables):  # a view may be a query without end
+                    raise ValueError("it has no tables SHARD_NAME and INDEXES")
                 names = [str(name) for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
                 cursor = connection.execute(query)
                 while chunk := cursor.fetchmany(_CHUNK):
@@ -171,6 +182,8 @@ class MindRecordFile:
             raise DataError(
                 f"{path}: holds {count} rows, {self.path.name} holds {len(places)}; the two do not belong together, copy both again"
             )
+        beyond = (places < 0) | (places > [self.header.end // self.header.page_size, self.header.end, self.header.end])
+        places[beyond.any(axis=1)] = self.header.end // self.header.page_size, self.header.end, self.header.end  # refused below
         start = self.header.header_size + places[:, 0] * self.header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
         wrong = (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
@@ -196,16 +209,17 @@ class MindRecordFile:
 
 def looks_like_mindrecord(path: Path) -> bool:
     """Whether a file begins like one; for names that do not say so."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.read(_LENGTH.size + 2)
+    with reading(path, DataError):
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            start = file.read(_LENGTH.size + 2)
     return len(start) == _LENGTH.size + 2 and 0 < _LENGTH.unpack(start[:8])[0] <= _MAX_HEADER and start[8:] == b'{"'
 
 
 def read_header(path: Path) -> Header:
     """Raises DataError when it is not one of a MindRecord with integer arrays ``input_ids``."""
-    with path.open("rb") as file:
+    with open_input(path, DataError) as file, reading(path, DataError):
         length = int.from_bytes(file.read(_LENGTH.size), "little")
         text = file.read(length) if length <= _MAX_HEADER else b""
         file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
@@ -216,18 +230,21 @@ def read_header(path: Path) -> Header:
     if len(text) < length:
         raise DataError(f"{path}: is cut short: it ends within its header of {length} bytes; {_RENEW}")
     try:
-        raw = json.loads(text)
+        raw = parse_json(text)
         version, schema = raw["version"], raw["schema"][0]
-        columns, fields = schema["schema"], tuple(schema["blob_fields"])
+        columns, fields = schema["schema"], tuple(_texts(schema["blob_fields"]))
+        header_size, page_size = _size(raw["header_size"]), _size(raw["page_size"])
+        if not page_size:
+            raise ValueError("page_size is 0")
         pages = raw["page"] or []
         header = Header(
-            header_size=int(raw["header_size"]),
-            page_size=int(raw["page_size"]),
+            header_size=header_size,
+            page_size=page_size,
             fields=fields,
             type=str(columns.get(COLUMN, {}).get("type")),
-            rows=max((int(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
-            end=max((int(raw["header_size"]) + _page_end(page, raw["page_size"]) for page in pages), default=0),
-            shards=tuple(Path(name).name for name in raw["shard_addresses"]),
+            rows=max((_size(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
+            end=max((header_size + _size(page["page_id"]) * page_size + _size(page["page_size"]) for page in pages), default=0),
+            shards=tuple(Path(name).name for name in _texts(raw["shard_addresses"])),
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise DataError(f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error}); {_RENEW}") from None
@@ -241,8 +258,16 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _page_end(page: dict[str, Any], page_size: int) -> int:
-    return int(page["page_id"]) * int(page_size) + int(page["page_size"])
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**48:
+        raise ValueError(f"{str(value)[:40]!r} where a size is expected")
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) and Path(item).name for item in value):
+        raise ValueError(f"{str(value)[:40]!r} where a list of names is expected")
+    return value
 
 
 def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:

@@ -14,6 +14,7 @@ from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION
 from common.errors import DataError, StorageError
 from common.files import fsync_folder
+from common.structured_files import parse_json
 
 
 def shard_names(name: str, shards: int) -> list[str]:
@@ -67,7 +68,7 @@ def join_shards(paths: Sequence[Path]) -> None:
     for number, path in enumerate(paths):
         with path.open("r+b") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))  # of a file that this process wrote
             header |= {"shard_addresses": [other.name for other in paths], "shard_id": number}
             for page in header["page"]:
                 page["shard_id"] = number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from common.cluster.rank_environment import FOREIGN
 from common.doctor.programs import kill_session
 from common.doctor.report import Check, error, ok
 from common.launcher.heartbeat import DUMP_SIGNAL
+from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
 """What a rank has done, in order; "" is not even a started program. MindSpore has no "connected" of its own."""
@@ -137,9 +137,9 @@ class LocalRanks:
         stage, result = "", None
         for line in text.splitlines():
             if line.startswith(MARK):
-                with suppress(ValueError):  # a line that is only half there yet
-                    result = json.loads(line.removeprefix(MARK))
-                    stage = result["stage"]
+                with suppress(MalformedError, KeyError, TypeError):  # a line that is only half there yet
+                    told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
+                    stage, result = str(told["stage"]), told
         return RankState(
             rank=rank,
             stage=stage,

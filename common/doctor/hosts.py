@@ -20,6 +20,7 @@ from common.cluster.places import Places
 from common.doctor.allreduce import RankState
 from common.doctor.report import Check, State, error, ok, warning
 from common.errors import RunError
+from common.structured_files import MalformedError, parse_json
 
 SILENCE_SECONDS = 5.0
 """Hosts tell of their ranks several times a second; after this long without a word one counts as lost."""
@@ -48,8 +49,8 @@ class Line:
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection ended")
         try:
-            message = json.loads(line)
-        except ValueError:
+            message = parse_json(line, finite=False)  # a wrong sum may be NaN
+        except MalformedError:
             message = None
         if not isinstance(message, dict):
             raise ConnectionError("no message of a doctor")
@@ -157,7 +158,7 @@ class FirstHost:
         try:
             hello = line.receive(_HELLO_SECONDS)
             host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
             line.close()
             return []
         if host in self._lines and self._lines[host].is_closed:  # its doctor was ended, and started again
@@ -199,10 +200,10 @@ class FirstHost:
         return way, theirs - (before + way / 2)
 
     def _listen(self, host: int, line: Line) -> None:
-        with suppress(OSError, KeyError, TypeError):
+        with suppress(OSError, KeyError, TypeError, ValueError):
             while True:
                 told = line.receive(None)["ranks"]
-                self._states[host] = [RankState(**{**state, "log": tuple(state["log"])}) for state in told]
+                self._states[host] = [_as_state(state) for state in told]
                 self._heard[host] = time.monotonic()
         self._gone.add(host)
 
@@ -214,6 +215,18 @@ class FirstHost:
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
     return ", ".join(f"{key} {theirs.get(key)} (here {ours.get(key)})" for key in keys)
+
+
+def _as_state(told: Mapping[str, Any]) -> RankState:
+    """Return what another host tells of a rank. Raises TypeError or ValueError where it is of another shape."""
+    state = RankState(**{**told, "log": tuple(told["log"])})
+    numbers = (state.rank, state.ended, 0 if state.code is None else state.code)
+    texts = (state.stage, state.state, state.log_path, *state.log)
+    if not all(isinstance(value, int | float) for value in numbers) or not all(isinstance(value, str) for value in texts):
+        raise TypeError("not the state of a rank")
+    if state.result is not None:
+        _ = [float(state.result.get(key, 0)) for key in ("first", "seconds", "ready", "bytes")]
+    return state
 
 
 class OtherHost:
@@ -267,10 +280,16 @@ class OtherHost:
         return self._checks
 
     def _listen(self) -> None:
-        with suppress(OSError, KeyError, ValueError):
+        with suppress(OSError):
             self._checks = _as_checks(self._line.receive(None))
         self._ended.set()
 
 
 def _as_checks(message: Mapping[str, Any]) -> list[Check]:
-    return [Check(name=str(c["name"]), state=State(c["state"]), found=str(c["found"]), remedy=str(c["remedy"])) for c in message["checks"]]
+    """Return the checks of a message. Raises ConnectionError."""
+    try:
+        return [
+            Check(name=str(c["name"]), state=State(c["state"]), found=str(c["found"]), remedy=str(c["remedy"])) for c in message["checks"]
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise ConnectionError("its checks are not those of a doctor") from None

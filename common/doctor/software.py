@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from common.doctor.programs import run
 from common.doctor.report import Check, error, ok, warning
+from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")
 BACKENDS = {"torch": ("torch", "torch_npu"), "mindspore": ("mindspore",)}
@@ -124,7 +124,7 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
         program = f"import time; start = time.time(); import {name}; took = time.time() - start\n{_COUNT.get(name, 'devices = {}')}"
         outcome = run([sys.executable, "-c", f"{program}\nimport json; print('\\n' + json.dumps([took, devices]))"], limit)
         if outcome.code == 0:
-            seconds, devices = json.loads(outcome.output.strip().splitlines()[-1])
+            seconds, devices = parse_json(outcome.output.strip().splitlines()[-1])
             return ok(f"import {name}", f"works, {seconds:.1f} s"), devices
         how = f"ended by signal {-outcome.code}" if outcome.code and outcome.code < 0 else "failed"
         remedy = f'see it whole: {sys.executable} -c "import {name}"'

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
+from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
 from common.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 100
@@ -40,9 +40,9 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """Where each prompt of a file stands, and its text. A blank line is no prompt. Raises DataError."""
     try:
-        content = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"predict.prompt_file={path}: cannot be read: {error.strerror}; give a text or .jsonl file of prompts") from None
+        content = read_bytes(path, limit=MAX_JSON_BYTES, error=DataError).decode("utf-8-sig")
+    except DataError as error:
+        raise DataError(f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8") from None
@@ -58,8 +58,8 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for where, line in lines:
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            entry = parse_json(line, finite=False)  # Python writes NaN into such files
+        except MalformedError as error:
             raise DataError(f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}') from None
         text = next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None) if isinstance(entry, dict) else None
         if not isinstance(text, str):

@@ -21,6 +21,7 @@ from typing import Any
 
 from common.cluster.rank_environment import is_ip
 from common.errors import ConfigError
+from common.structured_files import MalformedError, parse_json
 
 LIFE_SECONDS = 2.0
 LOST_SECONDS = 30.0
@@ -327,8 +328,8 @@ class _Link:
             if len(rest) > _LINE_BYTES:
                 raise OSError("its lines have no end")
             for line in lines:
-                with suppress(ValueError, RecursionError):
-                    message = json.loads(line)
+                with suppress(MalformedError):
+                    message = parse_json(line)
                     if isinstance(message, dict):
                         yield message
 

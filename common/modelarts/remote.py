@@ -17,6 +17,7 @@ from typing import TypeVar
 from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
+from common.structured_files import read_json_mapping
 from common.training.checkpoint import LATEST, MANIFEST
 from common.training.log import LOG
 
@@ -175,7 +176,8 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
 
 def _read_copy(complete: Path) -> _Copy | None:
     try:
-        record = json.loads(complete.read_text(encoding="utf-8"))
+        record = read_json_mapping(complete, error=DataError)
+        time.localtime(record["made"])  # as it will be shown
         return _Copy(url=record["url"], files=[StoredFile(**file) for file in record["files"]], made=float(record["made"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

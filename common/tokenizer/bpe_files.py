@@ -10,9 +10,9 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import TokenizerError
+from common.structured_files import MAX_JSON_BYTES, DuplicateKeyError, MalformedError, parse_json, read_bytes, shown
 
 END_OF_TEXT = "<|endoftext|>"
 # Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
@@ -66,11 +66,9 @@ def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str
 
 def _read_text(path: Path, what: str) -> str:
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise TokenizerError(f"{path}: no such file; expected the {what} of a GPT-2 tokenizer; check the path") from None
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror}); expected the {what} of a GPT-2 tokenizer") from error
+        raw = read_bytes(path, limit=MAX_JSON_BYTES, error=TokenizerError)
+    except TokenizerError as error:
+        raise TokenizerError(f"{error}; expected the {what} of a GPT-2 tokenizer") from None
     if not raw.strip():
         raise TokenizerError(f"{path}: is empty ({len(raw)} bytes); expected the {what} of a GPT-2 tokenizer; fetch the file again")
     try:
@@ -92,24 +90,18 @@ def _place(text: str, token: str) -> str:
 
 def _read_ids(path: Path) -> dict[str, int]:
     text = _read_text(path, "vocabulary (JSON, token -> id)")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise TokenizerError(f"{path}:{_place(text, twice)} the token {twice!r} is listed twice; expected each token once; remove one")
-        return table
-
     try:
-        table = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+        table = parse_json(text)
+    except DuplicateKeyError as error:
         raise TokenizerError(
-            f"{path}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}); expected one object of token -> id, "
+            f"{path}:{_place(text, error.key)} the token {error.key!r} is listed twice; expected each token once; remove one"
+        ) from None
+    except MalformedError as error:
+        place = f" line {error.line}, column {error.column}:" if error.line else ""
+        raise TokenizerError(
+            f"{path}:{place} not JSON ({error.problem}); expected one object of token -> id, "
             'such as {"!": 0, ...}; fetch the file again, or check that the vocabulary and merge files are not swapped'
         ) from None
-    except RecursionError:
-        raise TokenizerError(f"{path}: JSON nested too deep; expected one flat object of token -> id") from None
     if not isinstance(table, dict):
         raise TokenizerError(f"{path}: holds a JSON {type(table).__name__}; expected one object of token -> id; give vocab.json here")
     if isinstance(table.get("model"), dict):
@@ -117,7 +109,7 @@ def _read_ids(path: Path) -> dict[str, int]:
     for token, token_id in table.items():
         if type(token_id) is not int:  # bool is an int to isinstance
             raise TokenizerError(
-                f"{path}:{_place(text, token)} the token {token!r} has the value {token_id!r} of type {type(token_id).__name__}; "
+                f"{path}:{_place(text, token)} the token {token!r} has the value {shown(token_id)} of type {type(token_id).__name__}; "
                 "expected an integer id"
             )
     if not table:

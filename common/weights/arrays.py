@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
+from common.files import open_input, reading
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -34,6 +35,7 @@ _BLOCK = 2**22
 """Elements that are converted at a time, so that a large tensor needs no second copy."""
 _COMPARED = 2**20
 """Bytes that are compared at a time."""
+_MAX_DIMS = 32
 _BAND = 256
 """Columns of a matrix that are copied at a time."""
 
@@ -58,6 +60,11 @@ class StoredTensor(TensorKind):
     """In elements, of a tensor that is not row-major."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
+        if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) >= 2**60:
+            raise ValueError(f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims, beyond what an array can have")
 
     def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
         """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
@@ -116,13 +123,10 @@ class TensorFile(Mapping[str, StoredTensor]):
 
 def map_file(path: Path) -> Bytes:
     """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives. Raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise CheckpointError(f"{path}: the file is empty; copy it again or use another one")
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; give the path of a weight file") from None
+    with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
+        if not path.stat().st_size:
+            raise CheckpointError(f"{path}: the file is empty; copy it again or use another one")
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
 
 
 def contiguous(array: NDArray[Any], room: Room | None = None) -> NDArray[Any]:

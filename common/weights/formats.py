@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.errors import CheckpointError
+from common.structured_files import read_json_mapping
 from common.weights.arrays import TensorFile, map_file
 from common.weights.mindspore_files import open_mindspore
 from common.weights.paddle_files import open_paddle
@@ -47,17 +47,19 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
         yield file
 
 
+def _is_beside(shard: str) -> bool:
+    """Whether this is the plain name of a file, other than that of an index: indices that name each other would have no end."""
+    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
+
+
 @contextmanager
 def _open_shards(path: Path) -> Iterator[TensorFile]:
-    try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        shards = sorted(set(places.values()))
-        if any(Path(shard).name != shard or not shard.isprintable() or shard in ("", path.name) for shard in shards):
-            raise ValueError("a shard lies in another folder, or is no file")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}; give the path of a weight file") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no index of shards ({error!r}); expected weight_map, from tensors to files beside it") from None
+    places = read_json_mapping(path, error=CheckpointError).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise CheckpointError(f"{path}: no index of shards; expected weight_map, from tensors to files beside it")
+    if strange := [shard for shard in places.values() if not _is_beside(shard)]:
+        raise CheckpointError(f"{path}: the shard {strange[0][:60]!r} is in another folder, or is no file; copy the whole folder again")
+    shards = sorted(set(places.values()))
     with ExitStack() as stack:
         files = {shard: stack.enter_context(open_tensors(path.with_name(shard))) for shard in shards}
         found = {name: shard for shard, file in files.items() for name in file}

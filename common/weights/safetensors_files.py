@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from common.errors import CheckpointError
 from common.files import atomic_write
+from common.structured_files import MAX_JSON_BYTES, parse_json, shown
 from common.weights.arrays import Bytes, StoredTensor, TensorFile, TensorKind, map_file
 from common.weights.files import SAFETENSORS_TYPES, stream_safetensors
 
 INDEX = "model.safetensors.index.json"
 _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
-_MAX_HEADER = 100_000_000
-"""The library's own limit, bytes."""
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def open_safetensors_file(path: Path) -> Iterator[TensorFile]:
     content = map_file(path)
     try:
         tensors, metadata = _parse(content)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: not a whole safetensors file: {error}; copy it again or use another one") from None
     yield TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
 
@@ -41,9 +40,9 @@ def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if content.size < 8:
         raise ValueError(f"{content.size} bytes are too few for the length of its header")
     length = int.from_bytes(content[:8].tobytes(), "little")
-    if length > min(_MAX_HEADER, content.size - 8):
+    if length > min(MAX_JSON_BYTES, content.size - 8):
         raise ValueError(f"its header should be {length} bytes long, and the file has {content.size}")
-    header = json.loads(content[8 : 8 + length].tobytes(), object_pairs_hook=_without_doubles)
+    header = parse_json(content[8 : 8 + length].tobytes())
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     metadata = header.pop("__metadata__", None) or {}
@@ -61,21 +60,14 @@ def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("its header names a key twice")
-    return entries
-
-
 def _tensor(name: str, entry: Any, data: Bytes) -> StoredTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"the header's entry of {name} lacks dtype, shape or data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _WORDS:
-        raise ValueError(f"{name} is of type {entry['dtype']!r}, and {', '.join(_WORDS)} are known")
+        raise ValueError(f"{name} is of type {shown(entry['dtype'])}, and {', '.join(_WORDS)} are known")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"shape {shape} or data_offsets {offsets} of {name} is no list of sizes")
+        raise ValueError(f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is no list of sizes")
     kind = TensorKind(dtype=_WORDS[entry["dtype"]], shape=tuple(shape))
     first, end = offsets
     if end - first != kind.nbytes:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from common.errors import ConfigError, DataError
 from common.structured_files import (
     MalformedError,
-    YamlDumper,
     parse_json,
+    parse_json_item,
     parse_json_line,
-    parse_yaml,
     read_json,
     read_json_mapping,
-    read_yaml_mapping,
 )
+from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 
@@ -73,7 +72,7 @@ def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
         ("a: " + "9" * 5000, "5000 digits"),
-        ("? [a]\n: 1", "unhashable"),
+        ("? [a]\n: 1", "a key is a list"),
         ("a: 1\n---\nb: 2", "another document"),
         ("a: \0", "special characters"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
@@ -88,7 +87,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
     text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: .inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
     values = {"a": 6e-4, "b": "yes", "c": None, "d": True, "e": 10, "f": float("inf"), "g": "2020-01-01", "h": [1], "i": [1]}
     assert parse_yaml(text) == values
-    assert parse_yaml(yaml.dump(values, Dumper=YamlDumper)) == values
+    assert parse_yaml(dump_yaml(values)) == values
     assert parse_yaml("") is None
 
 
@@ -102,14 +101,52 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
         "loop": "symbolic links",
         "pipe": "a pipe",
         "a\0b": "null",
-        ".": "is a folder",
+        ".": "Is a directory",
         "latin.json": "byte 1 is not UTF-8",
     }.items():
         with pytest.raises(DataError, match=problem):
             read_json(tmp_path / name, error=DataError)
     with pytest.raises(ConfigError, match="is a device"):
         read_yaml_mapping(Path("/dev/zero"))
-    with pytest.raises(ConfigError, match="expected keys and values at the top, found a list"):
+    with pytest.raises(ConfigError, match="expected keys and values, found a list"):
         read_json_mapping(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="larger than"):
         read_json(tmp_path / "list.json", limit=2)
+
+
+def test_what_an_alias_stands_for_is_a_copy() -> None:
+    value = parse_yaml("a: &x {k: 1}\nb: *x")
+    value["a"]["k"] = 2
+    assert value == {"a": {"k": 2}, "b": {"k": 1}}
+
+
+def test_keys_are_text_and_each_is_given_once() -> None:
+    assert parse_yaml("1: a\ntrue: b\n~: c") == {"1": "a", "true": "b", "~": "c"}
+    with pytest.raises(MalformedError, match=r"the key 'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)"):
+        parse_yaml("a: [{b: 1,\n b: 2}]")
+
+
+def test_lines_of_keys() -> None:
+    lines: dict[tuple[str | int, ...], int] = {}
+    parse_yaml("a:\n  - b: 1\n    c: {d: 2}", lines)
+    assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
+
+
+@pytest.mark.parametrize("text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len)
+def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(MalformedError):
+        parse_yaml(text)
+    assert time.process_time() - began < 8  # 19 s where all nodes are made first
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf{}")
+    assert read_json(tmp_path / "a.json") == {}
+
+
+def test_an_item_with_more_behind_it() -> None:
+    assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
+    for text in ('{"a": ', "9" * 5000, "[" * 200_000):
+        with pytest.raises(MalformedError):
+            parse_json_item(text)

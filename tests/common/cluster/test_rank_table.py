@@ -246,8 +246,13 @@ _FIRST = ("server_list", 0, "device", 0)
     [
         ("{", r"table\.json, line 1, column 2: no JSON"),
         ("[]", r"table\.json: found \[\]; expected a JSON object"),
-        ('{"a": 1, "a": 2}', r"table\.json: the key 'a' is there 2 times"),
-        ("[" * 100000, r"table\.json: .*recursion"),
+        ('{"a": 1, "a": 2}', r"table\.json: the key 'a' is given twice in one object; make the table again"),
+        ("[" * 100000, r"table\.json: nested deeper than 64 levels; make the table again"),
+        ('{"status": ' + "9" * 5000 + "}", r"table\.json: a number of 5000 digits; make the table again"),
+        (
+            table_0({**instance(1, 2), "pod_name": "pod-" + "9" * 5000}, {**instance(1, 1), "pod_name": "pod-1"}),
+            "device_id 0 is there 2 times",
+        ),
         ({"status": "completed", "version": "3.0"}, r'version "3\.0" with the keys status, version is no known rank table.*msrun'),
         (changed("status", to=None), "status is missing; expected 'completed'"),
         (changed("status", to="failed"), 'status is "failed"; expected'),
@@ -316,7 +321,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_table(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is no UTF-8 text"):
+    with pytest.raises(DataError, match="byte 0 is not UTF-8"):
         read_table(tmp_path / "binary")
 
 

@@ -100,7 +100,7 @@ def test_errors_name_file_and_line(config_file: Path) -> None:
 
 def test_a_key_given_twice_is_refused(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
-    assert error_of(config_file) == f"{config_file}:7: seed is given twice (first at {config_file}:6); keep one"
+    assert error_of(config_file) == f"{config_file}:7:1: not valid YAML: the key 'seed' is given twice (first in line 6); keep one"
 
 
 def test_all_faults_are_told_at_once(config_file: Path) -> None:

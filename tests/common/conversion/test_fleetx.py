@@ -148,7 +148,7 @@ def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config.write_text(YAML.replace("  num_attention_heads: 2\n", ""))
     fails(ConfigError, "Model lacks num_attention_heads; give the file that the run was started with")
     config.write_text("Model: [")
-    fails(ConfigError, "pretrain_gpt.yaml: no YAML")
+    fails(ConfigError, "pretrain_gpt.yaml:1:9: not valid YAML")
     config.write_text(YAML)
     shutil.copy(config, source / "other.yaml")
     fails(ConfigError, "other.yaml, pretrain_gpt.yaml have a section Model; leave one there")

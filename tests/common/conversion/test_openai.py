@@ -95,7 +95,7 @@ def test_bad_folders_and_a_format_that_is_read_only(tmp_path: Path) -> None:
         (source / "hparams.json").write_text(json.dumps(sizes | {changes: fault[0]}))
         fails(CheckpointError if changes != "n_head" else ConfigError, fault[1])
     (source / "hparams.json").write_text("{}")
-    fails(ConfigError, r"hparams.json: no sizes of a GPT-2 \(KeyError\('n_layer'\)\)")
+    fails(ConfigError, r"hparams.json: no sizes of a GPT-2: n_layer, n_embd, n_head, n_ctx, n_vocab missing")
     (source / "hparams.json").unlink()
     fails(ConfigError, "put OpenAI's hparams.json beside the weights")
 

@@ -1,6 +1,7 @@
 """The doctors of two hosts, one of them played by the test where it must misbehave."""
 
 import json
+import math
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from common.cluster.places import Place, Places
 from common.cluster.rank_environment import free_port
 from common.doctor import hosts
 from common.doctor.allreduce import RankState
-from common.doctor.hosts import FirstHost, OtherHost
+from common.doctor.hosts import FirstHost, Line, OtherHost
 from common.doctor.report import State, ok
 from common.errors import RunError
 
@@ -160,3 +161,18 @@ def test_host_0_dies_while_the_others_wait() -> None:
         threading.Thread(target=lambda: (leaving.join(10), first.__exit__()), daemon=True).start()
         with other, pytest.raises(RunError, match="host 0"):
             other.wait_for_begin(10)
+
+
+def test_a_line_may_say_nan_and_no_line_is_a_traceback() -> None:
+    """A rank on a broken link may find NaN as its sum; nested brackets come from what is not a doctor."""
+    ends = socket.socketpair()
+    ours, theirs = (Line(end) for end in ends)
+    try:
+        ours.send({"ranks": [{"rank": 1, "log": [], "result": {"found": float("nan")}}]})
+        assert math.isnan(theirs.receive(5.0)["ranks"][0]["result"]["found"])
+        ends[0].sendall(b"[" * 100_000 + b"\n")
+        with pytest.raises(ConnectionError, match="no message of a doctor"):
+            theirs.receive(5.0)
+    finally:
+        ours.close()
+        theirs.close()

@@ -82,7 +82,7 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.jsonl", b'{"prompt": 3}', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
-        ("b.txt", None, r"b\.txt: cannot be read: No such file"),
+        ("b.txt", None, r"b\.txt: no such file"),
         (".", None, r"cannot be read: Is a directory"),
     ],
 )
@@ -103,3 +103,8 @@ def test_other_files_and_odd_lines(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text("[" * 200_000)
     with pytest.raises(DataError, match=r"c\.jsonl, line 1: not JSON"):
         read_prompts(tmp_path / "c.jsonl")
+
+
+def test_fields_beside_the_prompt_may_hold_what_python_writes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "score": NaN}\n')
+    assert [text for _, text in read_prompts(tmp_path / "a.jsonl")] == ["a"]

@@ -83,10 +83,10 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "do not hold the same tensors: e" in refused({"weight_map": {**places, "e": places["a"]}})
     assert "do not hold the same tensors: a" in refused({"weight_map": {name: file for name, file in places.items() if name != "a"}})
     assert "another folder" in refused({"weight_map": {"a": "../model.safetensors"}})
-    assert all("or is no file" in refused({"weight_map": {"a": name}}) for name in ("", "a\0b", INDEX))
-    assert "no index of shards" in refused({"weights": {}}) and "no index of shards" in refused([1])
+    assert all("or is no file" in refused({"weight_map": {"a": name}}) for name in ("", "a\0b", INDEX, "other.index.json"))
+    assert "no index of shards" in refused({"weights": {}}) and "found a list" in refused([1])
     (tmp_path / places["d"]).unlink()
-    assert "No such file" in refused(index)
+    assert "no such file" in refused(index)
 
 
 def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
         (raw({}, length=2**63), "header should be 9223372036854775808"),
         (raw(b"{" + b'"a":[' * 100_000), "recursion|Expecting"),
         (raw(b'{"a": 1', b""), "Expecting"),
-        (raw(b'{"\xff": 1}', b""), "decode"),
+        (raw(b'{"\xff": 1}', b""), "byte 2 is not UTF-8"),
         (raw([1]), "no JSON object"),
         (raw({"__metadata__": 3}), "no JSON object"),
         (raw({"a": 3}), "lacks"),
@@ -68,6 +68,9 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
         (raw({"a": entry(0, 4), "b": entry(8, 12)}), "b ends at byte 12"),
         (raw({"a": entry(0, 4)}), "have 4 bytes, and the file holds 8"),
         (raw(b'{"a": 1, "a": 2}'), "twice"),
+        (raw({"a": entry(0, 0, "F32", [0, 2**70])}, b""), "beyond what an array can have"),
+        (raw({"a": entry(0, 4, "F32", [1] * 65)}), "beyond what an array can have"),
+        (raw(b'{"a": ' + b"9" * 5000 + b"}"), "a number of 5000 digits"),
     ],
 )
 def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:

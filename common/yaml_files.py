@@ -1,0 +1,173 @@
+"""YAML that comes from outside, read within limits: the one reader of the project.
+
+Apart from ``structured_files`` because PyYAML takes 50 ms to load. What is returned is plain data, and nothing in it is shared.
+
+Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values (100,000, with aliases followed).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.errors import ConfigError, UserError
+from common.structured_files import MAX_DEPTH, MalformedError, parse_float, parse_integer, read_text, require_mapping, shown
+
+MAX_YAML_BYTES = 2**20
+MAX_YAML_NODES = 100_000
+
+Place = tuple[str | int, ...]
+"""The keys and positions that lead to a value."""
+
+
+def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
+    """Return what a YAML file with keys at its top holds; an empty file holds none. Raises ``error``."""
+    return read_yaml_lines(path, error=error)[0]
+
+
+def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[Place, int]]:
+    """Return what a YAML file with keys at its top holds, and the line of each key. Raises ``error``."""
+    lines: dict[Place, int] = {}
+    try:
+        found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines)
+    except MalformedError as reason:
+        raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
+    return require_mapping({} if found is None else found, str(path), error=error), lines
+
+
+class YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text. It composes nodes only."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Count the nodes, so that a text of many is given up early: PyYAML takes 15 s for a MiB of them."""
+        self._nodes += 1
+        if self._nodes > MAX_YAML_NODES:
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(self.peek_event()))  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
+
+
+YamlLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+):
+    YamlLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
+    )
+
+
+class YamlDumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes what YamlLoader would not read as text."""
+
+
+YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers
+
+
+def dump_yaml(value: Any) -> str:
+    """Return YAML text that parse_yaml reads back to an equal value."""
+    return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
+
+
+def parse_yaml(text: str, lines: dict[Place, int] | None = None) -> Any:
+    """Return the value of a YAML text of one document; None where it is empty. Raises MalformedError.
+
+    Keys become text. A key that is given twice is refused. lines: is filled with the line of each key.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
+    loader = None
+    try:
+        loader = YamlLoader(text)
+        root = loader.get_single_node()
+        return None if root is None else _Plain(lines).value(root, ())
+    except yaml.MarkedYAMLError as error:
+        problem = "an anchor is defined twice" if error.problem == "second occurrence" else error.problem or "not YAML"
+        raise MalformedError(problem, *_line(error)) from None
+    except RecursionError:
+        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
+    except yaml.YAMLError as error:
+        raise MalformedError(str(error).partition("\n")[0]) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Plain:
+    """Plain data of composed nodes. Aliases are followed, and each place gets a copy of its own."""
+
+    def __init__(self, lines: dict[Place, int] | None) -> None:
+        self._lines = lines
+        self._seen = 0
+
+    def value(self, node: yaml.Node, place: Place) -> Any:
+        self._seen += 1
+        if self._seen > MAX_YAML_NODES:
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
+        if len(place) >= MAX_DEPTH and isinstance(node, yaml.CollectionNode):
+            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in _READERS and kind not in ("seq", "map"):
+            raise MalformedError(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported", *_line(node))
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._mapping(node, place)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.value(child, (*place, index)) for index, child in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode) or kind in ("seq", "map"):
+            raise MalformedError(f"the tag !!{kind} does not fit its value", *_line(node))
+        try:
+            return _READERS[kind](node.value)
+        except MalformedError as error:
+            raise MalformedError(error.problem, *_line(node)) from None
+        except (ValueError, KeyError):
+            raise MalformedError(f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)) from None
+
+    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key, child in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
+            here = (*place, key.value)
+            if key.value in found:
+                dotted = shown(".".join(map(str, here)))
+                raise MalformedError(f"the key {dotted} is given twice (first in line {first[key.value]}); keep one", *_line(key))
+            first[key.value] = key.start_mark.line + 1
+            if self._lines is not None:
+                self._lines[here] = first[key.value]
+            found[key.value] = self.value(child, here)
+        return found
+
+
+def _yaml_float(text: str) -> float:
+    special = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+    return special[text.lower()] if text.lower() in special else parse_float(text)
+
+
+def _yaml_null(text: str) -> None:
+    return {"": None, "~": None, "null": None}[text.lower()]
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": parse_integer,
+    "float": _yaml_float,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "null": _yaml_null,
+}  # fmt: skip
+
+
+def _line(found: Any) -> tuple[int, int]:
+    """Return line and column of a node, an event or an error of PyYAML; zeros where it has none."""
+    mark = getattr(found, "problem_mark", None) or getattr(found, "start_mark", None)
+    return (mark.line + 1, mark.column + 1) if mark else (0, 0)

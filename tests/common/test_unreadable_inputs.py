@@ -1,0 +1,188 @@
+"""Input files that the system does not let us read: each reader has one error, of exit code 2, that names the file and a remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.cluster.rank_table_files import read_table
+from common.config.load import load_config
+from common.conversion.convert import convert
+from common.conversion.hugging_face import read_config as read_hugging_face
+from common.conversion.model_yaml import read_model_yaml
+from common.dataset.corpus import open_corpus
+from common.dataset.indexed import IndexedDataset
+from common.dataset.metadata import read_metadata
+from common.dataset.mindrecord_file import MindRecordFile
+from common.errors import UserError
+from common.generation.prompts import read_prompts
+from common.tokenizer.bpe_files import read_vocabulary
+from common.weights.formats import open_tensors
+
+
+def open_weights(path: Path) -> None:
+    with open_tensors(path):
+        pass
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "run.yaml": load_config,
+    "table.json": read_table,
+    "config.json": read_hugging_face,
+    "model.yaml": read_model_yaml,
+    "corpus.jsonl": open_corpus,
+    "tokens.bin": IndexedDataset,
+    "tokens.idx": IndexedDataset,
+    "tokens.meta.json": read_metadata,
+    "rows.mindrecord": MindRecordFile,
+    "prompts.txt": read_prompts,
+    "vocab.json": lambda path: read_vocabulary(path, path),
+    "model.safetensors": open_weights,
+    "model.safetensors.index.json": open_weights,
+    "gpt2.ckpt": open_weights,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (*READERS, "rows.mindrecord.db"):
+        (tmp_path / name).write_bytes(b"x" * 64)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")])
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, remedy: str) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError) as caught:
+        READERS[name](folder / name)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert name in message and remedy in message and os.strerror(number) in message
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_refused_at_once(folder: Path, name: str) -> None:
+    """To open one would wait for a writer for ever."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match="a pipe"):
+        READERS[name](folder / name)
+
+
+def test_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    for read in (
+        lambda: IndexedDataset(tmp_path / "tokens"),
+        lambda: MindRecordFile(tmp_path / "rows.mindrecord"),
+        lambda: open_corpus(tmp_path / "corpus.txt"),
+    ):
+        with pytest.raises(UserError, match="Permission denied; allow this user to read it"):
+            read()
+
+
+def test_weights_in_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError, match="Permission denied; allow this user to read it"):
+        convert(tmp_path / "weights", tmp_path / "out", target_format="hf")
+
+
+# ---- values of wrong types ----
+
+
+def header_of(**changes: Any) -> bytes:
+    """The header of a MindRecord file of one row, as JSON with Infinity where a float is infinite."""
+    import json
+
+    page = {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 1}
+    schema = {"schema": {"input_ids": {"type": "int32", "shape": [-1]}}, "blob_fields": ["input_ids"]}
+    header = {"version": "3.0", "header_size": 1024, "page_size": 1024, "schema": [schema], "page": [page], "shard_addresses": ["a"]}
+    text = json.dumps(header | changes).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"page_size": float("inf")}, "Infinity is not a JSON number"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"header_size": -1}, "'-1' where a size is expected"),
+        ({"header_size": 10**30}, "where a size is expected"),
+        ({"shard_addresses": [""]}, "where a list of names is expected"),
+        ({"shard_addresses": "abc"}, "where a list of names is expected"),
+        ({"page": [5]}, "a header that is no MindRecord's"),
+        (
+            {"page": [{"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 10**12}]},
+            "has 1000000000000 rows by its header, too many for 2048 bytes",
+        ),
+        ({"version": [[]]}, "has format version"),
+    ],
+)
+def test_headers_of_mindrecord(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(header_of(**changes).ljust(2048, b"\0"))
+    (tmp_path / "a.db").touch()
+    with pytest.raises(UserError, match=problem):
+        MindRecordFile(path)
+
+
+def test_an_index_of_mindrecord_that_is_a_view_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(header_of().ljust(1024, b"\0") + np.zeros(1024, np.uint8).tobytes())
+    with sqlite3.connect(tmp_path / "a.db") as connection:
+        connection.execute("CREATE TABLE SHARD_NAME(NAME)")
+        connection.execute("INSERT INTO SHARD_NAME VALUES ('a')")
+        connection.execute(
+            "CREATE VIEW INDEXES AS WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n)"
+            " SELECT i AS ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 17 AS PAGE_OFFSET_BLOB_END FROM n"
+        )
+    with pytest.raises(UserError, match="no tables SHARD_NAME and INDEXES"):
+        MindRecordFile(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("vocab_size", None, "vocab_size: expected a whole number from 0 on, found null"),
+        ("tokens", -1, "tokens: expected a whole number from 0 on"),
+        ("sources", [1], "sources: expected keys and values, found a number"),
+        ("tokenizer", [], "tokenizer: expected text, found a list"),
+        ("more", 1, "unknown keys more"),
+    ],
+)
+def test_metadata_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: str) -> None:
+    import json
+
+    path = tmp_path / "a.meta.json"
+    good = {
+        "format": "gpt2-toolkit dataset", "version": 1, "tokenizer": "a", "vocab_size": 3, "tokenizer_sha256": "s", "eod_id": None,
+        "documents": 1, "sequences": 1, "tokens": 3, "empty_documents": 0, "sources": [{"name": "a", "bytes": 1, "format": "t"}],
+    }  # fmt: skip
+    path.write_text(json.dumps(good))
+    assert read_metadata(path) is not None
+    path.write_text(json.dumps(good | {key: value}))
+    with pytest.raises(UserError, match=problem):
+        read_metadata(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="nested deeper than 64 levels"):
+        read_metadata(path)
