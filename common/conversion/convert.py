@@ -19,7 +19,7 @@ from common.conversion.megatron_writer import write_megatron
 from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, whole_folder
+from common.files import atomic_write, clean_up, fsync_folder, refuse_to_overwrite, whole_folder
 from common.training.log import progress_bar
 from common.weights.arrays import bytes_of
 
@@ -167,8 +167,8 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
     target = target.resolve()
-    if target == source.resolve():
-        raise ConfigError(f"{target}: --mindspore_path is --torch_path, which would be lost; choose another")
+    shards = source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}") if source.name.endswith(".index.json") else ()
+    refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
     temporary = target.with_name(f".{target.name}.tmp")
     with hugging_face.open_without_config(source, layers) as weights:
         try:

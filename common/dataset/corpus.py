@@ -61,8 +61,10 @@ def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
     path = Path(path)
     if path.is_dir():
         raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{path}: not found; check --input")
+    if not path.is_file():
+        raise DataError(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
     with path.open("rb") as raw, _readable(path):
         gzipped = raw.read(2) == _GZIP_MAGIC
         raw.seek(0)
