@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import json
@@ -73,6 +74,18 @@ def detect(path: Path) -> str:
     return found[0]
 
 
+def _require_source(path: Path) -> None:
+    """Raise ConfigError where nothing has this name, with the names there that are near."""
+    if path.exists():
+        return
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a file of weights")
+    near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=3)
+    hint = f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else "give a path; nothing is downloaded"
+    raise ConfigError(f"{path}: does not exist in {parent}; {hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     source_format: str
@@ -111,6 +124,7 @@ def convert(
         raise ConfigError(f"{target}: --output is the folder that you are in, and it is replaced whole; give the name of one inside it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
+    _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
     source_format = source_format or detect(source)
     with ExitStack() as stack:
@@ -166,6 +180,7 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
+    _require_source(source)
     target = target.resolve()
     shards = source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}") if source.name.endswith(".index.json") else ()
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
