@@ -76,9 +76,16 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise DataError(_missing(self.prefix, path))
-        header = _read_header(self.idx_path)
+        try:
+            header = _read_header(self.idx_path)
+            index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+            self.bin_path.open("rb").close()
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(
+                f"{error.filename or self.prefix}: cannot be read: {reason}; allow this user to read it (chmod, chown)"
+            ) from None
         self.dtype = header.dtype
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         n, m = header.sequences, header.boundaries
         at = HEADER.size
         self.sizes: npt.NDArray[np.int32] = np.frombuffer(index, "<i4", n, at)

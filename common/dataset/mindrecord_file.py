@@ -72,7 +72,10 @@ class MindRecordFile:
                 state = f"although {other.name} is there" if other.is_file() else f"and neither is {other.name}"
                 raise DataError(f"{here}: not found, {state}; a MindRecord is two files that belong together, copy both")
         self.header = read_header(self.path)
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        try:
+            self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
         if len(self._bytes) < self.header.end:
             raise DataError(f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at {self.header.end}; {_RENEW}")
         header = self.header
@@ -243,12 +246,15 @@ def looks_like_mindrecord(path: Path) -> bool:
 
 def read_header(path: Path) -> Header:
     """Raises DataError when it is not one of a MindRecord with integer arrays ``input_ids``."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH.size), "little")
-        text = file.read(length) if length <= _MAX_HEADER else b""
-        file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
-        if file.read() == _ENCRYPTED_END:
-            raise DataError(f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without encryption")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH.size), "little")
+            text = file.read(length) if length <= _MAX_HEADER else b""
+            file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
+            if file.read() == _ENCRYPTED_END:
+                raise DataError(f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without encryption")
+    except OSError as error:
+        raise _unreadable(path, error) from None
     if not looks_like_mindrecord(path):
         raise DataError(f"{path}: is not a MindRecord file: it does not begin with a length and a JSON header")
     if len(text) < length:
@@ -277,6 +283,10 @@ def read_header(path: Path) -> Header:
         shape = "an array" if COLUMN in fields else "a single value"
         raise DataError(f'{path}: {COLUMN!r} is {shape} of {header.type}; expected {{"type": "int32", "shape": [-1]}}, or int64')
     return header
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read: {error.strerror or error}; allow this user to read it (chmod, chown)")
 
 
 def _page_end(page: dict[str, Any], page_size: int) -> int:
