@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from common.errors import StorageError, UserError
+from common.errors import ConfigError, StorageError, UserError
 
 
 @contextmanager
@@ -50,25 +51,103 @@ def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
 def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[type-arg]
     """Open ``path`` for writing so that readers see the old file or the whole new one, never a part.
 
-    mode: "wb", or "w" for UTF-8 text with unix line ends.
+    mode: "wb", or "w" for UTF-8 text with unix line ends. What killed writers of this name have left is removed.
     Raises StorageError when the disk refuses; the old file is then untouched.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open(mode, **text) as file:  # type: ignore[call-overload]
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        remove_leftovers(path)
+        try:
+            with open(temporary, mode, opener=lambda name, _: _create_locked(temporary), **text) as file:  # type: ignore[call-overload]
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)  # before the lock ends
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         fsync_folder(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: could not be written: {error.strerror or error}; an older file of this name is untouched") from error
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Make a folder of this process beside ``path``, which goes when the block ends; those of killed processes go first.
+
+    OSError is left to the caller.
+    """
+    folder = _temporary(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    descriptor = _create_locked(folder, is_folder=True)
+    try:
+        yield folder
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the files and folders .NAME.PID.tmp of processes that were killed while they wrote ``path``.
+
+    Who still writes holds a lock on them, also on another host. Where the file system knows no locks, nothing is removed.
+    """
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
+    with os.scandir(path.parent) as entries:
+        found = [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
+    for leftover in found:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            mode = leftover.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                continue
+            descriptor = os.open(leftover, os.O_RDWR if stat.S_ISREG(mode) else os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(leftover)
+            except BlockingIOError:
+                pass
+            except OSError:  # no locks here: what has the number of this process cannot be another's
+                if leftover == _temporary(path):
+                    _remove(leftover)
+            finally:
+                os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _create_locked(path: Path, *, is_folder: bool = False) -> int:
+    """Make a file or a folder that ``remove_leftovers`` of other processes leaves alone; returns its open descriptor. Raises OSError."""
+    while True:
+        if is_folder:
+            path.mkdir()
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)  # another process took it for a leftover before it was locked
+
+
+def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
+    """Raise ConfigError if an output is the same file as an input: by its name, through a link, or as a hard link of it.
+
+    remedy: what to do, such as "choose another --output". None among the inputs stands for one that was not given.
+    """
+    there = [path for path in outputs if path.exists()]
+    for source in inputs:
+        if source is None or not source.exists():
+            continue
+        for target in there:
+            if os.path.samefile(source, target):
+                name = str(source) if source == target else f"{source}, which is the same file as {target},"
+                raise ConfigError(f"{name} is both an input and an output, and would be lost; {remedy}")
 
 
 _REPLACED = ".replaced.tmp"

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
-from common.conversion.logits import Runner
+from common.conversion.logits import NEEDED, Runner
 from common.conversion.weights import FLOATS
 from common.errors import GPT2Error
 
@@ -94,14 +94,12 @@ def _runners() -> dict[str, Runner]:
     """By format what computes its logits, of the frameworks that are installed."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     places = {
-        "hf": ("torch", "transformers", "torch_gpt2.logits", "hugging_face_logits"),
-        "torch_gpt2": ("torch", "torch", "torch_gpt2.logits", "logits"),
-        "mindspore": ("mindspore", "mindspore", "mindformers_gpt2.logits", "logits"),
+        "hf": ("torch_gpt2.logits", "hugging_face_logits"),
+        "torch_gpt2": ("torch_gpt2.logits", "logits"),
+        "mindspore": ("mindformers_gpt2.logits", "logits"),
     }
     return {
-        format: partial(_run, module, function)
-        for format, (*needed, module, function) in places.items()
-        if all(importlib.util.find_spec(name) for name in needed)
+        format: partial(_run, *place) for format, place in places.items() if all(importlib.util.find_spec(name) for name in NEEDED[format])
     }
 
 

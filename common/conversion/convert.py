@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import json
@@ -19,7 +20,7 @@ from common.conversion.megatron_writer import write_megatron
 from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, reading, whole_folder
+from common.files import atomic_write, clean_up, fsync_folder, reading, refuse_to_overwrite, whole_folder
 from common.training.log import progress_bar
 from common.weights.arrays import bytes_of
 
@@ -73,6 +74,18 @@ def detect(path: Path) -> str:
     return found[0]
 
 
+def _require_source(path: Path) -> None:
+    """Raise ConfigError where nothing has this name, with the names there that are near."""
+    if path.exists():
+        return
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a file of weights")
+    near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=3)
+    hint = f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else "give a path; nothing is downloaded"
+    raise ConfigError(f"{path}: does not exist in {parent}; {hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     source_format: str
@@ -111,6 +124,7 @@ def convert(
         raise ConfigError(f"{target}: --output is the folder that you are in, and it is replaced whole; give the name of one inside it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
+    _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
     with ExitStack() as stack:
         with reading(source, CheckpointError):
@@ -168,9 +182,10 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
+    _require_source(source)
     target = target.resolve()
-    if target == source.resolve():
-        raise ConfigError(f"{target}: --mindspore_path is --torch_path, which would be lost; choose another")
+    shards = source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}") if source.name.endswith(".index.json") else ()
+    refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
     temporary = target.with_name(f".{target.name}.tmp")
     with hugging_face.open_without_config(source, layers) as weights:
         try:

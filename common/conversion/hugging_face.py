@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,9 @@ def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
     """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises CheckpointError."""
     with open_tensors(file) as stored:
         name_map = find_map(file, "hf", stored)
+        there = 1 + max((int(found[1]) for name in stored if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1)
+        if there != layers:
+            raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
         table, positions, inner = (
             stored[row.theirs].shape if row.theirs in stored and len(stored[row.theirs].shape) == 2 else (1, 1)  # refused below
             for row in name_map.rows(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from common.weights.names import count_parameters
 Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.float32]]
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
+NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
+"""By format the packages that compute its logits."""
 TOLERANCE = 1e-4
 """Of the largest logit: frameworks add float32 in other orders. A wrong order of heads is off by its size."""
 _COPIES = 3
@@ -35,7 +38,7 @@ def compare_logits(
     missing = sorted({source_format, target_format} - runners.keys())
     reason = None
     if missing:
-        reason = f"nothing here runs {' and '.join(missing)}"
+        reason = "; ".join(map(_why_not, missing))
     elif source.path.is_file():
         reason = f"frameworks open folders, where they may prefer another file to {source.path.name}"
     elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
@@ -55,6 +58,13 @@ def compare_logits(
             f" largest is {largest:.3g}; expected {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
         )
     return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
+
+
+def _why_not(format: str) -> str:
+    absent = [name for name in NEEDED.get(format, ()) if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed"
+    return f"nothing computes the logits of {format}: the tensors alone were compared"
 
 
 def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]) -> NDArray[np.float32]:

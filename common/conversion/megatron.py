@@ -213,7 +213,7 @@ def _read_optimizer(file: TensorFile) -> _Saved:
             raise TypeError("no tensors")
         steps = int(steps.read().reshape(-1)[0]) if isinstance(steps, StoredTensor) else steps
         return _Saved(moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler"))
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         return _Saved(moments={}, why_not=f"state of the optimizer: of no form that is known ({error!r}): weights alone")
 
 
@@ -246,7 +246,7 @@ def _run_of(shards: Shards, saved: _Saved, step: int) -> dict[str, Any]:
     """As far as Megatron's own numbers tell. Raises ConfigError if these are none."""
     try:
         return checked_run(shards.first.path, _counted(shards, saved, step))
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
         raise ConfigError(f"{shards.first.path}: its counters or its grad_scaler are no numbers ({error}); copy it again") from None
 
 

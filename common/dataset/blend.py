@@ -101,6 +101,8 @@ def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> lis
     for weight, name in zip(weights, names, strict=True):
         if not math.isfinite(weight) or weight <= 0:
             raise DataError(f"the weight of {name} is {weight:g}, expected a number > 0; leave out a data set that should not be read")
+    if not math.isfinite(sum(weights)):
+        raise DataError(f"the weights of {', '.join(names)} add up to more than a float holds; give smaller numbers")
     exact = [weight / math.fsum(weights) * period for weight in weights]
     counts = [math.floor(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda n: (counts[n] - exact[n], n))

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from common.dataset.corpus import Corpus, Format
 from common.dataset.json_array import JsonArrayReader
+from common.dataset.limits import DOCUMENT_BYTES, check_words
 from common.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -55,34 +56,48 @@ class Block:
     read_bytes: int
 
 
-def read_blocks(corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+class _LargeDocument(Exception):
+    """A document has more than the bytes allowed."""
+
+
+def read_blocks(
+    corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int = BLOCK_BYTES, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[Block]:
     """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``: always the whole file).
 
-    Raises DataError for a broken array, an item without its key (MissingKeyError), or a broken gzip stream.
+    Raises DataError for a broken array, an item without its key (MissingKeyError), a broken gzip stream, and where a document has
+    more than ``document_bytes``.
     """
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
         if corpus.format is Format.ARRAY:
-            pieces = _array_blocks(file, corpus.path, keys, block_bytes)
+            pieces = _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
         else:
             last_border = _LAST_BORDER[rule] if corpus.format is Format.TEXT else _after_line
-            pieces = _byte_blocks(file, last_border, block_bytes)
+            pieces = _byte_blocks(file, last_border, block_bytes, document_bytes)
         line, offset, read = 1, 0, 0
-        for data in pieces:
-            position = raw.tell()
-            yield Block(
-                path=corpus.path,
-                format=corpus.format,
-                rule=rule,
-                data=data,
-                first_line=line,
-                offset=offset,
-                read_bytes=position - read,
-            )
-            read = position
-            if isinstance(data, bytes):
-                line += data.count(b"\n")
-                offset += len(data)
+        try:
+            for data in pieces:
+                position = raw.tell()
+                yield Block(
+                    path=corpus.path,
+                    format=corpus.format,
+                    rule=rule,
+                    data=data,
+                    first_line=line,
+                    offset=offset,
+                    read_bytes=position - read,
+                )
+                read = position
+                if isinstance(data, bytes):
+                    line += data.count(b"\n")
+                    offset += len(data)
+        except _LargeDocument:
+            remedy = ", say with --documents what separates its documents" if corpus.format is Format.TEXT else ""
+            raise DataError(
+                f"{corpus.path}: the document that begins in line {line} has more than {document_bytes / 2**20:g} MiB, and is held in"
+                f" memory whole; divide it{remedy}, or allow more: --max-document-mib N"
+            ) from None
 
 
 def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1) -> tuple[str, ...]:
@@ -93,6 +108,7 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
     where = f"{path}: line {line}, column {column}"
     if isinstance(item, str):
         if keys == ("text",):
+            check_words(item, where)
             return (item,)
         raise DataError(f"{where}: the item is a string and has no keys, but --json-keys asks for {', '.join(keys)}; leave --json-keys out")
     if not isinstance(item, dict):
@@ -104,6 +120,7 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
             raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
         if not isinstance(item[key], str):
             raise DataError(f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or remove this item")
+        check_words(item[key], where)
         texts.append(item[key])
     return tuple(texts)
 
@@ -114,8 +131,10 @@ def _kind(value: Any) -> str:
     return {bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object", str: "a string"}[type(value)]
 
 
-def _array_blocks(file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int) -> Iterator[list[tuple[str, ...]]]:
-    reader = JsonArrayReader(file, path)
+def _array_blocks(
+    file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int, document_bytes: int
+) -> Iterator[list[tuple[str, ...]]]:
+    reader = JsonArrayReader(file, path, document_bytes)
     items: list[tuple[str, ...]] = []
     size = 0
     for item in reader:
@@ -129,14 +148,16 @@ def _array_blocks(file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes
         yield items
 
 
-def _byte_blocks(file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int) -> Iterator[bytes]:
+def _byte_blocks(file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int) -> Iterator[bytes]:
     rest = b""
-    while chunk := file.read(max(block_bytes, len(rest))):  # doubling keeps one huge document linear
+    while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):  # doubling keeps one huge document linear
         buffer = rest + chunk if rest else chunk
         border = last_border(buffer)
         if border:
             yield buffer[:border]
         rest = buffer[border:]
+        if len(rest) > document_bytes:
+            raise _LargeDocument
     if rest:
         yield rest
 

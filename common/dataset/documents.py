@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
 from common.dataset.corpus import Format
+from common.dataset.limits import check_words
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
 
@@ -31,7 +32,10 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     if block.offset == 0:
         text = text.removeprefix("\ufeff")
     if block.format is Format.TEXT:
-        return [_from_text(text, block.data, block.rule)]
+        found = _from_text(text, block.data, block.rule)
+        for document in found.texts:
+            check_words(document, lambda word: _place(block, word))
+        return [found]
     items = _parse_lines(block, text, keys)
     return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
 
@@ -55,6 +59,11 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     texts = [piece for piece in pieces if piece and not piece.isspace()]
     empty = 0 if rule is DocumentRule.BLANK_LINE else len(pieces) - len(texts)
     return Documents(texts=texts, empty=empty, size=len(data))
+
+
+def _place(block: Block, word: str) -> str:
+    assert isinstance(block.data, bytes)
+    return f"{block.path}: line {block.first_line + block.data[: block.data.find(word.encode())].count(10)}"
 
 
 def _from_strings(texts: list[str]) -> Documents:

@@ -67,6 +67,40 @@ def ordered_epoch(offsets: npt.NDArray[np.int64], seq_length: int) -> EpochIndex
     )
 
 
+def is_epoch_of(index: EpochIndex, offsets: npt.NDArray[np.int64], seq_length: int) -> bool:
+    """Whether a shuffled order that was read has the sizes of this split, and all that it points to lies within it.
+
+    The arguments are those of ``shuffled_epoch``. This does not tell whether the order is the right one.
+    """
+    first, end, documents = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
+    windows = window_count(end - first, seq_length)
+    if index.shuffle is None:
+        return False
+    arrays = (index.sources, index.stream, index.first_piece, index.shuffle)
+    if [array.shape for array in arrays] != [(documents,), (documents + 1,), (windows + 1,), (windows,)]:
+        return False
+    if any(array.dtype not in (np.dtype("<i4"), np.dtype("<i8")) for array in arrays):
+        return False
+    return (
+        index.stream[0] == 0
+        and index.stream[-1] == end - first
+        and _within(index.sources, first, end)
+        and _within(index.first_piece, 0, documents - 1)
+        and _within(index.shuffle, 0, windows - 1)
+        and _rises(index.stream)
+        and _rises(index.first_piece)
+    )
+
+
+def _within(values: npt.NDArray[Any], low: int, high: int) -> bool:
+    return not len(values) or (int(values.min()) >= low and int(values.max()) <= high)
+
+
+def _rises(values: npt.NDArray[Any]) -> bool:
+    """In parts: the differences need not exist all at once."""
+    return all(bool((np.diff(values[start : start + _CHUNK + 1]) >= 0).all()) for start in range(0, len(values), _CHUNK))
+
+
 def window_count(tokens: int, seq_length: int) -> int:
     """Windows of seq_length + 1 tokens that overlap by one; a remainder of less than seq_length tokens is left over."""
     return max(0, (tokens - 1) // seq_length)

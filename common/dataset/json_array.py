@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_item
 
@@ -20,11 +21,12 @@ class JsonArrayReader:
     """Iterates over the items of one array; ``line`` and ``column`` (from 1) are where the last item starts.
 
     Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column when the text is not
-    UTF-8, is not an array, breaks JSON's grammar, or ends early.
+    UTF-8, is not an array, breaks JSON's grammar, or ends early, and where an item has more than ``item_characters``.
     """
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: Path, item_characters: int = DOCUMENT_BYTES) -> None:
         self._file = file
+        self._limit = item_characters
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._buffer = ""
@@ -89,6 +91,10 @@ class JsonArrayReader:
             return False
         self._locate(self._at)
         rest = self._buffer[self._at :]
+        if len(rest) > self._limit:
+            size = f"{self._limit / 2**20:g} Mi characters"
+            problem = f"the item has more than {size}, and is held in memory whole; divide it, or allow more: --max-document-mib N"
+            raise self._error(self._at, problem)
         data = self._file.read(max(_CHUNK_BYTES, len(rest)))
         try:
             text = self._decoder.decode(data, final=not data)

@@ -12,6 +12,7 @@ Little endian where nothing is said. Source: files of MindSpore 2.10, and its mi
 from __future__ import annotations
 
 import hashlib
+import re
 import sqlite3
 import struct
 from contextlib import closing
@@ -33,6 +34,7 @@ VERSION = "3.0"
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = MAX_JSON_BYTES
 _ENCRYPTED_END = b"ENCRYPT"
+_MAX_NUMBER = 1 << 31
 _CHUNK = 1 << 16
 # Tokens decoded in one round: the position arrays then stay in the processor's cache.
 _ROUND = 1 << 16
@@ -147,7 +149,9 @@ class MindRecordFile:
 
     def _counts(self, data: npt.NDArray[np.uint8], at: Ids, size: Ids, rows: Ids) -> Ids:
         self._require(size >= 4, rows, lambda n: f"has {size[n]} bytes of {COLUMN!r}, expected 4 or more")
-        return _numbers(data, at, 4, big=True)
+        counts = _numbers(data, at, 4, big=True)
+        self._require(counts <= size - 4, rows, lambda n: f"has {size[n]} bytes, too few for {counts[n]} tokens")
+        return counts
 
     def _require(self, good: npt.NDArray[np.bool_], rows: Ids, problem: Any) -> None:
         if not good.all():
@@ -157,19 +161,20 @@ class MindRecordFile:
     def _read_index(self, path: Path) -> tuple[Ids, Ids]:
         """(rows,) where each row begins and ends in the file."""
         query = "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
-        places = np.zeros((self.header.rows, 3), dtype=np.int64)
+        rows = self.header.rows
+        places = np.zeros((rows, 3), dtype=np.int64)
         count = 0
         try:
             # immutable: no lock files, which a read-only disk would refuse
             with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-                tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0").fetchall()
-                if not {("SHARD_NAME",), ("INDEXES",)} <= set(tables):  # a view may be a query without end
-                    raise ValueError("it has no tables SHARD_NAME and INDEXES")
-                names = [str(name) for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
+                _bound(connection, rows)
+                for table in ("SHARD_NAME", "INDEXES"):
+                    _require_table(connection, table)
+                names = [str(name) for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME").fetchmany(_CHUNK)]
                 cursor = connection.execute(query)
-                while chunk := cursor.fetchmany(_CHUNK):
-                    if count + len(chunk) <= len(places):
-                        places[count : count + len(chunk)] = chunk
+                while count <= rows and (chunk := cursor.fetchmany(_CHUNK)):
+                    kept = chunk[: rows - count]
+                    places[count : count + len(kept)] = np.array(kept, dtype=np.int64).reshape(-1, 3)
                     count += len(chunk)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
@@ -178,15 +183,13 @@ class MindRecordFile:
                 f"{path}: is the index of {names[0] if names else 'no file'}, not of {self.path.name}; put the right one beside it, "
                 "or undo the renaming (MindSpore does not read a renamed MindRecord either)"
             )
-        if count != len(places):
-            raise DataError(
-                f"{path}: holds {count} rows, {self.path.name} holds {len(places)}; the two do not belong together, copy both again"
-            )
-        beyond = (places < 0) | (places > [self.header.end // self.header.page_size, self.header.end, self.header.end])
-        places[beyond.any(axis=1)] = self.header.end // self.header.page_size, self.header.end, self.header.end  # refused below
+        if count != rows:
+            found = f"more than {rows}" if count > rows else count
+            raise DataError(f"{path}: holds {found} rows, {self.path.name} holds {rows}; the two do not belong together, copy both again")
         start = self.header.header_size + places[:, 0] * self.header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
-        wrong = (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
+        wrong = ((places < 0) | (places > _MAX_NUMBER)).any(axis=1)  # whose products would not fit
+        wrong |= (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
         if wrong.any():
             n = int(np.argmax(wrong))
             raise DataError(
@@ -205,6 +208,32 @@ class MindRecordFile:
             digest.update(self._bytes[first : first + (1 << 14)].tobytes())
             digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
         return digest.hexdigest()
+
+
+def _bound(connection: sqlite3.Connection, rows: int) -> None:
+    """Keep a query from taking more memory or time than an index of so many rows needs."""
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    left = 1000 + rows // 100  # of 10,000 steps each; a row takes about 30
+
+    def is_beyond() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    connection.set_progress_handler(is_beyond, 10_000)
+
+
+def _require_table(connection: sqlite3.Connection, name: str) -> None:
+    """Raise ValueError unless it holds plain rows: a view or a computed column could go on without end."""
+    found = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ? COLLATE NOCASE", (name,)).fetchmany(2)
+    if not found:
+        raise ValueError(f"it has no table {name}")
+    kind, text = found[0]
+    if len(found) > 1 or kind != "table" or not re.match(r"\s*CREATE\s+TABLE\b", str(text), re.I):
+        raise ValueError(f"{name} is a {kind if kind != 'table' else 'virtual table'}, expected a table")
+    if any(column[6] for column in connection.execute(f"PRAGMA table_xinfo({name})")):
+        raise ValueError(f"{name} has a computed column")
 
 
 def looks_like_mindrecord(path: Path) -> bool:
@@ -242,11 +271,11 @@ def read_header(path: Path) -> Header:
             page_size=page_size,
             fields=fields,
             type=str(columns.get(COLUMN, {}).get("type")),
-            rows=max((_size(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
+            rows=max((_size(page["end_row_id"], 1 << 62) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
             end=max((header_size + _size(page["page_id"]) * page_size + _size(page["page_size"]) for page in pages), default=0),
             shards=tuple(Path(name).name for name in _texts(raw["shard_addresses"])),
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error}); {_RENEW}") from None
     if version != VERSION:
         raise DataError(f"{path}: has format version {version}, expected {VERSION}; write it again with a newer MindSpore")
@@ -258,8 +287,8 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**48:
+def _size(value: Any, limit: int = _MAX_NUMBER) -> int:
+    if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{str(value)[:40]!r} where a size is expected")
     return value
 

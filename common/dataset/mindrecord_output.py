@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION
 from common.errors import DataError, StorageError
-from common.files import fsync_folder
+from common.files import fsync_folder, temporary_folder
 from common.structured_files import parse_json
 
 
@@ -29,35 +28,35 @@ def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
     The index files move last: before that, readers say that they are missing. An older set of the same name goes after that.
     Raises StorageError when the disk refuses; an older set is then back in its place.
     """
-    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-        metadata = target.name + METADATA_EXTENSION
-        indices = [name + INDEX_EXTENSION for name in names]
-        for name in (*names, *indices):
-            _flush(folder / name, folder.stat().st_mode & 0o666)
-        replaced = folder / "replaced"
-        replaced.mkdir()
-        moved: list[tuple[Path, Path]] = []
-        try:
-            for old in _older(target):
-                moved.append((old, replaced / old.name))
-                os.replace(*moved[-1])
-            for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
-                moved.append((folder / name, target.with_name(name)))
-                os.replace(*moved[-1])
-        except BaseException:  # a signal too
-            for here, there in reversed(moved):
-                if there.exists() and not here.exists():
-                    os.replace(there, here)
-            raise
-        fsync_folder(target.parent)
+        with temporary_folder(target) as folder:
+            yield folder
+            _publish(folder, target, names)
     except OSError as error:
         raise StorageError(f"{target}: could not be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
+    metadata = target.name + METADATA_EXTENSION
+    indices = [name + INDEX_EXTENSION for name in names]
+    for name in (*names, *indices):
+        _flush(folder / name, folder.stat().st_mode & 0o666)
+    replaced = folder / "replaced"
+    replaced.mkdir()
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for old in earlier_files(target):
+            moved.append((old, replaced / old.name))
+            os.replace(*moved[-1])
+        for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
+            moved.append((folder / name, target.with_name(name)))
+            os.replace(*moved[-1])
+    except BaseException:  # a signal too
+        for here, there in reversed(moved):
+            if there.exists() and not here.exists():
+                os.replace(there, here)
+        raise
+    fsync_folder(target.parent)
 
 
 def join_shards(paths: Sequence[Path]) -> None:
@@ -79,8 +78,10 @@ def join_shards(paths: Sequence[Path]) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _older(target: Path) -> list[Path]:
-    """The files of an earlier set under this name, with whatever number of shards; indices first."""
+def earlier_files(target: Path) -> list[Path]:
+    """Return the files that a new set of this name replaces, with whatever number of shards; indices first."""
+    if not target.parent.is_dir():
+        return []
     pattern = re.compile(rf"{re.escape(target.name)}(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})")
     files = [path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)]
     return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))

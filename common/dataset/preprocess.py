@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from common.dataset.corpus import Corpus, Format, open_corpus
 from common.dataset.encode import EncodingRules
 from common.dataset.indexed import token_dtype, with_extension
 from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, SourceFile, write_metadata
 from common.dataset.workers import TokenizerChoice, encode_blocks
 from common.errors import ConfigError, DataError
+from common.files import refuse_to_overwrite
 from common.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ class PreprocessOptions:
 
     json_keys: one output for each; a corpus without keys (text, an array of strings) has the one key ``text``.
     append_eod: put the tokenizer's document frame around each document. block_bytes: text per step and worker.
+    document_bytes: of the largest document, which is in memory whole.
+    Raises ConfigError or DataError for an output's name that no file can have.
     """
 
     inputs: tuple[Path, ...]
@@ -41,6 +46,24 @@ class PreprocessOptions:
     keep_newlines: bool = False
     workers: int = 1
     block_bytes: int = BLOCK_BYTES
+    document_bytes: int = DOCUMENT_BYTES
+
+    def __post_init__(self) -> None:
+        if self.output_prefix.name in ("", ".."):
+            raise ConfigError(f"--output-prefix {self.output_prefix}: is a folder, expected how the files begin, such as data/mine")
+        for key in self.json_keys:
+            if os.sep in key or "\0" in key:
+                raise DataError(f"--json-keys {key!r}: a key is a part of the output's name, where {os.sep!r} cannot be; rename the key")
+
+    def prefix_of(self, key: str) -> Path:
+        """The pair that the texts of a key are written to."""
+        level = "sentence" if self.split_sentences else "document"
+        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_{level}")
+
+    def keep_inputs(self, outputs: Iterable[Path]) -> None:
+        """Raise ConfigError if one of the files to be written or replaced is one that is read."""
+        inputs = (*self.inputs, self.tokenizer.vocab_file, self.tokenizer.merge_file)
+        refuse_to_overwrite(inputs, outputs, "choose another --output-prefix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +105,8 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
     keys = _keys(options.json_keys, corpora)
     tokenizer = options.tokenizer.load()
     rules = EncodingRules(keys=keys, frame=options.append_eod, sentences=options.split_sentences, keep_newlines=options.keep_newlines)
-    level = "sentence" if options.split_sentences else "document"
-    prefixes = tuple(options.output_prefix.with_name(f"{options.output_prefix.name}_{key}_{level}") for key in keys)
+    prefixes = tuple(map(options.prefix_of, keys))
+    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in (".bin", ".idx", METADATA_EXTENSION))
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     empty = [0] * len(keys)
     with ExitStack() as stack:
@@ -132,7 +155,7 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
 
 def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...]) -> Iterator[Block]:
     for corpus in corpora:
-        yield from read_blocks(corpus, options.documents, keys, options.block_bytes)
+        yield from read_blocks(corpus, options.documents, keys, options.block_bytes, options.document_bytes)
 
 
 def _metadata(

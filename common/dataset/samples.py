@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.epoch_index import ORDER_VERSION, EpochIndex, ordered_epoch, shuffled_epoch, window_count
+from common.dataset.epoch_index import ORDER_VERSION, EpochIndex, is_epoch_of, ordered_epoch, shuffled_epoch, window_count
 from common.dataset.gather import gather_windows
 from common.dataset.index_cache import cached_epoch
 from common.dataset.indexed import IndexedDataset, with_extension
@@ -155,7 +155,11 @@ class GPTDataset:
 
         if len(self._offsets) + self.samples_per_epoch < self._cache_minimum:
             return build()
-        return cached_epoch(self._cache_folder, self._digest(f"epoch {epoch}"), build)
+
+        def fits(index: EpochIndex) -> bool:
+            return is_epoch_of(index, self._offsets, self.seq_length)
+
+        return cached_epoch(self._cache_folder, self._digest(f"epoch {epoch}"), build, fits=fits)
 
     def _digest(self, purpose: str) -> str:
         parts = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
-from common.files import atomic_write
+from common.files import atomic_write, refuse_to_overwrite
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
 from common.tokenizer import Tokenizer
@@ -22,6 +22,8 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
     settings = config.predict
     if settings.output_file and Path(settings.output_file).exists() and not Path(settings.output_file).is_file():
         raise ConfigError(f"predict.output_file={settings.output_file}: is no regular file; give the name of a file")
+    if settings.prompt_file and settings.output_file:
+        refuse_to_overwrite([Path(settings.prompt_file)], [Path(settings.output_file)], "give another predict.output_file")
     printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
     with ExitStack() as stack:
         file = stack.enter_context(atomic_write(Path(settings.output_file), "w")) if settings.output_file else None

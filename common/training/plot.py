@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DataError
-from common.files import atomic_write
+from common.files import atomic_write, refuse_to_overwrite
 from common.training.metrics import METRICS_FILE, read_metrics
 
 _UNITS = {
@@ -50,6 +50,7 @@ def plot_runs(folders: Sequence[Path], output: Path, metrics: Sequence[str] = ("
     """
     if output.suffix != ".png":
         raise ConfigError(f"--output {output}: expected a name that ends with .png")
+    refuse_to_overwrite((_metrics_of(folder) for folder in folders), [output], "choose another --output")
     runs = {name: _read(folder) for name, folder in zip(_names(folders), folders, strict=True)}
     known = sorted({key for rows in runs.values() for row in rows for key, value in row.items() if _is_number(value) and key != "step"})
     for metric in metrics:
@@ -89,8 +90,12 @@ def _draw(axes: Any, name: str, rows: list[dict[str, Any]], metric: str, color: 
         )
 
 
+def _metrics_of(folder: Path) -> Path:
+    return folder if folder.is_file() else folder / METRICS_FILE
+
+
 def _read(folder: Path) -> list[dict[str, Any]]:
-    path = folder if folder.is_file() else folder / METRICS_FILE
+    path = _metrics_of(folder)
     try:
         return read_metrics(path)
     except OSError as error:

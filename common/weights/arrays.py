@@ -58,6 +58,8 @@ class StoredTensor(TensorKind):
     """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
     strides: tuple[int, ...] | None = None
     """In elements, of a tensor that is not row-major."""
+    check: Callable[[], None] | None = None
+    """Compares the checksum of what holds the bytes, before they are first read. Raises CheckpointError."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
 
@@ -70,11 +72,13 @@ class StoredTensor(TensorKind):
         """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
 
         bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before a framework gets it.
-        Raises ValueError if the rectangle does not lie within the shape.
+        Raises ValueError if the rectangle does not lie within the shape, and CheckpointError where the bytes have changed.
         """
         spans = [(0, size) for size in self.shape] if rectangle is None else [(first, end) for first, end in rectangle]
         if len(spans) != len(self.shape) or any(not 0 <= first <= end <= size for (first, end), size in zip(spans, self.shape)):  # noqa: B905
             raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is no part of it")
+        if self.check is not None:
+            self.check()
         item = NUMPY_TYPES[self.dtype]
         if self.strides is not None:
             steps = tuple(stride * item.itemsize for stride in self.strides)

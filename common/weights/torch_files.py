@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def open_torch(path: Path) -> Iterator[TensorFile]:
     """Tensors and values by their path in what was saved, joined by dots.
 
-    Views (transposed, cut, shared) are read as they were. Raises CheckpointError if the file is broken, or names code.
+    Views (transposed, cut, shared) are read as they were. The CRC-32 of a storage in a zip is compared when the first of its tensors is
+    read, which then raises CheckpointError. Raises CheckpointError if the file is broken, or names code.
     """
     content = map_file(path)
     try:
@@ -48,8 +51,13 @@ def _read_zip(path: Path, content: Bytes) -> Any:
     if len(pickles) != 1:
         raise ValueError("the archive holds no data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
+    has_sums = any(info.CRC for info in records.values())  # torch.serialization.set_crc32_options(False) leaves all of them 0
+
+    def checked(info: zipfile.ZipInfo) -> _Checked:
+        return _Checked(path=path, name=info.filename, data=_record(content, info), expected=info.CRC if has_sums else None)
+
     order = records.get(f"{folder}byteorder")
-    if order is not None and _record(content, order).tobytes() != b"little":
+    if order is not None and checked(order).bytes() != b"little":
         raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
     storages: dict[tuple[str, str], Storage] = {}
 
@@ -58,13 +66,40 @@ def _read_zip(path: Path, content: Bytes) -> Any:
             info = records.get(f"{folder}data/{key}")
             if info is None or view is not None:
                 raise ValueError(f"the archive holds no storage {key}")
-            storage = Storage(dtype=dtype, numel=numel, data=_record(content, info))
+            record = checked(info)
+            storage = Storage(dtype=dtype, numel=numel, data=record.data, check=record)
             if info.file_size < storage.nbytes:
                 raise ValueError(f"storage {key} has {info.file_size} bytes instead of {storage.nbytes}")
             storages[key, dtype] = storage
         return storages[key, dtype]
 
-    return load_records(io.BytesIO(_record(content, records[pickles[0]]).tobytes()), storage_of, str(path))
+    return load_records(io.BytesIO(checked(records[pickles[0]]).bytes()), storage_of, str(path))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Checked:
+    """A record of the archive. Calling it compares its CRC-32, the first time. Raises CheckpointError."""
+
+    path: Path
+    name: str
+    data: Bytes
+    expected: int | None
+    """None: equal, or not told."""
+
+    def __call__(self) -> None:
+        if self.expected is None:
+            return
+        found = zlib.crc32(self.data.data)
+        if found != self.expected:
+            raise CheckpointError(
+                f"{self.path}: {self.name} has changed since it was written: its CRC-32 is {found:08x}, and the archive says"
+                f" {self.expected:08x}; copy the file again or use another one"
+            )
+        self.expected = None
+
+    def bytes(self) -> bytes:
+        self()
+        return self.data.tobytes()
 
 
 def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:

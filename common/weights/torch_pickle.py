@@ -62,6 +62,8 @@ class Storage(_Sealed):
     numel: int
     data: Bytes | None = None
     """Filled in once known: old files have the data after the pickle."""
+    check: Callable[[], None] | None = None
+    """As that of a StoredTensor."""
 
     @property
     def nbytes(self) -> int:
@@ -287,6 +289,8 @@ class PlainTree:
 def _to_array(record: _Array) -> Any:
     _, shape, dtype, by_columns, data = record.state
     if isinstance(data, Storage):  # its bytes are elsewhere
+        if data.check is not None:
+            data.check()
         data = data.data
     return np.frombuffer(data, _numpy_type(dtype)).reshape(_sizes(shape), order="F" if by_columns else "C")
 
@@ -309,6 +313,7 @@ def _to_tensor(name: str, view: _View | Storage) -> StoredTensor:
         shape=view.shape,
         segments=(data[: numel * item] if is_dense else data,),
         strides=None if is_dense else view.strides,
+        check=storage.check,
     )
 
 

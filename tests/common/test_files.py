@@ -1,11 +1,14 @@
 """Folders that are whole or absent, also where several processes write."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from common.errors import StorageError
-from common.files import clean_up, whole_folder
+from common.errors import ConfigError, StorageError
+from common.files import atomic_write, clean_up, refuse_to_overwrite, temporary_folder, whole_folder
 
 
 def fill(folder: Path) -> None:
@@ -33,3 +36,66 @@ def test_what_a_killed_writer_left_is_gone(tmp_path: Path, name: str) -> None:
         (tmp_path / leftover / "part").mkdir(parents=True)
     fill(tmp_path / name)
     assert [path.name for path in (tmp_path / name).iterdir()] == ["new"] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from common.files import atomic_write, temporary_folder
+target = Path(sys.argv[1])
+with atomic_write(target / "x.bin") as file, temporary_folder(target / "x.pairs") as folder:
+    file.write(b"half")
+    (folder / "part").touch()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+    names = [f".x.bin.{writer.pid}.tmp", f".x.pairs.{writer.pid}.tmp"]
+
+    def write() -> list[str]:
+        with atomic_write(tmp_path / "x.bin") as file, temporary_folder(tmp_path / "x.pairs"):
+            file.write(b"whole")
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    try:
+        assert write() == [*names, "x.bin"], "it still writes"
+    finally:
+        writer.kill()
+        writer.communicate()
+    others = [".x.bin.more.7.tmp", ".x.bin.tmp", ".x.pairs.old.7.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / ".x.bin.9.tmp")  # opening it would never end
+    assert write() == [".x.bin.9.tmp", *others, "x.bin"]
+    assert (tmp_path / "x.bin").read_bytes() == b"whole"
+
+
+def test_a_process_with_the_number_of_a_killed_one_writes(tmp_path: Path) -> None:
+    """In containers most processes have the same few numbers."""
+    (tmp_path / f".x.{os.getpid()}.tmp").write_bytes(b"half, and longer")
+    (tmp_path / f".y.{os.getpid()}.tmp").mkdir()
+    with atomic_write(tmp_path / "x", "w") as file, temporary_folder(tmp_path / "y") as folder:
+        file.write("whole")
+        assert list(folder.iterdir()) == []
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "whole")]
+
+
+@pytest.mark.parametrize("way", ["name", "other name", "symlink", "hard link", "link to the folder"])
+def test_an_input_is_no_output(tmp_path: Path, way: str) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    (tmp_path / "folder").symlink_to(tmp_path)
+    output = {"name": source, "other name": tmp_path / "." / "folder" / ".." / "source"}.get(way, tmp_path / "output")
+    if way == "symlink":
+        output.symlink_to(source)
+    elif way == "hard link":
+        output.hardlink_to(source)
+    elif way == "link to the folder":
+        output = tmp_path / "folder" / "source"
+    elif way == "other name":
+        output = Path(os.path.relpath(source))
+    with pytest.raises(ConfigError, match="is both an input and an output, and would be lost; mend"):
+        refuse_to_overwrite([None, tmp_path / "absent", source], [tmp_path / "new", output], "mend")
+    refuse_to_overwrite([source], [tmp_path / "new"], "mend")

@@ -1,5 +1,6 @@
 """What is fetched is checked; without the corpus package CPython's own text stands in."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,22 @@ def test_scenes() -> None:
     )
     scenes = module._scenes(play)
     assert len(scenes) == 1 and scenes[0].startswith("A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n")
+
+
+def test_a_damaged_wheel_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("a/b.txt", "text " * 100)
+    whole = path.read_bytes()
+    assert module._read_wheel(path, "x", "a/*") == [b"text " * 100]
+    for at in range(30, len(whole), 3):
+        path.write_bytes(whole[:at])
+        with pytest.raises(DataError, match="x: the download is damaged"):
+            module._read_wheel(path, "x", "a/*")
+    path.write_bytes(whole.replace(whole[40:44], b"\0\0\0\0", 1))
+    with pytest.raises(DataError, match="x: the download is damaged"):
+        module._read_wheel(path, "x", "a/*")
+    path.write_bytes(whole)
+    monkeypatch.setattr(module, "_MAX_BYTES", 499)
+    with pytest.raises(DataError, match="the package has changed"):
+        module._read_wheel(path, "x", "a/*")

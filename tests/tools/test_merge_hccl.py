@@ -116,7 +116,7 @@ def test_its_own_output_is_no_input(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["a.json", "b.json", "hccl_2s_4p.json"]) == 2
     assert "hccl_2s_4p.json holds several servers: an earlier output of a merge? leave it out" in capsys.readouterr().err
     assert main(["hccl_2s_4p.json"]) == 2
-    assert "is both an input and the output" in capsys.readouterr().err
+    assert "is both an input and an output" in capsys.readouterr().err
     assert (folder / "hccl_2s_4p.json").read_bytes() == before
     assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "hccl_2s_4p.json"]
 

@@ -1,6 +1,7 @@
 """Weights from format to format: against transformers, MindSpore's own loading, and bit for bit there and back."""
 
 import errno
+import importlib.util
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import pickle
 import runpy
 import signal
 import sys
+import types
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did, detect  # noqa: E402
+from common.conversion.heads import warn_of_heads  # noqa: E402
 from common.conversion.project import write_project  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
@@ -37,6 +40,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 SIZES = {"n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 9, "vocab_size": 101, "n_inner": 96, "initializer_range": 0.3}
 QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+REASON = "nothing computes the logits of mindformers: the tensors alone were compared"
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
@@ -110,7 +114,7 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: pytest.CaptureF
         query = found["backbone.blocks.1.attention.dense1.weight"].read()
     state = model.state_dict()
     np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
-    for layers, fault in (("1", "unexpected transformer.h.1.ln_1.weight"), ("3", "missing transformer.h.2.ln_1.weight")):
+    for layers, fault in (("1", "has 2 blocks, and --layers says 1; say --layers 2"), ("24", "--layers says 24; say --layers 2")):
         before = target.read_bytes()
         assert main(["--layers", layers, *words]) == CheckpointError.exit_code
         assert fault in capsys.readouterr().err and target.read_bytes() == before
@@ -228,7 +232,14 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
             run(source, tmp_path / "out", to, **more)
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
-    fails(ConfigError, r"no weights of a known format here; say --from", tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    fails(ConfigError, r"nothing: no weights of a known format here; say --from", tmp_path / "nothing")
+    for more in ({}, {"source_format": "hf"}):
+        fails(ConfigError, rf"^goood: does not exist in {tmp_path}; did you mean good\?$", Path("goood"), **more)
+        fails(ConfigError, rf"^gpt2: does not exist in {tmp_path}; give a path; nothing is downloaded$", Path("gpt2"), **more)
+        fails(ConfigError, rf"^a/b: does not exist, nor does the folder {tmp_path}/a;", Path("a/b"), **more)
+    with pytest.raises(ConfigError, match=r"goood: does not exist in .*; did you mean good\?"):
+        convert_as_mindformers_did(2, Path("goood"), tmp_path / "out")
     cut = save(model, tmp_path / "cut", "safetensors")
     (cut / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-9])
     fails(CheckpointError, r"cut/model.safetensors", cut)
@@ -249,7 +260,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
         folder = save(model, tmp_path / name, "safetensors")
         (folder / "config.json").write_text(json.dumps(config | changes if changes else {}))
         fails((ConfigError, CheckpointError), match, folder)  # type: ignore[arg-type]
-    fails(CheckpointError, r"good/typo.safetensors: no weights here", good / "typo.safetensors", source_format="hf")
+    fails(ConfigError, r"good/typo.safetensors: does not exist in .*model.safetensors", good / "typo.safetensors", source_format="hf")
     untied = save(theirs(tie_word_embeddings=False), tmp_path / "untied", "bin")
     (untied / "config.json").write_text(json.dumps(config))
     fails(CheckpointError, "lm_head.weight differs from the embedding", untied)
@@ -293,7 +304,7 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match="the folder that you are in"):
         run(source, Path(), "hf")
-    with pytest.raises(ConfigError, match="--mindspore_path is --torch_path"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is both an input and an output.*another --mindspore_path"):
         convert_as_mindformers_did(2, source / "model.safetensors", source / "model.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "dangling 目标", "here", "hf", "link", "link 目标"]
 
@@ -338,10 +349,34 @@ def test_verify_computes_the_logits_of_both_sides(tmp_path: Path, mindspore: Mod
         told = capsys.readouterr().out
         logits = json.loads((tmp_path / target / "conversion.json").read_text())["logits"]
         if target == "mindformers":
-            assert logits == {"compared": False, "reason": "nothing here runs mindformers"} and "nothing here runs" in told
+            assert logits == {"compared": False, "reason": REASON} and REASON in told
         else:
             assert 0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"] and "logits: they differ by" in told
     assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
+
+
+def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(theirs(), tmp_path / "hf", "safetensors")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else find(name, *more))
+    assert main(["--input", str(source), "--output", str(tmp_path / "ours"), "--to", "torch_gpt2", "--verify"]) == 0
+    reason = json.loads((tmp_path / "ours" / "conversion.json").read_text())["logits"]["reason"]
+    assert reason == "transformers, which computes the logits of hf, is not installed"
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "said"),
+    [
+        (192, 6, None), (192, 3, None), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (768, 12, None),
+        (768, 16, "has 12;"), (512, 32, "has 8 or 4;"),
+        (10, 2, None), (128, 1, "has 8 or 4 or 2;"), (5120, 40, None),
+    ],
+)  # fmt: skip
+def test_unusual_heads_are_said_at_any_width(monkeypatch: pytest.MonkeyPatch, width: int, heads: int, said: str | None) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("common.conversion.heads.LOG", types.SimpleNamespace(warning=lines.append))
+    warn_of_heads(Path("x"), MODEL.model_copy(update={"hidden_size": width, "num_heads": heads}))
+    assert len(lines) == (said is not None) and (said or "") in "".join(lines)
 
 
 def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:

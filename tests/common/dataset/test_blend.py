@@ -83,6 +83,11 @@ def test_bad_weights_name_their_data_set(write_pair, weight) -> None:
         open_samples(["1", paths[0], weight, paths[1]], split="train", split_weights=(1, 0, 0), seq_length=4, seed=1)
 
 
+def test_weights_whose_sum_no_float_holds_are_refused(write_pair) -> None:
+    with pytest.raises(DataError, match="add up to more than a float holds"):
+        open_samples(["1e308", str(write_pair([50])), "1e308", str(write_pair([50], "b"))], split="train", seq_length=8, seed=1)
+
+
 def test_open_samples(write_pair) -> None:
     paths = [str(write_pair([90], name=name)) for name in ("a", "b")]
     options = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 4, "seed": 1}

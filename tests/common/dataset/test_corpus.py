@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,10 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         open_corpus(tmp_path / "absent.txt")
     with pytest.raises(DataError, match="is a folder"):
         open_corpus(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(DataError, match=r"is a device, a pipe or a socket.*write its content to a file first"):
+            open_corpus(special)
 
 
 def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20) -> list[str]:

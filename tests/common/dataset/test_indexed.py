@@ -189,3 +189,18 @@ def test_no_framework_is_imported() -> None:
     root = Path(__file__).resolve().parents[3]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("extension", [".idx", ".bin"])
+def test_a_file_that_may_not_be_read_is_said(write_pair, monkeypatch, extension) -> None:
+    prefix = write_pair([4])
+    original = Path.open
+
+    def denied(path: Path, *arguments: object) -> object:
+        if path.suffix == extension:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(DataError, match=rf"data\{extension}: cannot be read: Permission denied; allow this user"):
+        IndexedDataset(prefix)

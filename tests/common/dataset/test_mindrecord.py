@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,26 @@ def _moved_rows(path: Path) -> None:
         connection.execute("UPDATE INDEXES SET PAGE_ID_BLOB = 99 WHERE ROW_ID = 3")
 
 
+ENDLESS = (
+    "CREATE VIEW {} AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID + 1 FROM n) SELECT ROW_ID, 'data.mindrecord' AS NAME,"
+    " 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS PAGE_OFFSET_BLOB_END FROM n"
+)
+
+
+def _change_index(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(f"{path}.db")) as connection, connection:
+        connection.execute(statement)
+
+
+def _view(path: Path, name: str, statement: str) -> None:
+    _change_index(path, f"DROP TABLE {name}")
+    _change_index(path, statement.format(name))
+
+
+def _edit_pages(path: Path, **changes: Any) -> None:
+    _edit_header(path, lambda header: [page.update(changes) for page in header["page"] if page["page_type"] == "BLOB_DATA"])
+
+
 def _overwrite(path: Path, at: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek((64 << 10) + at)
@@ -299,7 +320,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header of something else": (lambda path: _edit_header(path, lambda header: header.pop("schema")), "a header that is no MindRecord's"),
     "version": (lambda path: _edit_header(path, lambda header: header.update(version="2.0")), "format version 2.0, expected 3.0"),
     "index is text": (lambda path: Path(f"{path}.db").write_text("no database " * 50), "is not the index of a MindRecord"),
-    "index of other rows": (_other_rows, "data.mindrecord.db: holds 30 rows, data.mindrecord holds 20; .*copy both"),
+    "index of other rows": (_other_rows, "data.mindrecord.db: holds more than 20 rows, data.mindrecord holds 20; .*copy both"),
+    "index of fewer rows": (
+        lambda path: _change_index(path, "DELETE FROM INDEXES WHERE ROW_ID = 7"),
+        "holds 19 rows, data.mindrecord holds 20",
+    ),
+    "index is a view without end": (lambda path: _view(path, "INDEXES", ENDLESS), "INDEXES is a view, expected a table"),
+    "names are a view without end": (lambda path: _view(path, "SHARD_NAME", ENDLESS), "SHARD_NAME is a view, expected a table"),
+    "virtual table": (lambda path: _view(path, "INDEXES", "CREATE VIRTUAL TABLE INDEXES USING fts5(ROW_ID)"), "INDEXES is a virtual table"),
+    "computed column": (
+        lambda path: _change_index(path, "ALTER TABLE INDEXES ADD COLUMN more AS (length(hex(zeroblob(1000000000))))"),
+        "INDEXES has a computed column",
+    ),
+    "text in the index": (
+        lambda path: _change_index(path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = 'x' WHERE ROW_ID = 3"),
+        "is not the index of",
+    ),
+    "numbers of 64 bits": (
+        lambda path: _change_index(path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"),
+        "row 3 lies at",
+    ),
+    "rows beyond the memory": (lambda path: _edit_pages(path, end_row_id=10**15), "has 1000000000000000 rows by its header, too many for .* bytes"),
+    "rows below 0": (lambda path: _edit_pages(path, end_row_id=-1), "'-1' where a size is expected"),
+    "page of 30 digits": (lambda path: _edit_header(path, lambda header: header.update(page_size=10**29)), "where a size is expected"),
+    "infinite page": (lambda path: _edit_header(path, lambda header: header.update(page_size=float("inf"))), "is no MindRecord's"),
+    "width beyond the memory": (lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"), "row 0 has .* bytes, too few for 4294967295 tokens"),
     "index of another file": (_renamed, "is the index of other.mindrecord, not of data.mindrecord"),
     "index out of bounds": (_moved_rows, "row 3 lies at .* outside data.mindrecord"),
     "length of a row": (lambda path: _overwrite(path, 0, b"\x07"), "row 0 is 7 bytes long"),

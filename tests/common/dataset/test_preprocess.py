@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset
+from common.dataset import IndexedDataset, json_array
 from common.dataset.blocks import DocumentRule
+from common.dataset.limits import check_words
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from common.tokenizer import load_tokenizer
 
 
@@ -162,3 +164,81 @@ def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_fi
         ids = data[n].astype(np.int32)
         assert ids[-1] == 50256
         assert tokenizer.decode(ids[:-1]) == chapter
+
+
+@pytest.mark.parametrize("output", ["out_text_document.bin", "out_text_document.idx", "out_text_document.meta.json"])
+@pytest.mark.parametrize("way", ["itself", "link", "hard link"])
+def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, output, way) -> None:
+    corpus = tmp_path / output
+    if way == "itself":
+        corpus.write_text("text")
+    else:
+        (tmp_path / "corpus.txt").write_text("text")
+        (corpus.symlink_to if way == "link" else corpus.hardlink_to)(tmp_path / "corpus.txt")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"is both an input and an output.*choose another --output-prefix"):
+        read_back(corpus if way == "itself" else tmp_path / "corpus.txt")
+    assert corpus.read_text() == "text" and sorted(path.name for path in tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("key", ["a/b", "/a", "..", "../a", "a\0b"])
+def test_a_key_that_no_file_name_can_hold(tmp_path, byte_tokenizer, key) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({key: "one"}))
+
+    def run() -> None:
+        preprocess(PreprocessOptions(inputs=(path,), output_prefix=tmp_path / "o" / "x", tokenizer=byte_tokenizer, json_keys=(key,)))
+
+    if key == "..":  # no separator, no other folder
+        run()
+        assert (tmp_path / "o" / "x_.._document.bin").is_file()
+        return
+    with pytest.raises(DataError, match=r"--json-keys .*rename the key"):
+        run()
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "..", "/", "a/.."])
+def test_a_prefix_that_is_a_folder_is_refused(byte_tokenizer, prefix) -> None:
+    with pytest.raises(ConfigError, match="expected how the files begin"):
+        PreprocessOptions(inputs=(), output_prefix=Path(prefix), tokenizer=byte_tokenizer)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "{}"), ("a.jsonl", '{{"text": "{}"}}'), ("a.json", '["b", "{}"]')])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back, name, text, zipped) -> None:
+    monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
+    path = tmp_path / (name + ".gz" * zipped)
+    content = ("\n\n" * (name == "a.txt") + text.format("ab " * 3000)).encode()
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    assert read_back(path, document_bytes=10_000, block_bytes=100)[-1] == "ab " * 3000 + "¶"
+    with pytest.raises(DataError, match=rf"{path.name}: .*line [13].* has more than .* Mi.*--max-document-mib N"):
+        read_back(path, document_bytes=5000, block_bytes=100)
+
+
+@pytest.mark.parametrize("unit", ["a", "é", "字", "7", "½", "-", "_", "\0", " ", "\u3000"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_a_word_without_end_is_refused(tmp_path, monkeypatch, read_back, unit, name) -> None:
+    monkeypatch.setattr(check_words, "__defaults__", (1000,))
+    path = tmp_path / name
+
+    def write(word: str) -> list[str]:
+        text = f"first\n\none{word}two"
+        if name == "a.txt":
+            path.write_text(text)
+        else:
+            item = json.dumps({"text": text})
+            path.write_text(f'"first"\n{item}\n'.replace('"first"', '{"text": "0"}') if name == "a.jsonl" else f"[\n{item}]")
+        return read_back(path)
+
+    for length in (10, 990):  # with the letters about it
+        assert unit * length in "".join(write(unit * length))
+    where = {"a.txt": "line 3", "a.jsonl": "line 2, column 1", "a.json": "line 2, column 1"}[name]
+    with pytest.raises(DataError, match=rf"{name}: {where}: holds a word of 1000 or more characters"):
+        write(unit * 2006)
+
+
+def test_many_words_are_no_word_without_end(tmp_path, monkeypatch, read_back) -> None:
+    monkeypatch.setattr(check_words, "__defaults__", (10,))
+    (tmp_path / "a.txt").write_text("a1 " * 1000 + "ab12" * 1000 + "天地，" * 1000)
+    read_back(tmp_path / "a.txt")

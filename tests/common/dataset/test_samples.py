@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import GPTDataset, IndexedDataset, index_cache, parse_split
+from common.dataset import GPTDataset, IndexedDataset, epoch_index, index_cache, parse_split
 from common.dataset.epoch_index import permutation
 from common.errors import DataError
 
@@ -93,7 +94,7 @@ def test_parse_split(text, expected) -> None:
     assert parse_split(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1"])
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308"])
 def test_bad_splits_are_refused(text) -> None:
     with pytest.raises(DataError, match="split"):
         parse_split(text)
@@ -135,6 +136,76 @@ def test_a_broken_entry_is_built_again(write_pair, tmp_path, damage) -> None:
         np.save(entry / "shuffle.npy", np.arange(3))
     assert (cached(prefix).read(np.arange(9)) == rows).all()
     assert len(np.load(entry / "shuffle.npy")) == cached(prefix).samples_per_epoch
+
+
+def damaged(entry: Path, rng: np.random.Generator) -> str:
+    """Change one file of a cached order in some way; returns what was done."""
+    name = str(rng.choice([path.name for path in sorted(entry.iterdir())]))
+    data = bytearray((entry / name).read_bytes())
+    way = str(rng.choice(["bit", "zeros", "cut", "longer", "header", "other", "gone", "text"]))
+    if way == "bit":
+        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    elif way == "zeros":
+        data[-int(rng.integers(1, len(data))) :] = bytes(8)
+    elif way == "cut":
+        data = data[: int(rng.integers(len(data)))]
+    elif way == "longer":
+        data += rng.bytes(8)
+    elif way == "header":  # numpy reads it with Python's own parser
+        data[10:40] = bytes(rng.choice(list(b"{}()[]'\"\\\n #0:,"), 30).tolist())
+    elif way == "other":
+        data = bytearray((entry / "sources.npy").read_bytes())
+    (entry / name).write_bytes(b"[" * 2000 if way == "text" else bytes(data))
+    if way == "gone":
+        (entry / name).unlink()
+    return f"{name} {way}"
+
+
+def test_a_changed_entry_never_gives_other_samples(write_pair, tmp_path, caplog) -> None:
+    prefix = write_pair([11] * 40)
+    rows, rng = cached(prefix).read(np.arange(9)), np.random.default_rng(0)
+    (entry,) = (tmp_path / "data.index-cache").iterdir()
+    whole = {path.name: path.read_bytes() for path in entry.iterdir()}
+    for _ in range(60):
+        done = damaged(entry, rng)
+        same = {path.name: path.read_bytes() for path in entry.iterdir()} == whole
+        caplog.clear()
+        assert (cached(prefix).read(np.arange(9)) == rows).all(), done
+        assert len(caplog.messages) == (not same), f"{done}: one line where it was built again"
+        assert {path.name: path.read_bytes() for path in entry.iterdir()} == whole, done
+
+
+def test_an_entry_of_an_older_release_is_built_again(write_pair, tmp_path, caplog) -> None:
+    prefix = write_pair([11] * 40)
+    rows = cached(prefix).read(np.arange(9))
+    (entry,) = (tmp_path / "data.index-cache").iterdir()
+    (entry / "checksums.json").unlink()
+    np.save(entry / "shuffle.npy", np.zeros_like(np.load(entry / "shuffle.npy")))
+    assert (cached(prefix).read(np.arange(9)) == rows).all()
+    assert [entry.name in line and "it is built again" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("shuffle", [0, 1, 99]),
+        ("shuffle", [0, -1, 2]),
+        ("shuffle", [0, 1]),
+        ("first_piece", [0, 2, 1, 0]),
+        ("first_piece", [0, 1, 2, 3]),
+        ("sources", [0, 5, 16]),
+        ("stream", [0, 5, 9, 15]),
+        ("stream", [0, 9, 5, 14]),
+        ("sources", [0.0, 5.0, 10.0]),
+    ],
+)
+def test_an_order_that_leads_out_of_the_split_is_none(name: str, values: list[float]) -> None:
+    """The checksums say nothing about an order that was stored for other data."""
+    offsets = np.array([0, 5, 10, 14])
+    good = epoch_index.shuffled_epoch(offsets, 4, 0, 0, "train")
+    assert epoch_index.is_epoch_of(good, offsets, 4)
+    changed = dataclasses.replace(good, **{name: np.array(values)})
+    assert not epoch_index.is_epoch_of(changed, offsets, 4)
 
 
 def test_a_dead_owners_lock_is_taken_over(write_pair, tmp_path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -31,3 +33,10 @@ def test_keeping_newlines_keeps_everything(text) -> None:
     kept = split_sentences(text, keep_newlines=True)
     assert "".join(kept) == (text if text.strip() else "")
     assert [sentence.strip() for sentence in kept] == split_sentences(text)
+
+
+def test_a_long_run_of_signs_takes_no_longer_than_a_text() -> None:
+    text = "One" + "." * 30_000 + "two"
+    before = time.monotonic()
+    assert split_sentences(text) == [text]
+    assert time.monotonic() - before < 1, "30 s where each sign begins a search of its own"

@@ -219,6 +219,42 @@ def test_every_cut_is_refused(tmp_path: Path, as_zip: bool) -> None:
             pass
 
 
+def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path) -> None:
+    """Against zipfile, which compares too. The other storages are still read: each is compared when one of its tensors is."""
+    path, rng = tmp_path / "x.pt", random.Random(0)
+    torch.save({"a": torch.arange(300.0).reshape(3, 100), "b": torch.ones(5, dtype=torch.float16)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        places = {info.filename: (whole.index(archive.read(info)), info.file_size) for info in archive.infolist()}
+    for name in ("x/data.pkl", "x/byteorder", "x/data/0", "x/data/1"):
+        for _ in range(20):
+            changed, (first, size) = bytearray(whole), places[name]
+            changed[first + rng.randrange(size)] ^= 1 << rng.randrange(8)
+            path.write_bytes(changed)
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() == name
+            if name.startswith("x/data/"):
+                with open_tensors(path) as file:
+                    bad, good = ("a", "b") if name.endswith("0") else ("b", "a")
+                    for part in (None, [(0, 1)] * len(file[bad].shape)):
+                        with pytest.raises(CheckpointError, match=rf"x.pt: {name} has changed since it was written: its CRC-32 is"):
+                            file[bad].read(part)
+                    assert file[good].read().sum() == (5 if good == "b" else 44850)
+            else:
+                with pytest.raises(CheckpointError, match=f"{name} has changed"), open_tensors(path):
+                    pass
+
+
+def test_checksums_that_torch_left_out_are_not_compared(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(3.0)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with open_tensors(tmp_path / "x.pt") as file:
+        assert file["a"].read().tolist() == [0, 1, 2]
+
+
 def test_views_beyond_their_storage_and_packed_records_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(4)}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt") as file:
