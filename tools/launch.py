@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import run_gpt2
+from common import whole_numbers
 from common.cluster.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
 from common.cluster.places import Places, find_places, parse_range, places_of_table
 from common.cluster.plan import describe_cluster, layout_remarks
@@ -84,8 +85,10 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
     if kind == "distribute":
         parser.add_argument("--master", metavar="IP:PORT", help="where the ranks meet: the host of rank 0, and a port")
-        parser.add_argument("--nnodes", type=int, metavar="N", help="without a rank table: how many hosts there are")
-        parser.add_argument("--node_rank", type=int, metavar="K", help="without a rank table: which of them this is, from 0")
+        parser.add_argument("--nnodes", type=whole_numbers.argument(1), metavar="N", help="without a rank table: how many hosts there are")
+        parser.add_argument(
+            "--node_rank", type=whole_numbers.argument(), metavar="K", help="without a rank table: which of them this is, from 0"
+        )
         parser.add_argument("--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first")
         parser.add_argument("--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait")
         parser.add_argument("--all_ranks", action="store_true", help="plan shows every rank's variables and command")
@@ -172,14 +175,15 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
     if len(given) < 3:
         raise ConfigError(f"{len(given)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
     config_path = _config_path(given[0])
-    if not re.fullmatch("[0-9]{1,9}", given[1]):
-        raise ConfigError(f"device_id={given[1]} is not a number")
+    device = whole_numbers.whole_number(given[1], most_digits=9)
+    if device is None:
+        raise ConfigError(f"device_id={whole_numbers.shortened(given[1])} is not a number")
     _check_mode(given[2])
-    device, overrides = int(given[1]), (f"context.device_id={int(given[1])}", *given[3:])
+    overrides = (f"context.device_id={device}", *given[3:])
     command = rank_command(config_path, given[2], overrides)
     config = resolve_mode(load_config(config_path, overrides), given[2], world_size=1)
     if given[2] == "plan":
-        return subprocess.call(command)  # noqa: S603 - our own command
+        return run_gpt2.main(list(command[2:]))  # in this process: one more would outlive a launcher that is killed
     places = find_places(range(device, device + 1))
     meeting = find_meeting(places, port=None, table=None, backend=config.backend, environ=os.environ)
     child = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)[0]
@@ -209,7 +213,8 @@ def _order(words: Sequence[str]) -> Order:
     numbers = parse_range(words[2])
     _check_mode(words[3])
     more = list(words[4:])
-    rank_size = int(more.pop(0)) if more and re.fullmatch("[0-9]{1,9}", more[0]) else None
+    rank_size = whole_numbers.whole_number(more[0], most_digits=9) if more else None
+    more = more if rank_size is None else more[1:]
     return Order(table=table, config=config, numbers=numbers, mode=words[3], rank_size=rank_size, overrides=tuple(more))
 
 

@@ -18,6 +18,7 @@ from common.cluster.rank_environment import interface_of
 from common.device import GIB, processor_name
 from common.doctor.programs import run
 from common.doctor.report import Check, error, ok, warning
+from common.whole_numbers import shortened, whole_number
 
 HCCL_PORTS = 16
 _RESOLVE_SECONDS = 5.0
@@ -26,7 +27,8 @@ _QUERY_SECONDS = 20.0
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
     """Ascend devices that this machine (or container) shows: /dev/davinciN."""
-    return sorted(int(path.name[7:]) for path in (root / "dev").glob("davinci[0-9]*") if path.name[7:].isdigit())
+    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
+    return sorted(number for number in numbers if number is not None)
 
 
 def check_system() -> Check:
@@ -85,10 +87,11 @@ def check_ports(
         else:
             checks.append(ok("ports", f"free: {port} and {port + 1} (MASTER_PORT and the one after it)"))
     if npu:
-        base = environ.get("HCCL_IF_BASE_PORT") or "60000"
-        if not base.isdigit() or not 1024 <= int(base) <= 65520:
-            return [*checks, error("HCCL ports", f"HCCL_IF_BASE_PORT={base}", "give a number from 1024 to 65520")]
-        ports = range(int(base), int(base) + HCCL_PORTS)
+        text = environ.get("HCCL_IF_BASE_PORT") or "60000"
+        base = whole_number(text)
+        if base is None or not 1024 <= base <= 65520:
+            return [*checks, error("HCCL ports", f"HCCL_IF_BASE_PORT={shortened(text)}", "give a number from 1024 to 65520")]
+        ports = range(base, base + HCCL_PORTS)
         busy = [port for port in ports if not _can_listen(port)]
         span = f"{ports[0]}-{ports[-1]}"
         if busy:

@@ -18,11 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from common.errors import ConfigError
 from common.launcher.control import Control, Heard, HostFailed, HostMissing, HostRemark, Hosts
 from common.launcher.local_ranks import Exit, LocalRanks
 from common.launcher.processes import Child, adopted_orphans, guard, in_words, signal_name
 from common.launcher.progress import RankState, to_blame
 from common.launcher.terminal import Terminal
+from common.whole_numbers import shortened, whole_number
 
 __all__ = ["Child", "Job", "supervise"]
 
@@ -346,5 +348,9 @@ class _Supervisor:
 
 
 def _connect_limit(child: Child) -> float:
-    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT", "")
-    return float(text) if text.isdecimal() else 1800.0
+    """Seconds. Raises ConfigError."""
+    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT") or "1800"
+    seconds = whole_number(text, most_digits=6)
+    if not seconds:
+        raise ConfigError(f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to 999999")
+    return float(seconds)
