@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import stat
 import time
 import typing
 from collections.abc import Iterator, Mapping
@@ -18,11 +20,20 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.processes import Child
 
-_SECRET = re.compile(r"(API|ACCESS|SECRET)?KEY|\w*TOKEN|SECRET|\w*PASS\w*|PWD|CREDENTIALS?|AUTH|COOKIE|AK|SK|PAT", re.IGNORECASE)
-"""A word of a name whose value others must not read. Whole words: max_tokens and data.path are none."""
+_SECRET = re.compile(
+    r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
+    re.IGNORECASE,
+)
+"""A word of a name whose value others must not read. Whole words: KEYBOARD, AUTHOR and data.path are none."""
+_COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
+"""A name that counts tokens of text."""
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
 _USER_IN_URL = re.compile(r"(\w://)\S*@")
+_USER_WITHOUT_SCHEME = re.compile(r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)")
+"""``user:secret@host``, as the whole value with a slash in the secret too."""
+_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
+"""What follows the scheme of an HTTP header."""
 _HIDDEN = "(hidden)"
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
@@ -41,8 +52,8 @@ def open_log(folder: Path, child: Child) -> RankLog:
     path = folder / child.log_folder / "mindformer.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name("env.log").open("ab"):
-            file = path.open("ab", buffering=0)
+        _open_private(path.with_name("env.log")).close()
+        file = path.open("ab", buffering=0)
     except OSError as error:
         raise ConfigError(
             f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose another one by --log_dir"
@@ -57,21 +68,32 @@ def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) ->
     command = shlex.join(_visible_word(word) for word in child.command)
     with suppress(OSError):
         log.file.write(header.encode())
-        with log.path.with_name("env.log").open("a", encoding="utf-8", errors="replace") as file:
-            file.write(header + "".join(line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines]))
+        text = header + "".join(line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines])
+        with _open_private(log.path.with_name("env.log")) as file:
+            file.write(text.encode(errors="replace"))
     return replace(log, start=log.file.tell())
 
 
+def _open_private(path: Path) -> IO[bytes]:
+    """Open a file to append to, which its owner alone can read, also one that an earlier version made. Raises OSError."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with suppress(OSError):  # another user's file, which can be written all the same
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
 def visible(name: str, value: str) -> str:
-    """The value of a variable, without what others must not read: a secret by its name, and what is secret in a URL."""
+    """Return the value of a variable without what others must not read: secrets by their names, and those of URLs and HTTP headers."""
     if name != "PWD" and _is_secret(name):
         return _HIDDEN
-    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0],
-                         _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))  # fmt: skip
+    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
+    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value)
 
 
 def _is_secret(name: str) -> bool:
-    return any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
+    return not _COUNTED.search(name) and any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
 
 
 def _visible_word(word: str) -> str:

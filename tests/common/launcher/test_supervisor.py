@@ -374,13 +374,50 @@ def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(tmp_path
     assert " host a\n" in (tmp_path / "host_a" / "mindformer.log").read_text()
 
 
-SECRETS = "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId"
-HARMLESS = "PWD OLDPWD PATH max_tokens tokenizer KEYBOARD TASK MASK AUTHOR PATTERN SKIP"
+SECRETS = (
+    "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId PRIVATEKEY"
+    " SSHKEY ENCRYPTIONKEY AUTHORIZATION BEARER JWT MY_CREDS HF_TOKENS API_KEYS sshkeys MY_JWT OAUTH AUTHENTICATION CRED X_AMZ_SIGNATURE"
+)
+HARMLESS = "PWD OLDPWD PATH max_tokens max_new_tokens tokenizer KEYBOARD TASK MASK AUTHOR AUTHORS PATTERN SKIP DESIGN KEYED"
 
 
 def test_names_of_secrets_are_whole_words() -> None:
     assert [name for name in SECRETS.split() if visible(name, "x") == "x"] == []
     assert [name for name in HARMLESS.split() if visible(name, "x") != "x"] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("user:abc1@host:80", "(hidden)@host:80"),
+        ("user:ab/c1@host", "(hidden)@host"),
+        ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
+        ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
+        ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
+        ("git@github.com:organisation/name", "git@github.com:organisation/name"),
+        ("/usr/bin:/opt/python@3.11/bin:/bin", "/usr/bin:/opt/python@3.11/bin:/bin"),
+    ],
+)
+def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
+    assert visible("PLAIN", value) == shown
+
+
+def test_the_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """A file that an earlier version made is closed to others too; one that is no file, such as a device, is left as it is."""
+    (tmp_path / "mf_parallel0").mkdir()
+    environment = tmp_path / "mf_parallel0" / "env.log"
+    environment.write_text("older\n")
+    environment.chmod(0o644)
+    before = os.stat("/dev/full").st_mode
+    (tmp_path / "mf_parallel1").mkdir()
+    (tmp_path / "mf_parallel1" / "env.log").symlink_to("/dev/full")
+    mask = os.umask(0o022)
+    try:
+        assert supervise(Job(children=children("pass", "pass", "pass"), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    finally:
+        os.umask(mask)
+    assert [(tmp_path / f"mf_parallel{rank}" / "env.log").stat().st_mode & 0o777 for rank in (0, 2)] == [0o600, 0o600]
+    assert environment.read_text().startswith("older\n==== ") and os.stat("/dev/full").st_mode == before
 
 
 def test_settings_of_the_config_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
