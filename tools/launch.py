@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -50,7 +51,9 @@ from common.device import require_accelerator
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
+from common.launcher.second_run import require_free_folder
 from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.terminal import tell
 from common.parallel.topology import Topology
 from run_gpt2 import RUN_MODES
 
@@ -81,7 +84,8 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         prog=f"run_{kind}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--log_dir", type=Path, metavar="DIR", help="where mf_parallel{rank}/ goes (default: output_dir of the config)")
-    parser.add_argument("--follow", action="store_true", help="copy the log of the first rank to standard output")
+    parser.add_argument("--quiet", action="store_true", help="do not show what the first rank writes: progress, losses, results")
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # what happens anyway; scripts may still give it
     parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
     if kind == "distribute":
         parser.add_argument("--master", metavar="IP:PORT", help="where the ranks meet: the host of rank 0, and a port")
@@ -105,16 +109,23 @@ def main(words: list[str] | None = None) -> int:
         arguments = parse_arguments(kind, words)
         return (standalone if kind == "standalone" else distribute)(arguments, [kind, *words])
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", error=True)
         return error.exit_code
     except BrokenPipeError:  # the reader of what DRY_RUN or plan shows has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:  # also of a full disk under what DRY_RUN or plan shows
+        tell(f"error: {error}", error=True)
+        _discard_output()
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    """Let what standard output still holds go nowhere, so that the interpreter's end does not fail at it and change the exit code."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -166,7 +177,12 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     command = rank_command(order.config, order.mode, order.overrides)
     children = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
-    print(f"{'# ' if not starts else ''}ranks of {places.own_host}: {ranks}; of {places.world_size} in all", flush=True)
+    line = f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"
+    if starts:
+        _refuse_second_run(config, order.mode, first_host=places.own[0].rank == 0)
+        tell(line)
+    else:
+        print(f"# {line}", flush=True)
     return _run(_job(arguments, config, order.mode, children, make_hosts(places, meeting)), words)
 
 
@@ -186,6 +202,8 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
         return run_gpt2.main(list(command[2:]))  # in this process: one more would outlive a launcher that is killed
     places = find_places(range(device, device + 1))
     meeting = find_meeting(places, port=None, table=None, backend=config.backend, environ=os.environ)
+    if not _asked("DRY_RUN"):
+        _refuse_second_run(config, given[2], first_host=True)
     child = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)[0]
     return _run(_job(arguments, config, given[2], (replace(child, folder="mf_standalone"),)), words)
 
@@ -195,7 +213,8 @@ def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: 
         children=children,
         log_folder=_log_folder(arguments, config),
         stall_limit=config.runtime.stall_limit,
-        follow=arguments.follow or mode in ("eval", "predict"),  # what they find is their output
+        follow=not arguments.quiet,
+        steps=config.train.max_steps if mode in ("train", "finetune") else None,
         hosts=hosts,
     )
 
@@ -243,8 +262,17 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
             raise
         filling = "initializing" in path.read_text(encoding="utf-8", errors="replace")
         limit = TABLE_LIMIT if filling else 10.0
-        print(f"{error}; waiting up to {limit:g} s", file=sys.stderr, flush=True)
+        tell(f"{error}; waiting up to {limit:g} s", error=True)
         return wait_for_table(path, limit)
+
+
+def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> None:
+    """Before anything is written beside the first run's files. Rank 0 holds the folder, so other hosts would see their own run's hold.
+
+    Raises ConfigError.
+    """
+    if first_host and mode in ("train", "finetune"):
+        require_free_folder(Path(config.output_dir))
 
 
 def _log_folder(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -258,7 +286,7 @@ def _warn(places: Places, config: RunConfig, table: RankTable | None) -> None:
     if "RANK_TABLE_FILE" in os.environ and table is None:
         found.append(f"RANK_TABLE_FILE={os.environ['RANK_TABLE_FILE']} of your environment is not used: the first argument is none")
     for remark in found:
-        print(f"warning: {remark}", file=sys.stderr)
+        tell(f"warning: {remark}", error=True)
 
 
 def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable | None, kept: list[str]) -> int:
@@ -274,7 +302,7 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
         master=address,
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
-    options = [word for name in ("follow", "no_pinning") if getattr(arguments, name) for word in (f"--{name}",)]
+    options = [word for name in ("quiet", "no_pinning") if getattr(arguments, name) for word in (f"--{name}",)]
     options += ["--log_dir", str(_absolute(str(arguments.log_dir)))] if arguments.log_dir else []
     after = [order.mode, *([] if order.rank_size is None else [str(order.rank_size)]), *order.overrides]
     commands = []
@@ -287,7 +315,9 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
         return 0
     config = load_config(order.config, order.overrides)  # the layout is checked on each host
     children = tuple(_over_ssh(node, command) for node, command in enumerate(commands))
-    return _run(Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=True, over_ssh=True), kept)
+    return _run(
+        Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=not arguments.quiet, over_ssh=True), kept
+    )
 
 
 def _over_ssh(node: int, command: HostCommand) -> Child:
@@ -317,14 +347,14 @@ def _detach(folder: Path, words: list[str]) -> int:
             file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
             file.flush()
             environment = {name: value for name, value in os.environ.items() if name != "DETACH"}
-            command = [sys.executable, str(Path(__file__).resolve()), *words]
+            command = [sys.executable, str(Path(__file__).resolve()), words[0], "--quiet", *words[1:]]  # the ranks have logs of their own
             supervisor = subprocess.Popen(  # noqa: S603 - this file again, with the same words
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
     except OSError as error:
         raise ConfigError(f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR") from None
-    print(f"started in the background: process {supervisor.pid}, messages in {log}")
-    print(f"stop it, so that its ranks save: kill {supervisor.pid}")
+    tell(f"started in the background: process {supervisor.pid}, messages in {log}")
+    tell(f"stop it, so that its ranks save: kill {supervisor.pid}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shlex
@@ -35,6 +36,8 @@ _USER_WITHOUT_SCHEME = re.compile(r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])
 _AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 """What follows the scheme of an HTTP header."""
 _HIDDEN = "(hidden)"
+_MOST_COPIED = 1 << 20
+"""Bytes that are copied to the terminal at once; of more, the end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
 
@@ -53,7 +56,7 @@ def open_log(folder: Path, child: Child) -> RankLog:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _open_private(path.with_name("env.log")).close()
-        file = path.open("ab", buffering=0)
+        file = _append(path)
     except OSError as error:
         raise ConfigError(
             f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose another one by --log_dir"
@@ -74,9 +77,16 @@ def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) ->
     return replace(log, start=log.file.tell())
 
 
+def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """Open a file to append to; a pipe that nobody reads is an error, not a wait. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, mode)
+    os.set_blocking(file, True)
+    return os.fdopen(file, "ab", buffering=0)
+
+
 def _open_private(path: Path) -> IO[bytes]:
     """Open a file to append to, which its owner alone can read, also one that an earlier version made. Raises OSError."""
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+    file = _append(path, 0o600)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         with suppress(OSError):  # another user's file, which can be written all the same
             os.fchmod(file.fileno(), 0o600)
@@ -129,12 +139,24 @@ def last_lines(log: RankLog) -> list[str]:
 
 
 def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
-    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read."""
+    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read. A character that is half there waits."""
     with suppress(OSError), log.path.open("rb") as file:
         file.seek(offset)
         data = file.read(limit)
-        return data.decode(errors="replace"), offset + len(data)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data)
+        return text, offset + len(data) - len(decoder.getstate()[0])
     return "", offset
+
+
+def read_to_end(log: RankLog, offset: int) -> tuple[str, int]:
+    """As read_new, up to the end of the file: of much text the last part alone, and how much is left out."""
+    behind = _size(log) - offset
+    if behind <= _MOST_COPIED:
+        return read_new(log, offset, _MOST_COPIED)
+    skipped = behind - _TAIL_BYTES
+    text, end = read_new(log, offset + skipped, _MOST_COPIED)
+    return f"\n[{skipped} bytes are left out here; the whole is in {log.path}]\n{text.partition(chr(10))[2] or text}", end
 
 
 def _size(log: RankLog) -> int:

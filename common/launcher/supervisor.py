@@ -49,7 +49,9 @@ class Job:
     stall_limit: float
     """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do not tell of theirs."""
     follow: bool = False
-    """Copy the log of rank 0, else of the lowest rank here, to standard output."""
+    """Copy the log of rank 0, else of the lowest rank here, to standard output, with a line of progress below it on a terminal."""
+    steps: int | None = None
+    """How many the run has in all, where that is known."""
     hosts: Hosts | None = None
     over_ssh: bool = False
     """Each child is a launcher on another host: which of them ends first does not say where the failure was."""
@@ -293,6 +295,7 @@ class _Supervisor:
     def _show(self) -> None:
         if self._job.follow:
             self._terminal.copy(self._ranks.new_output())
+            self._terminal.live(self._ranks.progress(self._job.steps))
         elif self._terminal.has_live_line:
             self._terminal.live(self._ranks.new_output())
 
@@ -322,7 +325,8 @@ class _Supervisor:
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
     def _tell_end(self, seconds: float) -> int:
-        self._terminal.keep_live()
+        if not self._job.follow:  # then it says how far the run is, and is replaced by how it ended
+            self._terminal.keep_live()
         if self._failures:
             failure = self._failure()
             lines, ranks = [f"error: {failure.text}"], failure.ranks
