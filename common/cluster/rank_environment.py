@@ -88,7 +88,7 @@ def rank_variables(place: Place, places: Places, meeting: Meeting, *, cores: int
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))
     if not several:
-        tuning["GLOO_SOCKET_IFNAME"] = "lo"
+        tuning |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # closed to other hosts
     if meeting.own_address and is_ip(meeting.own_address):
         tuning["HCCL_IF_IP"] = meeting.own_address
     if meeting.interface:
