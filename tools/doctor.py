@@ -108,11 +108,12 @@ def examine(arguments: argparse.Namespace) -> list[Check]:
     backend = arguments.backend or ("torch" if versions["torch"] or not versions["mindspore"] else "mindspore")
     npus = machine.npu_numbers()
     checks = [machine.check_system(), *software.check_versions(versions, software.wanted_ranges(ROOT), arguments.backend)]
-    cann_check, cann = software.check_cann(os.environ, needed=bool(npus or versions["torch_npu"]))
+    checks += software.check_device_package(versions, backend, arguments.device)
+    cann_check, cann = software.check_cann(os.environ, needed=bool(npus or versions["torch_npu"] or arguments.device == "npu"))
     checks += [cann_check, *software.check_pairs(versions, os.environ, cann)]
     wanted = software.BACKENDS[arguments.backend] if arguments.backend else software.IMPORTED
     imports, counted = software.check_imports([name for name in wanted if versions[name]], IMPORT_SECONDS)
-    devices, seen = machine.check_devices()
+    devices, seen = machine.check_devices(asked=arguments.device)
     checks += [*imports, *devices]
     broken = exit_code([check for check in imports if check.name == f"import {backend}"])
     usable = {kind: list(range(number)) for kind, number in counted.items()} if backend == "torch" else {"npu": npus}
@@ -120,6 +121,9 @@ def examine(arguments: argparse.Namespace) -> list[Check]:
     if device == "cpu" and seen and arguments.device == "auto":
         found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
         checks.append(warning("device", found, f"install the {backend} that is built for them"))
+    if arguments.device in ("npu", "cuda") and seen and versions[backend] and not usable.get(device):
+        found = f"{backend} counts no {device} device, and this machine shows {seen} devices"
+        checks.append(error("device", found, f"install the {backend} that is built for them; look at the errors above"))
     table_checks, table = read_rank_table(arguments.rank_table)
     checks += table_checks
     places = None

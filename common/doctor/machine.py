@@ -35,8 +35,11 @@ def check_system() -> Check:
     return ok("system", f"{platform.platform()}, {processor_name()}, {os.cpu_count()} cores")
 
 
-def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
-    """Drivers and devices of Ascend and NVIDIA, and how many devices there are; without any, the CPU computes."""
+def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[Check], int]:
+    """Drivers and devices of Ascend and NVIDIA, and how many devices there are; without any, the CPU computes.
+
+    asked: auto, cpu, cuda or npu. What an accelerator that was asked for lacks is an error.
+    """
     numbers = npu_numbers(root)
     version = _driver_version(root / "usr/local/Ascend/driver/version.info")
     checks = []
@@ -60,9 +63,12 @@ def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
             why = outcome.last_line or f"exit code {outcome.code}"
             checks.append(error("devices", f"devices {shown}, but `npu-smi info` fails: {why}", "the driver does not answer; see dmesg"))
     elif version is not None:
-        checks.append(
-            warning("devices", f"Ascend driver {version}, but no /dev/davinciN", "in a container: pass --device=/dev/davinci0 ...")
-        )
+        found = f"Ascend driver {version}, but no /dev/davinciN"
+        checks.append((error if asked == "npu" else warning)("devices", found, "in a container: pass --device=/dev/davinci0 ..."))
+    elif asked == "npu":
+        remedy = "install the driver and firmware of this Ascend, until `npu-smi info` lists it; in a container: mount it from the host"
+        checks.append(error("Ascend driver", f"no {root / 'usr/local/Ascend/driver/version.info'}", remedy))
+        checks.append(error("devices", "no Ascend device: there is no /dev/davinciN", "is this the right machine? else --device cpu"))
     outcome = run(["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"], _QUERY_SECONDS)
     gpus = len(outcome.output.strip().splitlines()) if outcome.code == 0 else 0
     if gpus:
@@ -70,6 +76,9 @@ def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
     elif shutil.which("nvidia-smi"):
         why = outcome.last_line or outcome.output.strip() or f"exit code {outcome.code}"
         checks.append(error("GPUs", f"nvidia-smi fails: {why}", "the driver does not answer; a reboot or its installation mends it"))
+    elif asked == "cuda":
+        remedy = "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU: --device cpu"
+        checks.append(error("GPUs", "no NVIDIA GPU: nvidia-smi is not on PATH", remedy))
     return checks or [ok("devices", "no Ascend device, no GPU")], len(numbers) + gpus
 
 
@@ -149,7 +158,9 @@ def check_storage(folder: Path) -> list[Check]:
     existing = next(place for place in [folder.absolute(), *folder.absolute().parents] if place.exists())
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}"
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        checks = [error("disk", f"{existing} is a file, so no folder can be made there", "choose another output_dir")]
+    elif not os.access(existing, os.W_OK):
         checks = [error("disk", f"{existing} cannot be written", "choose another output_dir, or mend the rights")]
     elif free < 1:
         checks = [error("disk", found, "make room, or choose another output_dir")]
