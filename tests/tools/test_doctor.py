@@ -130,7 +130,7 @@ def test_an_accelerator_that_is_asked_for_and_not_there(
 ) -> None:
     """This machine as it is, or as if it had none; nothing is imported."""
     root = tmp_path / "root"
-    monkeypatch.setattr(doctor.machine, "npu_numbers", lambda: [])
+    monkeypatch.setattr(doctor.machine, "npu_numbers", lambda *_: [])
     check_devices, check_cann = doctor.machine.check_devices, software.check_cann
     monkeypatch.setattr(doctor.machine, "check_devices", lambda asked: check_devices(root, asked=asked))
     monkeypatch.setattr(software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root))
