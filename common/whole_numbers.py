@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 MOST_DIGITS = 18
 """So that every number fits into 64 bits."""
-MOST_RANKS = 2**20
-"""More processes than any launcher here starts. Lists with an entry a rank stay small."""
+MOST_RANKS = 65536
+"""Processes of one run, more than any has. Lists with an entry a rank stay small."""
 
 
 def whole_number(text: str, *, most_digits: int = MOST_DIGITS) -> int | None:

@@ -6,8 +6,9 @@
     bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 --node_rank 1 none CONFIG '[0,4]' train
     bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                one process
 
-section.key=value words at the end go to every rank. DRY_RUN=1 before the command shows what each rank would get and starts nothing;
-DETACH=1 returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else that of the first rank that failed, 128+n: signal n.
+section.key=value words at the end go to every rank. What rank 0 writes is shown, unless --quiet is given. DRY_RUN=1 before the command
+shows what each rank would get and starts nothing; DETACH=1 returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else
+that of the first rank that failed, 128+n: signal n.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from common.config.load import load_config
 from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
 from common.device import require_accelerator
+from common.doctor.machine import npu_numbers
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
@@ -163,6 +165,8 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
         )
         sys.stdout.write(text)
         return 0
+    if starts and table is not None and config.backend == "mindspore" and config.device == "auto" and not npu_numbers():
+        tell("warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is", error=True)
     kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
     folder = _log_folder(arguments, config)
     table_path = order.table

@@ -88,6 +88,21 @@ def test_a_folder_of_a_run_that_has_ended_is_free(jobs: list[Job], tmp_path: Pat
     assert launch.main(["distribute", "none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]) == 7
 
 
+def test_a_table_of_ascends_on_a_machine_without_one(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cause is named before what follows from it is refused."""
+    table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
+    keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2", "train.recompute_slice_activation=true"]
+    words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
+    cause = "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is\n"
+    monkeypatch.setattr(launch, "npu_numbers", lambda: [])
+    assert launch.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(cause) and "error: train.recompute_slice_activation" in said
+    assert launch.main([*words[:-1], "device=cpu"]) == 7 and cause not in capsys.readouterr().err
+
+
 def test_full_streams_are_no_reason_not_to_start(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["distribute", "none", CONFIG, "[0,2]", "train", "train.global_batch_size=null", "parallel.pipeline_stage=2"]
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:  # a flush at the end would fail too
