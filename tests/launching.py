@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,23 @@ def pids_with(text: str) -> list[int]:
         if text in words and state not in "ZX":
             found.append(int(folder.name))
     return sorted(found)
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """Where these processes listen, by the kernel's tables: such as 127.0.0.1, ::, or an address of this machine."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:  # TCP_LISTEN
+                raw = bytes.fromhex(words[1].partition(":")[0])
+                found.add(str(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))))
+    return found
 
 
 def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:

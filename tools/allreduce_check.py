@@ -16,6 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.cluster import is_loopback
+from common.cluster.listening import listen
 from common.doctor.allreduce import MARK
 from common.launcher.heartbeat import start_heartbeat
 
@@ -69,8 +71,11 @@ def join_torch(device: str, seconds: float, rank: int, world: int) -> Reduce:
     torch.empty(1, device=place)
     report("imported")
     limit = timedelta(seconds=seconds)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # at a loopback address where all ranks are on this host
+    listener = listen(address, port).detach() if rank == 0 and is_loopback(address) else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0, timeout=limit, wait_for_workers=False
+        address, port, world, is_master=rank == 0, timeout=limit, wait_for_workers=False, master_listen_fd=listener
     )
     report("connected")
     library = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]

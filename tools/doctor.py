@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from common import whole_numbers as whole
 from common.cluster import RankTable, read_table, remarks
 from common.cluster.places import HERE, Places, find_places, parse_range, places_of_table
 from common.cluster.rank_environment import (
@@ -40,6 +41,7 @@ from common.doctor import machine, software, together
 from common.doctor.allreduce import LocalRanks, Trial
 from common.doctor.report import Check, as_json, as_table, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError, GPT2Error
+from common.whole_numbers import MOST_RANKS, whole_number
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -55,8 +57,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "(default then: its devices, 2 on a CPU)",
     )
     parser.add_argument("--master", metavar="IP:PORT", help="where the hosts meet, without a rank table: an address of host 0")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="how many hosts")
-    parser.add_argument("--node_rank", type=int, metavar="K", help="which of them this is; host 0 has rank 0")
+    parser.add_argument("--nnodes", type=whole.argument(1), metavar="N", help="how many hosts")
+    parser.add_argument("--node_rank", type=whole.argument(), metavar="K", help="which of them this is; host 0 has rank 0")
     parser.add_argument("--backend", choices=sorted(software.BACKENDS), help="(default: torch where it is installed)")
     parser.add_argument("--device", choices=("auto", *LIBRARIES), default="auto", help="what the ranks compute on (default: what is there)")
     parser.add_argument("--time_limit", type=float, default=60.0, metavar="S", help="of the all-reduce, imports too (default: 60 s)")
@@ -78,11 +80,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def device_range(words: str) -> range:
-    if not words.isdecimal():
-        return parse_range(words)
-    if int(words) < 1:
-        raise ConfigError(f"--ranks {words}: expected 1 or more")
-    return range(int(words))
+    """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
+    found = whole_number(words)
+    devices = parse_range(words) if found is None else range(found)
+    if not 0 < len(devices) <= MOST_RANKS:
+        raise ConfigError(f"--ranks {words}: expected 1 or more, {MOST_RANKS} at most")
+    return devices
 
 
 def main(words: list[str] | None = None) -> int:
@@ -105,11 +108,12 @@ def examine(arguments: argparse.Namespace) -> list[Check]:
     backend = arguments.backend or ("torch" if versions["torch"] or not versions["mindspore"] else "mindspore")
     npus = machine.npu_numbers()
     checks = [machine.check_system(), *software.check_versions(versions, software.wanted_ranges(ROOT), arguments.backend)]
-    cann_check, cann = software.check_cann(os.environ, needed=bool(npus or versions["torch_npu"]))
+    checks += software.check_device_package(versions, backend, arguments.device)
+    cann_check, cann = software.check_cann(os.environ, needed=bool(npus or versions["torch_npu"] or arguments.device == "npu"))
     checks += [cann_check, *software.check_pairs(versions, os.environ, cann)]
     wanted = software.BACKENDS[arguments.backend] if arguments.backend else software.IMPORTED
     imports, counted = software.check_imports([name for name in wanted if versions[name]], IMPORT_SECONDS)
-    devices, seen = machine.check_devices()
+    devices, seen = machine.check_devices(asked=arguments.device)
     checks += [*imports, *devices]
     broken = exit_code([check for check in imports if check.name == f"import {backend}"])
     usable = {kind: list(range(number)) for kind, number in counted.items()} if backend == "torch" else {"npu": npus}
@@ -117,6 +121,9 @@ def examine(arguments: argparse.Namespace) -> list[Check]:
     if device == "cpu" and seen and arguments.device == "auto":
         found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
         checks.append(warning("device", found, f"install the {backend} that is built for them"))
+    if arguments.device in ("npu", "cuda") and seen and versions[backend] and not usable.get(device):
+        found = f"{backend} counts no {device} device, and this machine shows {seen} devices"
+        checks.append(error("device", found, f"install the {backend} that is built for them; look at the errors above"))
     table_checks, table = read_rank_table(arguments.rank_table)
     checks += table_checks
     places = None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import whole_numbers
 from common.cluster import (
     Device,
     RankTable,
@@ -33,6 +34,9 @@ from common.cluster import (
 from common.errors import DataError, GPT2Error
 from common.files import refuse_to_overwrite
 
+MOST_DEVICES = 1024
+"""More than any machine holds. The table lists as many."""
+
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -42,7 +46,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--visible_devices", metavar="N,...", help="physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
     )
-    parser.add_argument("--device_num_per_node", type=int, default=8, metavar="N", help="devices of this machine (default: 8)")
+    parser.add_argument(
+        "--device_num_per_node", type=whole_numbers.argument(), default=8, metavar="N", help="devices of this machine (default: 8)"
+    )
     parser.add_argument("--server_ip", metavar="IP", help="address of this machine for the others (default: that of its host name)")
     parser.add_argument(
         "--hccn_conf", type=Path, metavar="FILE", help="read addresses from FILE alone (default: ask hccn_tool, else /etc/hccn.conf)"
@@ -105,8 +111,8 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _device_range(text: str, per_node: int) -> list[int]:
-    if per_node < 1:
-        raise DataError(f"--device_num_per_node {per_node}: expected 1 or more")
+    if not 1 <= per_node <= MOST_DEVICES:
+        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MOST_DEVICES}")
     match = re.fullmatch(r"\s*\[\s*([0-9]{1,18})\s*,\s*([0-9]{1,18})\s*[)\]]\s*", text)
     if match is None:
         raise DataError(f"--device_num {text!r}: expected a range such as '[0,8)', in quotes, because the shell reads brackets")
@@ -127,6 +133,8 @@ def _visible_devices(text: str | None, per_node: int) -> list[int]:
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         raise DataError(f"--visible_devices {text!r}: expected device numbers with commas between, such as 4,5,6,7")
     numbers = [int(word) for word in words]
+    if len(numbers) > MOST_DEVICES:
+        raise DataError(f"--visible_devices names {len(numbers)} devices, {MOST_DEVICES} at most; name those of this machine")
     for number in numbers:
         if numbers.count(number) > 1:
             raise DataError(f"--visible_devices {text}: device {number} is there twice; name each once")

@@ -6,25 +6,28 @@
     bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 --node_rank 1 none CONFIG '[0,4]' train
     bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                one process
 
-section.key=value words at the end go to every rank. DRY_RUN=1 before the command shows what each rank would get and starts nothing;
-DETACH=1 returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else that of the first rank that failed, 128+n: signal n.
+section.key=value words at the end go to every rank. What rank 0 writes is shown, unless --quiet is given. DRY_RUN=1 before the command
+shows what each rank would get and starts nothing; DETACH=1 returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else
+that of the first rank that failed, 128+n: signal n.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import run_gpt2
+from common import whole_numbers
 from common.cluster.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
 from common.cluster.places import Places, find_places, parse_range, places_of_table
 from common.cluster.plan import describe_cluster, layout_remarks
@@ -46,10 +49,13 @@ from common.config.load import load_config
 from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
 from common.device import require_accelerator
+from common.doctor.machine import npu_numbers
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
+from common.launcher.second_run import require_free_folder
 from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.terminal import tell
 from common.parallel.topology import Topology
 from run_gpt2 import RUN_MODES
 
@@ -80,12 +86,15 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         prog=f"run_{kind}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--log_dir", type=Path, metavar="DIR", help="where mf_parallel{rank}/ goes (default: output_dir of the config)")
-    parser.add_argument("--follow", action="store_true", help="copy the log of the first rank to standard output")
+    parser.add_argument("--quiet", action="store_true", help="do not show what the first rank writes: progress, losses, results")
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # what happens anyway; scripts may still give it
     parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
     if kind == "distribute":
         parser.add_argument("--master", metavar="IP:PORT", help="where the ranks meet: the host of rank 0, and a port")
-        parser.add_argument("--nnodes", type=int, metavar="N", help="without a rank table: how many hosts there are")
-        parser.add_argument("--node_rank", type=int, metavar="K", help="without a rank table: which of them this is, from 0")
+        parser.add_argument("--nnodes", type=whole_numbers.argument(1), metavar="N", help="without a rank table: how many hosts there are")
+        parser.add_argument(
+            "--node_rank", type=whole_numbers.argument(), metavar="K", help="without a rank table: which of them this is, from 0"
+        )
         parser.add_argument("--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first")
         parser.add_argument("--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait")
         parser.add_argument("--all_ranks", action="store_true", help="plan shows every rank's variables and command")
@@ -102,16 +111,23 @@ def main(words: list[str] | None = None) -> int:
         arguments = parse_arguments(kind, words)
         return (standalone if kind == "standalone" else distribute)(arguments, [kind, *words])
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", error=True)
         return error.exit_code
     except BrokenPipeError:  # the reader of what DRY_RUN or plan shows has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:  # also of a full disk under what DRY_RUN or plan shows
+        tell(f"error: {error}", error=True)
+        _discard_output()
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    """Let what standard output still holds go nowhere, so that the interpreter's end does not fail at it and change the exit code."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -149,6 +165,8 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
         )
         sys.stdout.write(text)
         return 0
+    if starts and table is not None and config.backend == "mindspore" and config.device == "auto" and not npu_numbers():
+        tell("warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is", error=True)
     kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
     folder = _log_folder(arguments, config)
     table_path = order.table
@@ -163,7 +181,12 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     command = rank_command(order.config, order.mode, order.overrides)
     children = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
-    print(f"{'# ' if not starts else ''}ranks of {places.own_host}: {ranks}; of {places.world_size} in all", flush=True)
+    line = f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"
+    if starts:
+        _refuse_second_run(config, order.mode, first_host=places.own[0].rank == 0)
+        tell(line)
+    else:
+        print(f"# {line}", flush=True)
     return _run(_job(arguments, config, order.mode, children, make_hosts(places, meeting)), words)
 
 
@@ -172,16 +195,19 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
     if len(given) < 3:
         raise ConfigError(f"{len(given)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
     config_path = _config_path(given[0])
-    if not re.fullmatch("[0-9]{1,9}", given[1]):
-        raise ConfigError(f"device_id={given[1]} is not a number")
+    device = whole_numbers.whole_number(given[1], most_digits=9)
+    if device is None:
+        raise ConfigError(f"device_id={whole_numbers.shortened(given[1])} is not a number")
     _check_mode(given[2])
-    device, overrides = int(given[1]), (f"context.device_id={int(given[1])}", *given[3:])
+    overrides = (f"context.device_id={device}", *given[3:])
     command = rank_command(config_path, given[2], overrides)
     config = resolve_mode(load_config(config_path, overrides), given[2], world_size=1)
     if given[2] == "plan":
-        return subprocess.call(command)  # noqa: S603 - our own command
+        return run_gpt2.main(list(command[2:]))  # in this process: one more would outlive a launcher that is killed
     places = find_places(range(device, device + 1))
     meeting = find_meeting(places, port=None, table=None, backend=config.backend, environ=os.environ)
+    if not _asked("DRY_RUN"):
+        _refuse_second_run(config, given[2], first_host=True)
     child = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)[0]
     return _run(_job(arguments, config, given[2], (replace(child, folder="mf_standalone"),)), words)
 
@@ -191,7 +217,8 @@ def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: 
         children=children,
         log_folder=_log_folder(arguments, config),
         stall_limit=config.runtime.stall_limit,
-        follow=arguments.follow or mode in ("eval", "predict"),  # what they find is their output
+        follow=not arguments.quiet,
+        steps=config.train.max_steps if mode in ("train", "finetune") else None,
         hosts=hosts,
     )
 
@@ -209,7 +236,8 @@ def _order(words: Sequence[str]) -> Order:
     numbers = parse_range(words[2])
     _check_mode(words[3])
     more = list(words[4:])
-    rank_size = int(more.pop(0)) if more and re.fullmatch("[0-9]{1,9}", more[0]) else None
+    rank_size = whole_numbers.whole_number(more[0], most_digits=9) if more else None
+    more = more if rank_size is None else more[1:]
     return Order(table=table, config=config, numbers=numbers, mode=words[3], rank_size=rank_size, overrides=tuple(more))
 
 
@@ -238,8 +266,17 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
             raise
         filling = "initializing" in path.read_text(encoding="utf-8", errors="replace")
         limit = TABLE_LIMIT if filling else 10.0
-        print(f"{error}; waiting up to {limit:g} s", file=sys.stderr, flush=True)
+        tell(f"{error}; waiting up to {limit:g} s", error=True)
         return wait_for_table(path, limit)
+
+
+def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> None:
+    """Before anything is written beside the first run's files. Rank 0 holds the folder, so other hosts would see their own run's hold.
+
+    Raises ConfigError.
+    """
+    if first_host and mode in ("train", "finetune"):
+        require_free_folder(Path(config.output_dir))
 
 
 def _log_folder(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -253,7 +290,7 @@ def _warn(places: Places, config: RunConfig, table: RankTable | None) -> None:
     if "RANK_TABLE_FILE" in os.environ and table is None:
         found.append(f"RANK_TABLE_FILE={os.environ['RANK_TABLE_FILE']} of your environment is not used: the first argument is none")
     for remark in found:
-        print(f"warning: {remark}", file=sys.stderr)
+        tell(f"warning: {remark}", error=True)
 
 
 def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable | None, kept: list[str]) -> int:
@@ -269,7 +306,7 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
         master=address,
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
-    options = [word for name in ("follow", "no_pinning") if getattr(arguments, name) for word in (f"--{name}",)]
+    options = [word for name in ("quiet", "no_pinning") if getattr(arguments, name) for word in (f"--{name}",)]
     options += ["--log_dir", str(_absolute(str(arguments.log_dir)))] if arguments.log_dir else []
     after = [order.mode, *([] if order.rank_size is None else [str(order.rank_size)]), *order.overrides]
     commands = []
@@ -282,7 +319,9 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
         return 0
     config = load_config(order.config, order.overrides)  # the layout is checked on each host
     children = tuple(_over_ssh(node, command) for node, command in enumerate(commands))
-    return _run(Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=True, over_ssh=True), kept)
+    return _run(
+        Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=not arguments.quiet, over_ssh=True), kept
+    )
 
 
 def _over_ssh(node: int, command: HostCommand) -> Child:
@@ -312,14 +351,14 @@ def _detach(folder: Path, words: list[str]) -> int:
             file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
             file.flush()
             environment = {name: value for name, value in os.environ.items() if name != "DETACH"}
-            command = [sys.executable, str(Path(__file__).resolve()), *words]
+            command = [sys.executable, str(Path(__file__).resolve()), words[0], "--quiet", *words[1:]]  # the ranks have logs of their own
             supervisor = subprocess.Popen(  # noqa: S603 - this file again, with the same words
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
     except OSError as error:
         raise ConfigError(f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR") from None
-    print(f"started in the background: process {supervisor.pid}, messages in {log}")
-    print(f"stop it, so that its ranks save: kill {supervisor.pid}")
+    tell(f"started in the background: process {supervisor.pid}, messages in {log}")
+    tell(f"stop it, so that its ranks save: kill {supervisor.pid}")
     return 0
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import GPT2Error
 from common.training.plot import plot_runs
+from common.whole_numbers import shortened, whole_number
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -51,9 +52,10 @@ def _names(text: str) -> list[str]:
 
 
 def _rows(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of rows, 1 or more, found {text!r}")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"expected a number of rows, 1 or more, found {shortened(text)!r}")
+    return number
 
 
 if __name__ == "__main__":

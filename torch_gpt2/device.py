@@ -169,7 +169,9 @@ def _import_npu() -> None:
     if _has_npu():
         return
     if importlib.util.find_spec("torch_npu") is None:
-        raise DeviceError("device=npu: torch_npu is not installed; install the release that matches this torch, and CANN")
+        raise DeviceError(
+            "device=npu: torch_npu is not installed; install the release that matches this torch, and CANN, or set backend=mindspore"
+        )
     try:
         importlib.import_module("torch_npu")  # registers torch.npu
     except (ImportError, OSError, RuntimeError) as error:

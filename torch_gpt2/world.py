@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cluster.environment import Process, torch_variables
+from common.cluster import is_loopback
+from common.cluster.environment import LOOPBACK, Process, torch_variables
+from common.cluster.listening import listen, network_of_one_host
 from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
 from common.parallel.topology import GroupKind, Topology
@@ -58,11 +60,15 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
         yield World()
         return
     os.environ.update(torch_variables(process))
+    for name, value in network_of_one_host(process).items():
+        os.environ.setdefault(name, value)
     # a little longer than the launcher waits, which knows better whom to blame
     limit = datetime.timedelta(seconds=config.runtime.stall_limit + 30)
     backends = "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     try:
-        dist.init_process_group(backends, timeout=limit)
+        store = _local_store(process, limit)
+        where = {} if store is None else {"store": store, "rank": process.rank, "world_size": process.world_size}
+        dist.init_process_group(backends, timeout=limit, **where)
         with leaving_together(dist.barrier):
             topology = Topology.from_config(config.parallel)
             yield World(rank=process.rank, size=process.world_size, topology=topology, groups=_make_groups(topology, process.rank))
@@ -70,14 +76,33 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
         if not _is_lost_contact(error):
             raise
         if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses it, or set MASTER_PORT"
-            ) from error
+            raise _taken() from error
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
         ) from error
     dist.destroy_process_group()
+
+
+def _local_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore | None:  # type: ignore[name-defined]
+    """Where the processes of one host meet, closed to all others: torch's own store listens at all addresses. None where torch makes
+    it: for several hosts, and under torchrun, whose store serves. Raises ConfigError where the port is taken."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    listener = None
+    if process.rank == 0:
+        try:
+            listener = listen(LOOPBACK if address == "localhost" else address, port).detach()
+        except OSError as error:
+            raise _taken() from error
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, process.world_size, process.rank == 0, timeout=limit, master_listen_fd=listener
+    )
+
+
+def _taken() -> ConfigError:
+    return ConfigError(f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses it, or set MASTER_PORT")
 
 
 def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessGroup]:

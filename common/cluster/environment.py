@@ -10,6 +10,7 @@ from pathlib import Path
 from common.cluster.rank_table import RankTable, is_loopback
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
+from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
@@ -111,7 +112,7 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
         rank=rank[0],
         world_size=rank[1],
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1, least=1),
+        local_world_size=_size(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else 1,
         # another launcher's DEVICE_ID may be the container's, the same for all its ranks
         device_id=_optional(environ, "DEVICE_ID") if ours else None,
         master=_master(environ),
@@ -281,9 +282,14 @@ def first_node(nodes: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form."""
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
+    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form, or of more nodes than a job can have."""
+    found: list[int] = []
+    for word in text.split(","):
+        part = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
+        if part is None or len(found) + int(part[2] or 1) > MOST_RANKS:
+            return []
+        found += [int(part[1])] * int(part[2] or 1)
+    return found
 
 
 # ---- values ----
@@ -326,10 +332,11 @@ def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None,
     text = environ.get(name, "")
     if not text and otherwise is not None:
         return otherwise
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < least:
-        found = f"{name}={text}" if text else f"{name} is not set"
+    number = whole_number(text, most_digits=10)
+    if number is None or number < least:
+        found = f"{name}={shortened(text)}" if text else f"{name} is not set"
         raise ConfigError(f"environment: {found}: expected {what}, {least} or more")
-    return int(text)
+    return number
 
 
 def _optional(environ: Mapping[str, str], name: str) -> int | None:
@@ -337,7 +344,10 @@ def _optional(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _size(environ: Mapping[str, str], name: str) -> int:
-    return _number(environ, name, least=1, what="the number of processes")
+    size = _number(environ, name, least=1, what="the number of processes")
+    if size > MOST_RANKS:
+        raise ConfigError(f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at most")
+    return size
 
 
 def _assigned_device(environ: Mapping[str, str]) -> int | None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from common.cluster.rank_table import parse_address
 from common.errors import DataError
+from common.launcher.death import tied_to_this_process
 
 DEFAULT_CONF = Path("/etc/hccn.conf")
 _TOOL_SECONDS = 20.0
+_CONF_BYTES = 2**20
 _log = logging.getLogger(__name__)
 _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
 
@@ -51,7 +53,12 @@ def _ask(tool: str, device: int) -> str:
     shown = f"`hccn_tool {' '.join(command[1:])}`"
     try:
         done = subprocess.run(  # noqa: S603 - no shell; the number is an int
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TOOL_SECONDS, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TOOL_SECONDS,
+            check=False,
+            preexec_fn=tied_to_this_process(),
         )
     except subprocess.TimeoutExpired:
         raise DataError(f"{shown} gave no answer in {_TOOL_SECONDS:g} s") from None
@@ -68,14 +75,12 @@ def _ask(tool: str, device: int) -> str:
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:
     """Lines KEY=VALUE; a device's IPv4 address wins over its IPv6 address."""
+    from common.structured_files import read_text  # not above: it loads yaml, which --help of run_gpt2.py must not
+
     try:
-        lines = conf.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise DataError(f"{tried}{conf}: is no UTF-8 text; expected lines such as address_0=192.168.1.10") from None
-    except OSError as error:
-        raise DataError(
-            f"{tried}{conf}: cannot be read: {error.strerror or error}; name a file with lines address_0=192.168.1.10 by --hccn_conf"
-        ) from None
+        lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
+    except DataError as error:
+        raise DataError(f"{tried}{error}; name a file with lines such as address_0=192.168.1.10 by --hccn_conf") from None
     found: dict[tuple[bool, int], str] = {}
     for number, line in enumerate(lines, 1):
         key, _, value = (part.strip() for part in line.partition("="))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -16,6 +15,7 @@ from types import FrameType
 from common.cluster.places import Place
 from common.cluster.rank_environment import ROOT, is_ip
 from common.errors import ConfigError
+from common.launcher.death import tied_to_this_process
 from common.launcher.heartbeat import start_heartbeat
 
 _PASSED_ON = ("MASTER_PORT", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -69,7 +69,7 @@ def divide(
             for node, host in enumerate(hosts)
         ]
     size, rest = divmod(rank_size, len(hosts))
-    if rest or list(numbers) != list(range(rank_size)):
+    if rest or numbers != range(rank_size):
         raise ConfigError(
             f"--hosts names {len(hosts)} hosts for the ranks [{numbers.start},{numbers.stop}) of {rank_size}; "
             f"give all ranks, '[0,{rank_size})', as many on each host"
@@ -110,15 +110,11 @@ def run_over_ssh(host: str, text: str) -> int:
     When this process dies, ssh dies with it, and what it started is told by the loss of its terminal.
     """
     start_heartbeat()
-
-    def die_with_parent() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
     ssh = subprocess.Popen(  # noqa: S603 - the user's own hosts and command
         ["ssh", "-tt", "-o", "BatchMode=yes", host, text],  # noqa: S607 - the user's ssh
         stdin=subprocess.PIPE,
         env={**os.environ, "TERM": "dumb"},  # the terminal there is a log file
-        preexec_fn=die_with_parent,
+        preexec_fn=tied_to_this_process(),
     )
     assert ssh.stdin is not None
     keys = ssh.stdin.fileno()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from common.cluster.rank_table import RankTable
 from common.errors import ConfigError
+from common.whole_numbers import MOST_RANKS
 
-_MOST = 65536
 HERE = "127.0.0.1"
 """The host of a run that needs no other."""
 
@@ -183,9 +183,9 @@ def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master
 def _check_size(numbers: range, rank_size: int | None, held: int) -> None:
     if rank_size is not None and rank_size != held:
         raise ConfigError(f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the table of all machines")
-    if held > _MOST or len(numbers) > _MOST:
+    if held > MOST_RANKS or len(numbers) > MOST_RANKS:
         raise ConfigError(
-            f"{max(held, len(numbers))} ranks are more than this launcher starts, {_MOST}; look at the range and at RANK_SIZE"
+            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS}; look at the range and at RANK_SIZE"
         )
     if rank_size is not None and numbers.stop > held:
         raise ConfigError(f"the ranks {_shown(numbers)} go past RANK_SIZE={rank_size}; the last range ends with {rank_size}, exclusive")

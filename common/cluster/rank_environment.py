@@ -14,13 +14,20 @@ from pathlib import Path
 
 from common.cluster.places import HERE, Place, Places
 from common.errors import ConfigError
+from common.whole_numbers import shortened, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_PORT = 29500
 FOREIGN = ("RANK_TABLE_FILE", "MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "GROUP_RANK")
 """Variables of an earlier run in the user's shell that would mislead a rank where it is given none of its own."""
-SCHEDULER = (sys.executable, "-c", "import mindspore.communication; mindspore.communication.init()")
-"""MindSpore's process that brings the others together where there is no rank table; under MS_ROLE=MS_SCHED it ends when they do."""
+SCHEDULER = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import start_heartbeat; start_heartbeat();"
+    " import mindspore.communication; mindspore.communication.init()",
+)
+"""MindSpore's process that lets the ranks find each other where there is no rank table. Under MS_ROLE=MS_SCHED it ends when they do, and
+as they do with a launcher that dies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,7 @@ def rank_variables(place: Place, places: Places, meeting: Meeting, *, cores: int
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))
     if not several:
-        tuning["GLOO_SOCKET_IFNAME"] = "lo"
+        tuning |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # closed to other hosts
     if meeting.own_address and is_ip(meeting.own_address):
         tuning["HCCL_IF_IP"] = meeting.own_address
     if meeting.interface:
@@ -115,10 +122,11 @@ def given_port(environ: Mapping[str, str]) -> int | None:
 
 
 def parse_port(text: str, where: str) -> int:
-    """Raises ConfigError. The port above it is taken too, by the hosts' launchers."""
-    if not text.isdecimal() or not 0 < int(text) < 65535:
-        raise ConfigError(f"{where}: {text!r} is no port; expected 1024 to 65534, and the one above it free too")
-    return int(text)
+    """Return the port. The one above it is taken too, by the hosts' launchers. Raises ConfigError."""
+    port = whole_number(text)
+    if port is None or not 0 < port < 65535:
+        raise ConfigError(f"{where}: {shortened(text)!r} is no port; expected 1024 to 65534, and the one above it free too")
+    return port
 
 
 def parse_master(text: str | None) -> tuple[str | None, int | None]:

@@ -26,6 +26,7 @@ from common.structured_files import read_bytes
 from common.weights.arrays import StoredTensor, TensorFile, TensorKind, same_bytes
 from common.weights.formats import open_tensors
 from common.weights.names import NameMap, Row
+from common.whole_numbers import whole_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -56,7 +57,7 @@ def find_folder(path: Path) -> Path | None:
     if not tracker.is_file():
         return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
-    if word != "release" and not (word.isdecimal() and len(word) < 20):
+    if word != "release" and whole_number(word) is None:
         raise ConfigError(f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder iter_... itself")
     folder = path / (word if word == "release" else f"iter_{int(word):07d}")
     if not folder.is_dir():

@@ -18,6 +18,7 @@ from common.cluster.rank_environment import interface_of
 from common.device import GIB, processor_name
 from common.doctor.programs import run
 from common.doctor.report import Check, error, ok, warning
+from common.whole_numbers import shortened, whole_number
 
 HCCL_PORTS = 16
 _RESOLVE_SECONDS = 5.0
@@ -26,15 +27,19 @@ _QUERY_SECONDS = 20.0
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
     """Ascend devices that this machine (or container) shows: /dev/davinciN."""
-    return sorted(int(path.name[7:]) for path in (root / "dev").glob("davinci[0-9]*") if path.name[7:].isdigit())
+    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
+    return sorted(number for number in numbers if number is not None)
 
 
 def check_system() -> Check:
     return ok("system", f"{platform.platform()}, {processor_name()}, {os.cpu_count()} cores")
 
 
-def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
-    """Drivers and devices of Ascend and NVIDIA, and how many devices there are; without any, the CPU computes."""
+def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[Check], int]:
+    """Drivers and devices of Ascend and NVIDIA, and how many devices there are; without any, the CPU computes.
+
+    asked: auto, cpu, cuda or npu. What an accelerator that was asked for lacks is an error.
+    """
     numbers = npu_numbers(root)
     version = _driver_version(root / "usr/local/Ascend/driver/version.info")
     checks = []
@@ -58,9 +63,12 @@ def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
             why = outcome.last_line or f"exit code {outcome.code}"
             checks.append(error("devices", f"devices {shown}, but `npu-smi info` fails: {why}", "the driver does not answer; see dmesg"))
     elif version is not None:
-        checks.append(
-            warning("devices", f"Ascend driver {version}, but no /dev/davinciN", "in a container: pass --device=/dev/davinci0 ...")
-        )
+        found = f"Ascend driver {version}, but no /dev/davinciN"
+        checks.append((error if asked == "npu" else warning)("devices", found, "in a container: pass --device=/dev/davinci0 ..."))
+    elif asked == "npu":
+        remedy = "install the driver and firmware of this Ascend, until `npu-smi info` lists it; in a container: mount it from the host"
+        checks.append(error("Ascend driver", f"no {root / 'usr/local/Ascend/driver/version.info'}", remedy))
+        checks.append(error("devices", "no Ascend device: there is no /dev/davinciN", "is this the right machine? else --device cpu"))
     outcome = run(["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"], _QUERY_SECONDS)
     gpus = len(outcome.output.strip().splitlines()) if outcome.code == 0 else 0
     if gpus:
@@ -68,6 +76,9 @@ def check_devices(root: Path = Path("/")) -> tuple[list[Check], int]:
     elif shutil.which("nvidia-smi"):
         why = outcome.last_line or outcome.output.strip() or f"exit code {outcome.code}"
         checks.append(error("GPUs", f"nvidia-smi fails: {why}", "the driver does not answer; a reboot or its installation mends it"))
+    elif asked == "cuda":
+        remedy = "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU: --device cpu"
+        checks.append(error("GPUs", "no NVIDIA GPU: nvidia-smi is not on PATH", remedy))
     return checks or [ok("devices", "no Ascend device, no GPU")], len(numbers) + gpus
 
 
@@ -85,10 +96,11 @@ def check_ports(
         else:
             checks.append(ok("ports", f"free: {port} and {port + 1} (MASTER_PORT and the one after it)"))
     if npu:
-        base = environ.get("HCCL_IF_BASE_PORT") or "60000"
-        if not base.isdigit() or not 1024 <= int(base) <= 65520:
-            return [*checks, error("HCCL ports", f"HCCL_IF_BASE_PORT={base}", "give a number from 1024 to 65520")]
-        ports = range(int(base), int(base) + HCCL_PORTS)
+        text = environ.get("HCCL_IF_BASE_PORT") or "60000"
+        base = whole_number(text)
+        if base is None or not 1024 <= base <= 65520:
+            return [*checks, error("HCCL ports", f"HCCL_IF_BASE_PORT={shortened(text)}", "give a number from 1024 to 65520")]
+        ports = range(base, base + HCCL_PORTS)
         busy = [port for port in ports if not _can_listen(port)]
         span = f"{ports[0]}-{ports[-1]}"
         if busy:
@@ -146,7 +158,9 @@ def check_storage(folder: Path) -> list[Check]:
     existing = next(place for place in [folder.absolute(), *folder.absolute().parents] if place.exists())
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}"
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        checks = [error("disk", f"{existing} is a file, so no folder can be made there", "choose another output_dir")]
+    elif not os.access(existing, os.W_OK):
         checks = [error("disk", f"{existing} cannot be written", "choose another output_dir, or mend the rights")]
     elif free < 1:
         checks = [error("disk", found, "make room, or choose another output_dir")]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from common.launcher.death import tied_to_this_process
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -25,7 +27,7 @@ class Outcome:
 
 
 def run(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Start, wait at most ``limit`` seconds, kill what is left. environment: added to this process's own."""
+    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too. environment: added to this process's own."""
     try:
         child = subprocess.Popen(  # noqa: S603
             command,
@@ -36,6 +38,7 @@ def run(command: Sequence[str], limit: float, environment: Mapping[str, str] | N
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=tied_to_this_process(),
         )
     except OSError as reason:
         return Outcome(code=None, output="", errors=f"{command[0]}: {reason.strerror or reason}")

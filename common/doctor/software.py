@@ -60,6 +60,17 @@ def check_versions(versions: Mapping[str, str | None], ranges: Mapping[str, str]
     return checks
 
 
+def check_device_package(versions: Mapping[str, str | None], backend: str, device: str) -> list[Check]:
+    """Whether ``backend`` can compute on a ``device`` that was asked for, by what is installed."""
+    torch = versions.get("torch")
+    if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
+        remedy = f"pip install torch_npu=={_minor(torch)}.*" if torch else "pip install torch and the torch_npu of the same version"
+        return [error("torch_npu", "not installed: torch needs it for an Ascend", f"{remedy}; or --backend mindspore")]
+    if backend == "mindspore" and device == "cuda":
+        return [error("device", "mindspore computes on Ascends and CPUs here, not on GPUs", "--backend torch")]
+    return []
+
+
 def check_pairs(versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None) -> list[Check]:
     """Versions that install together and fail together. cann: its version, None where it is absent."""
     torch, npu, mindspore, numpy = (versions.get(name) for name in ("torch", "torch_npu", "mindspore", "numpy"))

@@ -8,7 +8,6 @@ of the frameworks, whoever reaches the port can speak: it belongs into the clust
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import queue
 import socket
@@ -19,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from common.cluster.rank_environment import is_ip
+from common.cluster.listening import listen
 from common.errors import ConfigError
 from common.structured_files import MalformedError, parse_json
 
@@ -349,17 +348,9 @@ def _line(kind: str, **values: Any) -> bytes:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """For the others, at all addresses of this host, as torch's store listens; at a loopback address where that is what was given.
-
-    Raises ConfigError when the port cannot be had.
-    """
+    """Listen for the launchers of the other hosts. Raises ConfigError when the port cannot be had."""
     try:
-        if is_ip(address) and ipaddress.ip_address(address).is_loopback:
-            return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        if socket.has_dualstack_ipv6():
-            with suppress(OSError):  # a container may have none of version 6; a port that is taken is so for both
-                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return listen(address, port)
     except OSError as error:
         raise ConfigError(
             f"host {address}, port {port}: cannot listen there for the launchers of the other hosts: {error.strerror or error}; it must be"

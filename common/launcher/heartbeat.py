@@ -6,7 +6,6 @@ process that was not launched.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -16,11 +15,13 @@ import threading
 import time
 from contextlib import suppress
 
+from common.launcher.death import die_with_parent
+from common.whole_numbers import whole_number
+
 ALIVE = "alive"
 ALIVE_SECONDS = 2.0
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a launched rank write the stacks of its threads to standard error: where it hangs, when it hangs."""
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _pipe: int | None = None
 
 
@@ -32,12 +33,10 @@ def start_heartbeat() -> None:
     """
     global _pipe
     words = [os.environ.pop("GPT2_HEARTBEAT_FD", ""), os.environ.get("GPT2_LAUNCHER_PID", "")]
-    if _pipe is not None or not all(word.isdecimal() for word in words):
+    pipe, launcher = (whole_number(word, most_digits=9) for word in words)
+    if _pipe is not None or pipe is None or launcher is None:
         return
-    pipe, launcher = map(int, words)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != launcher:  # it died before the line above
+    if not die_with_parent(launcher):
         sys.stderr.write(f"error: the launcher of this rank, process {launcher}, is gone\n")
         sys.stderr.flush()
         os._exit(1)

@@ -17,7 +17,7 @@ from common.launcher.control import host_name, rank_names
 from common.launcher.heartbeat import DUMP_SIGNAL
 from common.launcher.processes import Child, end_all, living, reap, start, watch
 from common.launcher.progress import Monitor, RankState
-from common.launcher.rank_logs import last_lines, open_log, read_new, write_headers
+from common.launcher.rank_logs import last_lines, open_log, read_to_end, write_headers
 
 _KILL_SECONDS = 8.0
 _LEAVE_SECONDS = 2.0
@@ -131,9 +131,16 @@ class LocalRanks:
         return [self._monitors[index].state(now) for index in self._running()]
 
     def new_output(self) -> str:
-        """What rank 0, else the lowest rank here, has written since the last call."""
-        text, self._shown_to = read_new(self._logs[self._shown], self._shown_to)
+        """What rank 0, else the lowest rank here, has written since the last call; of very much text the end."""
+        text, self._shown_to = read_to_end(self._logs[self._shown], self._shown_to)
         return text
+
+    def progress(self, steps: int | None) -> str:
+        """How far that rank is, of so many steps where that is known; empty before its first step."""
+        if self._shown in self.codes or self._shown not in self._monitors:
+            return ""
+        state = self._monitors[self._shown].state(time.monotonic())
+        return f"step {state.step}{f' of {steps}' if steps else ''}, {state.doing}" if state.step >= 0 else ""
 
     def terminate(self) -> None:
         """SIGTERM to every rank that runs; not to what it started, which it needs to save."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.launcher.heartbeat import ALIVE, ALIVE_SECONDS
+from common.whole_numbers import whole_number
 
 DOING_ORDER = ("reading data", "computing")
 """What a rank does within a step, in order; validating and saving come after, in an order that changes."""
@@ -90,8 +91,9 @@ class Monitor:
     def _take(self, line: str, now: float) -> None:
         self._heard = now
         step, _, doing = line.partition(" ")
-        if line != ALIVE and step.isdecimal():
-            self._step, self._doing, self._moved = int(step), doing, now
+        number = whole_number(step)
+        if line != ALIVE and number is not None:
+            self._step, self._doing, self._moved = number, doing, now
             if self._first_step < 0:
                 self._first_step = self._step
 

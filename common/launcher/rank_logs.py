@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import re
 import shlex
+import stat
 import time
 import typing
 from collections.abc import Iterator, Mapping
@@ -18,12 +21,23 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.processes import Child
 
-_SECRET = re.compile(r"(API|ACCESS|SECRET)?KEY|\w*TOKEN|SECRET|\w*PASS\w*|PWD|CREDENTIALS?|AUTH|COOKIE|AK|SK|PAT", re.IGNORECASE)
-"""A word of a name whose value others must not read. Whole words: max_tokens and data.path are none."""
+_SECRET = re.compile(
+    r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
+    re.IGNORECASE,
+)
+"""A word of a name whose value others must not read. Whole words: KEYBOARD, AUTHOR and data.path are none."""
+_COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
+"""A name that counts tokens of text."""
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
 _USER_IN_URL = re.compile(r"(\w://)\S*@")
+_USER_WITHOUT_SCHEME = re.compile(r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)")
+"""``user:secret@host``, as the whole value with a slash in the secret too."""
+_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
+"""What follows the scheme of an HTTP header."""
 _HIDDEN = "(hidden)"
+_MOST_COPIED = 1 << 20
+"""Bytes that are copied to the terminal at once; of more, the end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
 
@@ -41,8 +55,8 @@ def open_log(folder: Path, child: Child) -> RankLog:
     path = folder / child.log_folder / "mindformer.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name("env.log").open("ab"):
-            file = path.open("ab", buffering=0)
+        _open_private(path.with_name("env.log")).close()
+        file = _append(path)
     except OSError as error:
         raise ConfigError(
             f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose another one by --log_dir"
@@ -57,21 +71,39 @@ def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) ->
     command = shlex.join(_visible_word(word) for word in child.command)
     with suppress(OSError):
         log.file.write(header.encode())
-        with log.path.with_name("env.log").open("a", encoding="utf-8", errors="replace") as file:
-            file.write(header + "".join(line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines]))
+        text = header + "".join(line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines])
+        with _open_private(log.path.with_name("env.log")) as file:
+            file.write(text.encode(errors="replace"))
     return replace(log, start=log.file.tell())
 
 
+def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """Open a file to append to; a pipe that nobody reads is an error, not a wait. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, mode)
+    os.set_blocking(file, True)
+    return os.fdopen(file, "ab", buffering=0)
+
+
+def _open_private(path: Path) -> IO[bytes]:
+    """Open a file to append to, which its owner alone can read, also one that an earlier version made. Raises OSError."""
+    file = _append(path, 0o600)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with suppress(OSError):  # another user's file, which can be written all the same
+            os.fchmod(file.fileno(), 0o600)
+    return file
+
+
 def visible(name: str, value: str) -> str:
-    """The value of a variable, without what others must not read: a secret by its name, and what is secret in a URL."""
+    """Return the value of a variable without what others must not read: secrets by their names, and those of URLs and HTTP headers."""
     if name != "PWD" and _is_secret(name):
         return _HIDDEN
-    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0],
-                         _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))  # fmt: skip
+    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
+    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value)
 
 
 def _is_secret(name: str) -> bool:
-    return any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
+    return not _COUNTED.search(name) and any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
 
 
 def _visible_word(word: str) -> str:
@@ -107,12 +139,24 @@ def last_lines(log: RankLog) -> list[str]:
 
 
 def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
-    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read."""
+    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read. A character that is half there waits."""
     with suppress(OSError), log.path.open("rb") as file:
         file.seek(offset)
         data = file.read(limit)
-        return data.decode(errors="replace"), offset + len(data)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data)
+        return text, offset + len(data) - len(decoder.getstate()[0])
     return "", offset
+
+
+def read_to_end(log: RankLog, offset: int) -> tuple[str, int]:
+    """As read_new, up to the end of the file: of much text the last part alone, and how much is left out."""
+    behind = _size(log) - offset
+    if behind <= _MOST_COPIED:
+        return read_new(log, offset, _MOST_COPIED)
+    skipped = behind - _TAIL_BYTES
+    text, end = read_new(log, offset + skipped, _MOST_COPIED)
+    return f"\n[{skipped} bytes are left out here; the whole is in {log.path}]\n{text.partition(chr(10))[2] or text}", end
 
 
 def _size(log: RankLog) -> int:

@@ -18,11 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from common.errors import ConfigError
 from common.launcher.control import Control, Heard, HostFailed, HostMissing, HostRemark, Hosts
 from common.launcher.local_ranks import Exit, LocalRanks
 from common.launcher.processes import Child, adopted_orphans, guard, in_words, signal_name
 from common.launcher.progress import RankState, to_blame
 from common.launcher.terminal import Terminal
+from common.whole_numbers import shortened, whole_number
 
 __all__ = ["Child", "Job", "supervise"]
 
@@ -47,7 +49,9 @@ class Job:
     stall_limit: float
     """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do not tell of theirs."""
     follow: bool = False
-    """Copy the log of rank 0, else of the lowest rank here, to standard output."""
+    """Copy the log of rank 0, else of the lowest rank here, to standard output, with a line of progress below it on a terminal."""
+    steps: int | None = None
+    """How many the run has in all, where that is known."""
     hosts: Hosts | None = None
     over_ssh: bool = False
     """Each child is a launcher on another host: which of them ends first does not say where the failure was."""
@@ -291,6 +295,7 @@ class _Supervisor:
     def _show(self) -> None:
         if self._job.follow:
             self._terminal.copy(self._ranks.new_output())
+            self._terminal.live(self._ranks.progress(self._job.steps))
         elif self._terminal.has_live_line:
             self._terminal.live(self._ranks.new_output())
 
@@ -320,7 +325,8 @@ class _Supervisor:
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
     def _tell_end(self, seconds: float) -> int:
-        self._terminal.keep_live()
+        if not self._job.follow:  # then it says how far the run is, and is replaced by how it ended
+            self._terminal.keep_live()
         if self._failures:
             failure = self._failure()
             lines, ranks = [f"error: {failure.text}"], failure.ranks
@@ -346,5 +352,9 @@ class _Supervisor:
 
 
 def _connect_limit(child: Child) -> float:
-    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT", "")
-    return float(text) if text.isdecimal() else 1800.0
+    """Seconds. Raises ConfigError."""
+    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT") or "1800"
+    seconds = whole_number(text, most_digits=6)
+    if not seconds:
+        raise ConfigError(f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to 999999")
+    return float(seconds)

@@ -14,6 +14,8 @@ from typing import TextIO
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 _CLEAR = "\r\x1b[K"
+_MOST_WAITING = 1 << 22
+"""Characters that a reader may leave waiting, before copies are left out."""
 
 
 class Terminal:
@@ -27,6 +29,11 @@ class Terminal:
         self._live = ""
         self._whole = ""
         """What ``live`` was last given, not cut to the width."""
+        self._in_a_line = False
+        """Whether what was copied last has no line end yet."""
+        self._given = 0
+        self._taken = 0
+        """Characters that were put, and those that the writing thread has taken."""
         self.has_live_line = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._lines: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
         self._thread = threading.Thread(target=self._write, name="terminal", daemon=True)
@@ -38,16 +45,18 @@ class Terminal:
         self._live = self._whole = ""
 
     def copy(self, text: str) -> None:
-        """Text as it is, to standard output."""
-        if text:
-            self._put(sys.stdout, text)
+        """Text as it is, to standard output; none while much is waiting for the reader."""
+        if text and self._given - self._taken < _MOST_WAITING:
+            self._put(sys.stdout, f"{_CLEAR if self._live else ''}{text}")
+            self._live = self._whole = ""
+            self._in_a_line = not text.endswith("\n")
 
     def live(self, text: str) -> None:
         """Show the last line of ``text`` in the place of the one before; only on a terminal."""
         lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
         whole = _CONTROL.sub("", lines[-1]).strip() if lines else ""
         line = cut(whole, shutil.get_terminal_size().columns - 1)
-        if self.has_live_line and line and whole != self._whole:
+        if self.has_live_line and line and whole != self._whole and not self._in_a_line:
             self._live, self._whole = line, whole
             self._put(sys.stdout, f"{_CLEAR}{line}")
 
@@ -68,20 +77,39 @@ class Terminal:
         with suppress(queue.Full):
             if stream is not None:
                 self._lines.put_nowait((stream, text))
+                self._given += len(text)
 
     def _write(self) -> None:
         while (item := self._lines.get()) is not None:
             stream, text = item
             with suppress(OSError, ValueError):  # closed, or the terminal has gone
-                # Below Python's own buffer, whose lock a thread stuck in it would hold until the interpreter ends by an abort.
-                raw = getattr(getattr(stream, "buffer", None), "raw", None)
-                if raw is None:
-                    stream.write(text)
-                    stream.flush()
-                    continue
-                rest = memoryview(text.encode(errors="replace"))
-                while rest:
-                    rest = rest[raw.write(rest) or len(rest) :]
+                write_now(stream, text)
+            self._taken += len(text)
+
+
+def write_now(stream: TextIO, text: str) -> None:
+    """Write below Python's own buffer. Raises OSError.
+
+    A thread stuck in that buffer would hold its lock until the interpreter ends by an abort, and what it could not write would fail
+    again when the interpreter ends.
+    """
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    if raw is None:
+        stream.write(text)
+        stream.flush()
+        return
+    rest = memoryview(text.encode(errors="replace"))
+    while rest:
+        rest = rest[raw.write(rest) or len(rest) :]
+
+
+def tell(text: str, *, error: bool = False) -> None:
+    """Say a line to standard output or standard error, before there is a Terminal. A full or closed stream is no reason to stop."""
+    stream = sys.stderr if error else sys.stdout
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            stream.flush()
+            write_now(stream, f"{text}\n")
 
 
 def cut(text: str, width: int) -> str:

@@ -123,10 +123,36 @@ def translate(words: Sequence[str], environ: Mapping[str, str]) -> Job:
 
 
 def mindformers_words(words: Sequence[str]) -> list[str]:
-    """What r0.3 did without being told: the mode is train, and train begins with new weights whatever checkpoint the YAML names."""
+    """What r0.3 did without being told: the mode is train, train begins with new weights whatever checkpoint the YAML names, and an
+    Ascend is MindSpore's."""
     mode = _value_of("run_mode", words)
     chosen = [] if mode is not None else ["--run_mode=train"]
-    return [*chosen, *(["checkpoint.init_from=null"] if mode in (None, "train") else []), *words]
+    chosen += ["checkpoint.init_from=null"] if mode in (None, "train") else []
+    return [*chosen, *(["backend=mindspore"] if _means_mindspore(words) else []), *words]
+
+
+def _means_mindspore(words: Sequence[str]) -> bool:
+    """Whether the words or the YAML ask for an Ascend, and neither names a backend. A YAML that names torch wins, with a remark."""
+    # not above: --help of run_gpt2.py, which imports this file, loads no library
+    from common.config.load import load_config
+    from common.training.log import LOG
+
+    if any(re.match("(--)?backend(=|$)", word) for word in words):
+        return False
+    asked = [word.rpartition("=")[2] for word in words if re.match(r"(--)?(context\.)?device_target=", word)]
+    asked += [_value_of(name, words) or "" for name in ("device_target", "context.device_target")]
+    name = _value_of("config", words) or ""
+    try:
+        config = load_config(name if Path(name).is_file() else ROOT / name)
+    except ConfigError:  # it is read again, and the error said, where the other words are known
+        return "Ascend" in asked
+    if "Ascend" not in (asked if any(asked) else [config.context.device_target]):
+        return False
+    if "backend" not in config.model_fields_set:
+        return True
+    if config.backend == "torch":
+        LOG.warning(f"device_target=Ascend, but {name} says backend: torch, which is taken; for MindSpore give backend=mindspore")
+    return False
 
 
 def _is_known(name: str) -> bool:

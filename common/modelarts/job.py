@@ -15,6 +15,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.modelarts.files import local_folder
 from common.training.log import LOG
+from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
 def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
@@ -120,6 +121,8 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Places]:
     if index >= len(names):
         raise ConfigError(f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}")
     devices = _device_count(environ)
+    if devices * len(names) > MOST_RANKS:
+        raise ConfigError(f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job can have, {MOST_RANKS}")
     everyone = tuple(
         Place(rank=node * devices + device, device_id=device, local_rank=device, host=host)
         for node, host in enumerate(names)
@@ -161,6 +164,7 @@ def _as_version_1(path: Path, table: RankTable, environ: Mapping[str, str]) -> P
 
 def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
-    if not text.isdecimal():
-        raise ConfigError(f"environment: {name}={text}: expected a number")
-    return int(text)
+    number = whole_number(text)
+    if number is None or number > MOST_RANKS:
+        raise ConfigError(f"environment: {name}={shortened(text)}: expected a whole number, {MOST_RANKS} at most")
+    return number

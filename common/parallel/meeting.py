@@ -7,6 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 
+from common.cluster.listening import listen
 from common.errors import RunError
 
 _RANK = struct.Struct("!I")
@@ -58,10 +59,11 @@ class Meeting:
 
 
 class Host:
-    """Rank 0 before the others know of it. address: by which they reach it; its version of IP is what counts here."""
+    """Rank 0 before the others know of it. address: by which they reach it. Of a run on one host it is a loopback address, and nobody
+    else can call."""
 
     def __init__(self, address: str) -> None:
-        self._listener = socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._listener = listen(address, 0)
         self.port = int(self._listener.getsockname()[1])
         self.token = secrets.token_bytes(_TOKEN_BYTES)
 

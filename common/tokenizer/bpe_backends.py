@@ -23,6 +23,7 @@ from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import BPEVocabulary
 from common.tokenizer.bpe_self_check import SELF_CHECK
 from common.tokenizer.unicode_drift import is_disputed
+from common.whole_numbers import whole_number
 
 # Content hash of the vocabulary that OpenAI published: the checks that a foreign vocabulary needs are known to hold for it.
 GPT2_SHA256 = "c1e3cefd7c3749b320b1b08696e30ba187c23910de15ef8e5a33c6ee460e93e5"
@@ -272,9 +273,9 @@ def _version(distribution: str) -> tuple[int, ...]:
 def _usable_cores() -> int:
     if multiprocessing.parent_process() is not None:
         return 1  # a worker among workers
-    asked = os.environ.get("RAYON_NUM_THREADS", "")  # what the Rust libraries obey
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    asked = whole_number(os.environ.get("RAYON_NUM_THREADS", ""))  # what the Rust libraries obey
+    if asked:
+        return asked
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

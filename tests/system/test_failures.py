@@ -17,7 +17,7 @@ from common.training.checkpoint import find_checkpoint, read_manifest
 from common.training.metrics import read_metrics
 from common.training.snapshot import read_weights
 from tests.cluster_tables import write_tutorial_table
-from tests.launching import pids_with, run_words, start_script, wait_until
+from tests.launching import listening_addresses, pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 
@@ -87,6 +87,7 @@ def test_an_interrupt_saves_and_a_second_one_kills(tmp_path: Path, corpus_prefix
     run = tmp_path / "run"
     launcher = launched(run, corpus_prefix, 2)
     wait_until(lambda: steps(run) > 15, "steps")
+    assert listening_addresses(pids_with(str(run))) == {"127.0.0.1"}, "a run on one host is closed to others"
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     checkpoint = find_checkpoint(run)
@@ -138,6 +139,8 @@ def test_a_killed_rank_of_mindspore_ends_its_run(tmp_path: Path, corpus_prefix: 
     words = run_words(run, corpus_prefix, **settings)
     launcher = start_script(str(table), CONFIG, "[0,2]", "train", *words, log=run.with_suffix(".log"))
     wait_until(lambda: steps(run) > 5, "steps", seconds=240)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()  # the scheduler too
+    assert len(children) == 4 and listening_addresses(map(int, children)) == {"127.0.0.1"}
     os.kill(pid_of_rank(run, 1), signal.SIGKILL)
     killed = time.monotonic()
     assert launcher.wait(timeout=60) == 128 + signal.SIGKILL

@@ -116,6 +116,35 @@ def test_a_broken_torch_does_not_break_the_doctor(tmp_path: Path) -> None:
     assert check_of(report, "all-reduce")["found"] == "not tried: torch does not import"
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--backend", "mindspore", "--device", "npu"], {"CANN", "Ascend driver", "devices"}),
+        (["--backend", "torch", "--device", "npu"], {"CANN", "Ascend driver", "devices", "torch_npu"}),
+        (["--backend", "torch", "--device", "cuda"], {"GPUs"}),
+        (["--backend", "torch", "--device", "cpu"], set()),
+    ],
+)
+def test_an_accelerator_that_is_asked_for_and_not_there(
+    words: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """This machine as it is, or as if it had none; nothing is imported."""
+    root = tmp_path / "root"
+    monkeypatch.setattr(doctor.machine, "npu_numbers", lambda *_: [])
+    check_devices, check_cann = doctor.machine.check_devices, software.check_cann
+    monkeypatch.setattr(doctor.machine, "check_devices", lambda asked: check_devices(root, asked=asked))
+    monkeypatch.setattr(software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root))
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
+    monkeypatch.setattr(
+        software, "installed_versions", lambda: dict.fromkeys(software.PACKAGES) | {"torch": "2.7.1", "mindspore": "2.10.0"}
+    )
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert doctor.main([*words, "--json"]) == (2 if names else 0)
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert {check["name"] for check in checks if check["state"] == "error"} == names
+    assert all(check["remedy"] for check in checks if check["state"] == "error")
+
+
 def test_no_framework_is_imported() -> None:
     program = "import sys; sys.path.insert(0, '.'); import tools.doctor; sys.exit(bool({'torch', 'mindspore'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -8,14 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.config.load import load_config
 from common.launcher.supervisor import Job
+from common.training.setup import owned_folder
 from tests.cluster_tables import write_tutorial_table
+from tests.launching import clean_environment
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +41,85 @@ def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: P
     words = ["distribute", "none", CONFIG, "[2,4]", "train", "output_dir=here", "runtime.stall_limit=50", "train.global_batch_size=null"]
     assert launch.main(words) == 7
     (job,) = jobs
-    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (tmp_path / "here", 50.0, False, None)
+    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (tmp_path / "here", 50.0, True, None)
     assert [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] == [(0, "2"), (1, "3")]
-    assert launch.main(["distribute", "--log_dir", "logs", "--follow", *words[1:]]) == 7
-    assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", True)
+    assert launch.main(["distribute", "--log_dir", "logs", "--quiet", *words[1:]]) == 7
+    assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
     launch.main(["distribute", *words[1:4], "eval", *words[5:]])
     assert jobs[2].follow, "what an evaluation finds is its output"
+    launch.main(["distribute", "--follow", *words[1:]])
+    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps, "an option of earlier versions"
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Path]:
+    """A folder that a run of this process holds."""
+    with owned_folder(tmp_path / "here"):
+        yield tmp_path / "here"
+
+
+def test_a_second_run_in_the_same_folder_is_told_why_and_leaves_the_first_alone(
+    jobs: list[Job], held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]
+    before = sorted(held.rglob("*"))
+    for kind, more in (
+        ("distribute", words),
+        ("standalone", [CONFIG, "0", *words[3:]]),
+        ("distribute", [*words[:3], "finetune", *words[4:]]),
+    ):
+        assert launch.main([kind, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.endswith("here: another run is writing here; wait for it or choose another folder\n") and error.count("error:") == 1
+    monkeypatch.setenv("DETACH", "1")
+    assert launch.main(["distribute", *words]) == 2, "not in the background's log alone"
+    monkeypatch.delenv("DETACH")
+    assert jobs == [] and sorted(held.rglob("*")) == before
+    two = ["--master", "127.0.0.1:29511", "--nnodes", "2", "--node_rank"]
+    assert launch.main(["distribute", *two, "1", *words]) == 7, "it may be its own run's rank 0 that holds it, on the other host"
+    assert launch.main(["distribute", *words[:3], "eval", *words[4:]]) == 7, "reads alone"
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert launch.main(["distribute", *words]) == 0
+
+
+def test_a_folder_of_a_run_that_has_ended_is_free(jobs: list[Job], tmp_path: Path) -> None:
+    with owned_folder(tmp_path / "here"):
+        pass
+    assert launch.main(["distribute", "none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]) == 7
+
+
+def test_a_table_of_ascends_on_a_machine_without_one(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cause is named before what follows from it is refused."""
+    table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
+    keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2", "train.recompute_slice_activation=true"]
+    words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
+    cause = "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is\n"
+    monkeypatch.setattr(launch, "npu_numbers", lambda: [])
+    assert launch.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(cause) and "error: train.recompute_slice_activation" in said
+    assert launch.main([*words[:-1], "device=cpu"]) == 7 and cause not in capsys.readouterr().err
+
+
+def test_full_streams_are_no_reason_not_to_start(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["distribute", "none", CONFIG, "[0,2]", "train", "train.global_batch_size=null", "parallel.pipeline_stage=2"]
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:  # a flush at the end would fail too
+        patch.setattr(sys, "stdout", full)
+        patch.setattr(sys, "stderr", full)
+        assert launch.main(words) == 7
+    assert len(jobs) == 1
+
+
+def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
+    """Of a dry run, whose output is all that it is for."""
+    words = ["distribute", "none", CONFIG, "[0,2]", "train", "train.global_batch_size=null", f"output_dir={tmp_path}"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, launch.__file__, *words], env=clean_environment(DRY_RUN="1"), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
 def test_no_pinning(jobs: list[Job]) -> None:
@@ -92,7 +169,7 @@ def test_detached_the_waiting_is_left_to_the_other_process(
     words = ["distribute", "--log_dir", "logs", str(path), CONFIG, "[0,2]", "train"]
     assert launch.main(words) == 0
     assert "process 77, messages in" in capsys.readouterr().out and jobs == []
-    assert [command[2:] for command in started] == [words] and (tmp_path / "logs" / "launcher.log").is_file()
+    assert [command[2:] for command in started] == [[words[0], "--quiet", *words[1:]]] and (tmp_path / "logs" / "launcher.log").is_file()
 
 
 @pytest.mark.parametrize(("value", "is_asked"), [("1", True), ("true", True), ("yes", True), ("false", False), ("No", False), ("0", False)])

@@ -79,10 +79,10 @@ def test_an_address_from_a_tool_that_failed_is_not_taken(tool: Path) -> None:
 
 def test_neither_tool_nor_file(tool: Path) -> None:
     tool.write_text("#!/bin/sh\nexit 0\n")
-    with pytest.raises(DataError, match=r"ended with code 0 .*, and .*etc\.conf: cannot be read: No such file.*--hccn_conf"):
+    with pytest.raises(DataError, match=r"ended with code 0 .*, and .*etc\.conf: no such file; .*--hccn_conf"):
         device_addresses([0])
     tool.unlink()
-    with pytest.raises(DataError, match=r"hccn_tool is not on PATH, and .*etc\.conf: cannot be read"):
+    with pytest.raises(DataError, match=r"hccn_tool is not on PATH, and .*etc\.conf: no such file"):
         device_addresses([0])
 
 

@@ -49,6 +49,7 @@ def test_both_frameworks_are_told_the_same() -> None:
         "HCCL_CONNECT_TIMEOUT": "1800",
         "OMP_NUM_THREADS": "3",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
     }
 
 

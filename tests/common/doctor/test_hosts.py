@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -41,9 +42,11 @@ def port_of(first: FirstHost) -> int:
 
 def play(first: FirstHost, hello: dict[str, Any], clock: float = 0.0) -> threading.Thread:
     """A host with a clock of its own, which says ``hello`` and tells its time until it hears something else."""
+    port = port_of(first)
 
-    def act() -> None:
-        with socket.create_connection(("127.0.0.1", port_of(first))) as connection, connection.makefile("rw") as file:
+    def act() -> None:  # the first host may have left by then
+        address = ("127.0.0.1", port)
+        with suppress(ConnectionError), socket.create_connection(address) as connection, connection.makefile("rw") as file:
             file.write(json.dumps(hello) + "\n")
             file.flush()
             for line in file:

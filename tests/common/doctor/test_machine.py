@@ -96,6 +96,15 @@ def test_gpus(tmp_path: Path, tools: Path) -> None:
     assert "couldn't communicate" in check.found
 
 
+@pytest.mark.parametrize("asked", ["auto", "cpu", "npu", "cuda"])
+def test_what_is_asked_for_and_missing_is_an_error(tmp_path: Path, tools: Path, asked: str) -> None:
+    """On a machine without an accelerator, and in a container to which no Ascend was passed."""
+    wrong = {check.name for check in check_devices(tmp_path, asked=asked)[0] if check.state is State.ERROR}
+    assert wrong == {"npu": {"Ascend driver", "devices"}, "cuda": {"GPUs"}}.get(asked, set())
+    (check,) = [check for check in check_devices(ascend_root(tmp_path / "container"), asked=asked)[0] if check.name == "devices"]
+    assert check.state is (State.ERROR if asked == "npu" else State.WARNING)
+
+
 def test_ports(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -8,7 +8,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from common.doctor.report import State
-from common.doctor.software import check_cann, check_imports, check_pairs, check_versions, satisfies, wanted_ranges
+from common.doctor.software import check_cann, check_device_package, check_imports, check_pairs, check_versions, satisfies, wanted_ranges
 
 ROOT = Path(__file__).resolve().parents[3]
 NONE = dict.fromkeys(("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers"))
@@ -127,3 +127,11 @@ def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (hanging,), _ = check_imports(["hanging"], 1)
     assert hanging.found == "failed: no answer within 1 s"
     assert not {"torch_npu", "crashing", "hanging"} & sys.modules.keys()
+
+
+def test_a_device_that_was_asked_for_needs_its_package() -> None:
+    found = check_device_package({"torch": "2.7.1", "torch_npu": None}, "torch", "npu")
+    assert [(check.name, check.state) for check in found] == [("torch_npu", State.ERROR)] and "torch_npu==2.7.*" in found[0].remedy
+    assert check_device_package({"torch": "2.7.1", "torch_npu": "2.7.1"}, "torch", "npu") == []
+    assert check_device_package({"mindspore": "2.10.0"}, "mindspore", "npu") == []
+    assert check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.rank_logs import visible
+from common.launcher.rank_logs import open_log, read_new, visible
 from common.launcher.supervisor import Child, Job, supervise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,7 +70,8 @@ class Started:
 
     def __init__(self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object) -> None:
         ranks = [{"rank": child.rank, "command": child.command, "environment": dict(child.environment)} for child in children(*programs)]
-        job = {"children": ranks, "log_folder": str(folder), "stall_limit": stall_limit, "follow": options.pop("follow", False)}
+        job = {"children": ranks, "log_folder": str(folder), "stall_limit": stall_limit}
+        job |= {name: options.pop(name) for name in ("follow", "steps") if name in options}
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISOR, json.dumps(job)],
@@ -332,6 +333,56 @@ def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(start: Callable
     assert b"other" not in seen
 
 
+def test_on_a_terminal_progress_is_shown_below_what_is_copied(start: Callable[..., Started]) -> None:
+    """The line gives way to the next that is copied, and to how the run ended."""
+    master, slave = pty.openpty()
+    run = start(BEAT + "beat(3, 'computing'); print('loss 训', flush=True); time.sleep(600)", stdout=slave, follow=True, steps=40)
+    os.close(slave)
+    seen = b""
+    while b"step 3 of 40, computing" not in seen:
+        seen += os.read(master, 4096)
+    run.process.send_signal(signal.SIGTERM)
+    with suppress(OSError):  # the other end is closed
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    assert run.process.wait(timeout=30) == 143
+    os.close(master)
+    assert "loss 训\r\n".encode() in seen
+    assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
+
+
+def test_of_very_much_output_the_end_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "print('x' * 100, flush=True); print(('y' * 99 + '\\n') * 30_000 + '训 the end')"
+    assert supervise(Job(children=children(program), log_folder=tmp_path, stall_limit=NEVER, follow=True)) == 0
+    out = capsys.readouterr().out
+    assert "训 the end\n" in out and "bytes are left out here; the whole is in" in out
+    assert len(out) < 2_000_000 and "�" not in out
+
+
+def test_half_a_character_waits_for_its_other_half(tmp_path: Path) -> None:
+    log = open_log(tmp_path, children("pass")[0])
+    whole = "训练".encode()
+    found, offset = "", 0
+    for cut in (1, 4, len(whole)):
+        log.path.write_bytes(whole[:cut])
+        text, offset = read_new(log, offset)
+        found += text
+    log.file.close()
+    assert found == "训练"
+
+
+def test_a_log_that_is_a_pipe_without_a_reader_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mf_parallel0").mkdir()
+    os.mkfifo(tmp_path / "mf_parallel0" / "mindformer.log")
+    with pytest.raises(ConfigError, match="mf_parallel0: cannot be written"):
+        supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER))
+
+
+def test_full_streams_change_no_exit_code(start: Callable[..., Started]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert start("print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True).process.wait(timeout=30) == 3
+
+
 def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(start: Callable[..., Started]) -> None:
     """It says where the run was saved."""
     line = "saved in " + "/very/long" * 20
@@ -374,13 +425,50 @@ def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(tmp_path
     assert " host a\n" in (tmp_path / "host_a" / "mindformer.log").read_text()
 
 
-SECRETS = "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId"
-HARMLESS = "PWD OLDPWD PATH max_tokens tokenizer KEYBOARD TASK MASK AUTHOR PATTERN SKIP"
+SECRETS = (
+    "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId PRIVATEKEY"
+    " SSHKEY ENCRYPTIONKEY AUTHORIZATION BEARER JWT MY_CREDS HF_TOKENS API_KEYS sshkeys MY_JWT OAUTH AUTHENTICATION CRED X_AMZ_SIGNATURE"
+)
+HARMLESS = "PWD OLDPWD PATH max_tokens max_new_tokens tokenizer KEYBOARD TASK MASK AUTHOR AUTHORS PATTERN SKIP DESIGN KEYED"
 
 
 def test_names_of_secrets_are_whole_words() -> None:
     assert [name for name in SECRETS.split() if visible(name, "x") == "x"] == []
     assert [name for name in HARMLESS.split() if visible(name, "x") != "x"] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("user:abc1@host:80", "(hidden)@host:80"),
+        ("user:ab/c1@host", "(hidden)@host"),
+        ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
+        ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
+        ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
+        ("git@github.com:organisation/name", "git@github.com:organisation/name"),
+        ("/usr/bin:/opt/python@3.11/bin:/bin", "/usr/bin:/opt/python@3.11/bin:/bin"),
+    ],
+)
+def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
+    assert visible("PLAIN", value) == shown
+
+
+def test_the_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """A file that an earlier version made is closed to others too; one that is no file, such as a device, is left as it is."""
+    (tmp_path / "mf_parallel0").mkdir()
+    environment = tmp_path / "mf_parallel0" / "env.log"
+    environment.write_text("older\n")
+    environment.chmod(0o644)
+    before = os.stat("/dev/full").st_mode
+    (tmp_path / "mf_parallel1").mkdir()
+    (tmp_path / "mf_parallel1" / "env.log").symlink_to("/dev/full")
+    mask = os.umask(0o022)
+    try:
+        assert supervise(Job(children=children("pass", "pass", "pass"), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    finally:
+        os.umask(mask)
+    assert [(tmp_path / f"mf_parallel{rank}" / "env.log").stat().st_mode & 0o777 for rank in (0, 2)] == [0o600, 0o600]
+    assert environment.read_text().startswith("older\n==== ") and os.stat("/dev/full").st_mode == before
 
 
 def test_settings_of_the_config_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

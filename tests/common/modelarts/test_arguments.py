@@ -109,3 +109,37 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
 def test_mindformers_train_begins_anew() -> None:
     assert mindformers_words(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
     assert mindformers_words(["--run_mode=finetune"]) == ["--run_mode=finetune"]
+
+
+ASCEND = ["--device_target", "Ascend"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "chosen"),
+    [
+        ("seed: 1", ASCEND, True),
+        ("seed: 1", ["--device_target=Ascend"], True),
+        ("seed: 1", ["--options", "context.device_target=Ascend"], True),
+        ("context: {device_target: Ascend}", [], True),
+        ("context: {device_target: Ascend}", ["--device_target=CPU"], False),
+        ("seed: 1", ["--device_target=CPU"], False),
+        ("seed: 1", [], False),
+        ("backend: torch", ASCEND, False),
+        ("backend: mindspore", ASCEND, False),
+        ("base: other.yaml", ASCEND, False),
+        ("seed: 1", [*ASCEND, "--backend", "torch"], False),
+        ("seed: 1", [*ASCEND, "backend=torch"], False),
+        ("no: such: yaml", ASCEND, True),
+    ],
+)
+def test_mindformers_ascend_is_mindspores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, words: list[str], chosen: bool
+) -> None:
+    preset = Path(modelarts.__file__).parents[2] / "configs/gpt2/run_gpt2_tiny.yaml"
+    (tmp_path / "other.yaml").write_text(f"base: {preset}\nbackend: torch\n")
+    (tmp_path / "a.yaml").write_text(f"{text}\n" if text.startswith("base") else f"base: {preset}\n{text}\n")
+    given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words]
+    with caplog.at_level("WARNING"):
+        assert mindformers_words(given) == [*(["backend=mindspore"] if chosen else []), *given]
+    said = "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
+    assert said is (text in ("backend: torch", "base: other.yaml"))

@@ -19,6 +19,13 @@ def meetings(size: int) -> list[Meeting]:
         return [first.result(timeout=20), *(other.result(timeout=20) for other in others)]
 
 
+@pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")])
+def test_of_one_host_nobody_else_can_call(address: str, bound: str) -> None:
+    host = Host(address)
+    with host._listener as listener:
+        assert listener.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)  # a container may have no IPv6
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_nobody_goes_on_before_the_last_has_come(late: int) -> None:
     everyone, gone_on, may_come = meetings(3), [], threading.Event()
