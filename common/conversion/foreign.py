@@ -9,7 +9,6 @@ from typing import Any
 
 from common.conversion import hugging_face
 from common.conversion.convert import FORMATS, detect
-from common.conversion.heads import usual_heads
 from common.conversion.mindformers import files_of
 from common.conversion.model_yaml import MODEL_YAML
 from common.conversion.weights import find_map
@@ -19,6 +18,7 @@ from common.weights.names import EMBEDDING
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TOOL = Path("tools") / "convert_weight.py"
+_HEAD_WIDTH = 64
 _KINDS = {
     "hf": "a Hugging Face folder",
     "mindformers": "a checkpoint of MindFormers (.ckpt)",
@@ -104,7 +104,7 @@ def _write_model_yaml(where: Path, format: str) -> str | None:
 
 
 def _sizes(file: Path, format: str) -> dict[str, Any]:
-    """The section model as far as shapes tell it, with the usual number of heads. Raises CheckpointError."""
+    """The section model as far as shapes tell it, with heads as wide as in OpenAI's models. Raises CheckpointError."""
     with open_tensors(file) as stored:
         name_map = find_map(file, format, stored)
         layers = 0
@@ -114,6 +114,6 @@ def _sizes(file: Path, format: str) -> dict[str, Any]:
         shapes = {name: stored[row.theirs].shape for name, row in rows.items()}
         vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
         inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": usual_heads(hidden)[0]}
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": max(1, hidden // _HEAD_WIDTH)}
     sizes |= {"seq_length": shapes.get("wpe.weight", (0, 0))[0], "vocab_size": vocabulary}
     return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})

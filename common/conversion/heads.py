@@ -11,22 +11,13 @@ _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32
 """By width: OpenAI's models, and MindFormers' of 52B, whose heads are 256 wide."""
 _HEAD_WIDTHS = (64, 80, 96, 128)
 """In all others."""
-_SMALL_HEAD_WIDTHS = (32, 16, 8)
-"""Also usual below a width of 256."""
-
-
-def usual_heads(width: int) -> tuple[int, ...]:
-    """The numbers of heads that models of this width have, the most usual first; 1 where none is usual."""
-    widths = (*_HEAD_WIDTHS, *_SMALL_HEAD_WIDTHS) if width < 256 else _HEAD_WIDTHS
-    found = _USUAL_HEADS.get(width) or tuple(width // size for size in widths if size <= width and width % size == 0)
-    return found if found and width >= 64 else (*found, 1)
 
 
 def warn_of_heads(path: Path, model: ModelConfig) -> None:
     """Any number of heads that divides the width fits the shapes: a wrong one shows in nothing but how unusual it is."""
     width, heads = model.hidden_size, model.num_heads
-    usual = usual_heads(width)
-    if heads not in usual:
+    usual = _USUAL_HEADS.get(width) or tuple(width // size for size in _HEAD_WIDTHS if width % size == 0)
+    if width >= 256 and usual and heads not in usual:
         LOG.warning(
             f"{path}: its config says {heads} heads, where a GPT-2 of width {width} has {' or '.join(map(str, usual))}; any number that"
             " divides the width fits the tensors, and a wrong one makes another model of them: compare with how it was trained"

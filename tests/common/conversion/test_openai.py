@@ -101,7 +101,7 @@ def test_bad_folders_and_a_format_that_is_read_only(tmp_path: Path) -> None:
 
 
 def test_an_unusual_number_of_heads_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits every shape can be wrong all the same. None of our presets is unusual."""
+    """What fits every shape can be wrong all the same. None of our presets is unusual, nor is any small model."""
 
     def warnings(width: int, heads: int) -> list[str]:
         caplog.clear()
