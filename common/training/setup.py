@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -162,6 +163,8 @@ def announce(config: RunConfig, data: TrainingData, device_name: str, start: Sta
         f" {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up {optimizer.warmup_steps}"
     )
     LOG.info(f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}")
+    for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # rank 0's alone
+        LOG.warning(remark)
     if data.no_validation is not None:
         LOG.warning(f"no validation: {data.no_validation}")
     if start.resume is not None:
