@@ -52,7 +52,7 @@ def work(arguments: argparse.Namespace) -> None:
         loss = step(tokens)
         device.synchronize()
         seconds = time.perf_counter() - start
-        peak = device.peak_flops(config.precision.compute) if device.kind != "cpu" else 0.0
+        peak = device.peak_flops(config.precision.compute)
         return {"seconds": seconds, "loss": loss, "memory": device.peak_memory(), "tokens": tokens[:, 1:].size, "peak_flops": peak}
 
     answer_turns(turn)

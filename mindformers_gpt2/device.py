@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +56,7 @@ class MindSporeDevice:
         return compiled
 
     def peak_flops(self, float_name: str) -> float:
-        if self.kind == "cpu":
-            return _measure_flops()
-        return accelerator_flops(self.name, float_name)
+        return 0.0 if self.kind == "cpu" else accelerator_flops(self.name, float_name)
 
     def synchronize(self) -> None:
         if self.kind != "cpu":
@@ -144,14 +141,3 @@ def _available(kind: str) -> bool:
         return bool(ms.hal.is_available(_TARGETS[kind])) if kind != "cpu" else True
     except (ValueError, RuntimeError, TypeError):
         return False
-
-
-def _measure_flops(size: int = 512, seconds: float = 0.1) -> float:
-    """FLOP/s of the best of repeated float32 matrix products in numpy, within about ``seconds``."""
-    a = np.ones((size, size), np.float32)
-    best, end = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end or best == 0.0:
-        start = time.perf_counter()
-        np.dot(a, a)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best

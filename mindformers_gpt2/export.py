@@ -43,7 +43,7 @@ TOLERANCE = 1e-6
 
 def export(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    checkpoint = setup.weights_to_use(config, None)
+    checkpoint = setup.weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     model = build_model(config, device)

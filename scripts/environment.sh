@@ -78,6 +78,8 @@ install_project() {
     wanted="$extras $(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
     if grep -qxF "$wanted" "$stamp" 2>/dev/null; then return; fi
     echo "installing the project with [$extras] into .venv (minutes, the first time)"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]" || return 1
+    local quiet=(--quiet)
+    if [ -t 1 ]; then quiet=(); fi # pip's progress, for who is watching
+    "$PYTHON" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]" || return 1
     echo "$wanted" >>"$stamp"
 }

@@ -28,6 +28,7 @@ from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import Format
 from common.dataset.indexed import with_extension
 from common.dataset.limits import DOCUMENT_BYTES
+from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_output import earlier_files
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
@@ -66,7 +67,25 @@ def main(arguments: list[str] | None = None) -> int:
 def _indexed(options: PreprocessOptions, display: _Display) -> str:
     result = preprocess(options, display)
     display.close()
-    return f"{', '.join(f'{prefix}.bin/.idx' for prefix in result.prefixes)}: {_counts(result.progress)}"
+    names = ", ".join(f"{prefix}.bin/.idx" for prefix in result.prefixes)
+    return f"{names}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
+
+
+def _how_split(options: PreprocessOptions, prefix: Path) -> str:
+    """What separated the documents of plain text, which a count of documents does not tell."""
+    metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
+    if metadata is None or all(source.format != Format.TEXT.value for source in metadata.sources):
+        return ""
+    others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
+    return f"\nplain text: {_SEPARATORS[options.documents]} (--documents {options.documents.value}; the others: {others})"
+
+
+_SEPARATORS = {
+    DocumentRule.BLANK_LINE: "each blank line ended a document",
+    DocumentRule.LINE: "each line was a document",
+    DocumentRule.FILE: "each file was one document",
+    DocumentRule.EOT: "each <|endoftext|> ended a document",
+}
 
 
 def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _Display) -> str:

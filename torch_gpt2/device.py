@@ -6,7 +6,6 @@ import base64
 import importlib
 import importlib.util
 import os
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -67,9 +66,7 @@ class TorchDevice:
         return bool(self.module.is_bf16_supported())
 
     def peak_flops(self, float_name: str) -> float:
-        if self.kind == "cpu":
-            return max(map(_measure_flops, {DTYPES[float_name], torch.float32}))  # some have slow kernels for the others
-        return accelerator_flops(self.name, float_name)
+        return 0.0 if self.kind == "cpu" else accelerator_flops(self.name, float_name)
 
     def synchronize(self) -> None:
         self.module.synchronize()
@@ -181,14 +178,3 @@ def _import_npu() -> None:
 
 
 _CPU = SimpleNamespace(synchronize=lambda: None, max_memory_allocated=peak_resident_bytes)
-
-
-def _measure_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.1) -> float:
-    """FLOP/s of the best of repeated square matrix products, within about ``seconds``."""
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    best, end = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end or best == 0.0:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best

@@ -354,7 +354,7 @@ class PredictConfig(Section):
     prompt_file: Text | None = None
     """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt (or text)."""
     output_file: Text | None = None
-    """Also write the results here, one JSON object a continuation."""
+    """Also write the results here: plain text, with an empty line after each, where the name ends in .txt; else one JSON object a line."""
     stream: bool = True
     """Print tokens as they come, where standard output is a terminal and one sequence is generated at a time."""
     strategy: Annotated[Literal["greedy", "sampling"], BeforeValidator(_strategy)] = "greedy"
@@ -370,7 +370,7 @@ class PredictConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divides the logits before sampling."""
+    """Divides the logits before sampling. This, top_k and top_p are for strategy sampling alone."""
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0

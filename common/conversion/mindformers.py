@@ -40,7 +40,7 @@ _COUNTERS = (
 
 
 def is_here(path: Path, format: str = "mindformers") -> bool:
-    files = _files(path)
+    files = files_of(path)
     if not files:
         return False
     try:
@@ -50,14 +50,15 @@ def is_here(path: Path, format: str = "mindformers") -> bool:
         return format == "mindformers"
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The .ckpt files that a path means: the file, or those of a folder."""
     return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(file for file in path.glob("*.ckpt") if file.is_file())
 
 
 @contextmanager
 def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weights]:
     """path: the file, or a folder of one. Raises CheckpointError and ConfigError."""
-    files = [path] if path.is_file() else _files(path)
+    files = [path] if path.is_file() else files_of(path)
     if len(files) != 1:
         raise CheckpointError(f"{path}: holds {len(files)} .ckpt files; give the path of one")
     file = files[0]

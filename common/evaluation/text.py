@@ -37,6 +37,8 @@ class TextTask:
     """Of the texts, scored or not."""
     whole: bool
     """False when evaluation.max_samples left windows out."""
+    scored_bytes: int
+    """UTF-8 bytes to which the scored tokens belong: of the whole texts, or where windows were left out, of these tokens; 0 if unknown."""
     config: RunConfig
     unit = "window"
 
@@ -57,17 +59,26 @@ class TextTask:
         if not rows:
             raise DataError(f"{file.path}: holds a single token, and the first is not scored; expected a longer text")
         limit = config.evaluation.max_samples or len(rows)
+        whole = limit >= len(rows)
+        rows = rows[:limit]
+        if whole:
+            size = sum(len(text.encode()) for text in file.texts)
+        elif config.evaluation.detokenize == "none":
+            size = sum(len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows)
+        else:
+            size = 0  # which bytes of the file a part of the changed text stands for is not known
         return cls(
             file=file,
             tokenizer_record=describe_tokenizer(tokenizer),
-            rows=rows[:limit],
+            rows=rows,
             tokens=sum(map(len, encoded)),
-            whole=limit >= len(rows),
+            whole=whole,
+            scored_bytes=size,
             config=config,
         )
 
     def result(self, scores: RowScores) -> Result:
-        """Figures a word or a byte are of the whole file alone: None when ``max_samples`` cut it."""
+        """Figures a word are of the whole file alone: None when ``max_samples`` cut it."""
         nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
         loss, window = nats / scored, self.config.model.seq_length
         texts = self.file.texts
@@ -80,7 +91,7 @@ class TextTask:
             "loss": loss,
             "perplexity": perplexity(loss),
             "word_perplexity": perplexity(nats / words) if self.whole else None,
-            "bits_per_byte": nats / math.log(2) / size if self.whole else None,
+            "bits_per_byte": nats / math.log(2) / self.scored_bytes if self.scored_bytes else None,
             "adjusted_perplexity": perplexity(loss * token_ratio) if token_ratio else None,
             "token_ratio": token_ratio,
         }
@@ -91,6 +102,7 @@ class TextTask:
             **self.file.record(),
             "documents": len(texts),
             "text_bytes": size,
+            "scored_bytes": self.scored_bytes or None,
             "words": words,
             "tokens": self.tokens,
             "scored_tokens": scored,

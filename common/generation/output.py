@@ -1,4 +1,4 @@
-"""Continuations on standard output, as they come where one is generated at a time, and in a file of JSON lines."""
+"""Continuations on standard output, as they come where one is generated at a time, and in a file of JSON lines or of plain text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from common.config.schema import RunConfig
+from common.config.schema import PredictConfig, RunConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
 from common.tokenizer import Tokenizer
+from common.training.log import LOG
 
 
 def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -24,6 +25,9 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
         raise ConfigError(f"predict.output_file={settings.output_file}: is no regular file; give the name of a file")
     if settings.prompt_file and settings.output_file:
         refuse_to_overwrite([Path(settings.prompt_file)], [Path(settings.output_file)], "give another predict.output_file")
+    if remark := unused_by_greedy(settings):
+        LOG.warning(remark)
+    as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
     printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
     with ExitStack() as stack:
         file = stack.enter_context(atomic_write(Path(settings.output_file), "w")) if settings.output_file else None
@@ -39,19 +43,29 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
             printer.finish(each, last=each.number == settings.num_sequences - 1)
             if file is not None:
                 text = tokenizer.decode(each.tokens)
-                json.dump(
-                    {
-                        "prompt": each.prompt.text,
-                        "sequence": each.number + 1,
-                        "continuation": text,
-                        "text": each.prompt.text + text,
-                        "tokens": each.tokens,
-                        "finish_reason": each.finish_reason,
-                    },
-                    file,
-                    ensure_ascii=False,
-                )
-                file.write("\n")
+                file.write(f"{each.prompt.text}{text}\n\n" if as_text else _json_line(each, text))
+
+
+def unused_by_greedy(settings: PredictConfig) -> str | None:
+    """A warning where settings of sampling are given and the strategy is greedy, which does not look at them."""
+    fields = type(settings).model_fields
+    given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+    unused = [f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default]
+    if settings.strategy != "greedy" or not unused:
+        return None
+    return f"{' and '.join(unused)} without effect: predict.strategy=greedy takes the most probable token; add predict.strategy=sampling"
+
+
+def _json_line(sequence: Continuation, text: str) -> str:
+    record = {
+        "prompt": sequence.prompt.text,
+        "sequence": sequence.number + 1,
+        "continuation": text,
+        "text": sequence.prompt.text + text,
+        "tokens": sequence.tokens,
+        "finish_reason": sequence.finish_reason,
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 class Printer:

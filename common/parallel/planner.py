@@ -13,7 +13,7 @@ from itertools import chain
 from common.cluster.places import Place
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
-from common.device import Accelerator
+from common.device import GIB, Accelerator
 from common.parallel.batch import BatchPlan, plan_batch
 from common.parallel.communication import Traffic, traffic_of
 from common.parallel.memory import Memory, memory_of, shard_ranks, units_of
@@ -124,10 +124,10 @@ def _memory_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
     train, parallel, precision = config.train, config.parallel, config.precision
     zero = f"ZeRO stage {parallel.zero_stage}" + (f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else "")
     yield (
-        f"Each rank of a stage holds at most (GB = 10^9 bytes; weights {precision.parameters}, gradients and {config.optimizer.name}'s"
+        f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters}, gradients and {config.optimizer.name}'s"
         f" state float32; {zero}; recompute {train.recompute}):"
     )
-    yield from table(("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GB"), _stage_rows(plan))
+    yield from table(("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"), _stage_rows(plan))
     if plan.batch.accumulation == 1:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
@@ -141,11 +141,11 @@ def _room(plan: Plan, config: RunConfig, device: Accelerator | None) -> list[str
     if limit is None:
         return []
     given = config.context.max_device_memory
-    what = f"context.max_device_memory={given}" if given is not None else f"{device.name if device else ''}, {limit / 2**30:.1f} GiB"
+    what = f"context.max_device_memory={given}" if given is not None else f"{device.name if device else ''}, {limit / GIB:.1f} GiB"
     room = limit - plan.peak
     if room > 0:
-        return [f"fits: {what} leaves {room / 1e9:.2f} GB on the fullest rank"]
-    return [f"does not fit: {what} is {-room / 1e9:.2f} GB short; raise model_parallel, pipeline_stage or zero_stage, or recompute more"]
+        return [f"fits: {what} leaves {room / GIB:.2f} GiB on the fullest rank"]
+    return [f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage or zero_stage, or recompute more"]
 
 
 RESERVED = 0.06
@@ -156,14 +156,14 @@ def memory_limit(config: RunConfig, device: Accelerator | None) -> float | None:
     """Bytes that a rank may take: context.max_device_memory, else the device's but for what is RESERVED."""
     given = config.context.max_device_memory
     if given is not None:
-        return float(given.removesuffix("GB")) * 2**30
+        return float(given.removesuffix("GB")) * GIB
     return None if device is None else device.memory * (1 - RESERVED)
 
 
 def _traffic_lines(plan: Plan) -> Iterable[str]:
     sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
-    text = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sent.items() if size)
-    yield f"A rank sends in a step at most (GB, ring algorithms): {text}" if text else "No rank sends anything"
+    text = ", ".join(f"{axis} {size / GIB:.3g}" for axis, size in sent.items() if size)
+    yield f"A rank sends in a step at most (GiB, ring algorithms): {text}" if text else "No rank sends anything"
 
 
 def _time_lines(plan: Plan, config: RunConfig, device: Accelerator) -> Iterable[str]:
@@ -184,7 +184,7 @@ def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
         sizes = stage.memory.parts.values()
         ranks = range(place * size, (place + 1) * size)
         numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _runs(stage.layers)))
-        yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / 1e9:.2f}" for value in (*sizes, stage.memory.peak))
+        yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak))
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:

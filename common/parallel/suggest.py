@@ -12,7 +12,7 @@ from typing import Any
 
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
-from common.device import Accelerator
+from common.device import GIB, Accelerator
 from common.errors import ConfigError
 from common.parallel.pipeline import schedule_error
 from common.parallel.planner import Plan, make_plan, memory_limit, table, time_of
@@ -81,7 +81,7 @@ def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout 
         return best
     if least is None:
         return reasons[0]
-    return f"more than the {limit / 1e9:.1f} GB of a device, whatever ZeRO and recomputation do"
+    return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
 def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, bool]]:
@@ -135,9 +135,9 @@ def _divisors(number: int) -> list[int]:
 
 def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:
     """A table of the best layouts, the words that choose the best one, and the reasons against the others."""
-    lines = [f"Layouts for {devices} x {device.name} ({device.memory // 2**30} GiB), best first by the estimated time of a step:"]
+    lines = [f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), best first by the estimated time of a step:"]
     if found.fitting:
-        head = ("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batches", "GB", "s a step", "tokens/s")
+        head = ("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batches", "GiB", "s a step", "tokens/s")
         lines += table(head, map(_row, found.fitting[:_SHOWN]))
         if len(found.fitting) > _SHOWN:
             lines.append(f"and {len(found.fitting) - _SHOWN} slower ones")
@@ -158,7 +158,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
     axes = (str(plan.topology.data), str(plan.topology.tensor), str(plan.topology.pipeline), str(parallel.zero_stage))
     speed = f"{plan.tokens_per_step / layout.seconds:,.0f}"
     ways = ("yes" if parallel.sequence_parallel else "no", train.recompute, str(plan.batch.accumulation))
-    return *axes, *ways, f"{plan.peak / 1e9:.1f}", f"{layout.seconds:.3g}", speed
+    return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
 def _words(config: RunConfig) -> Iterator[str]:

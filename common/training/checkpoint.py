@@ -250,9 +250,9 @@ def require_checkpoint(where: Path, why: str) -> Path:
     """find_checkpoint, or CheckpointError saying what was wanted."""
     found = find_checkpoint(where)
     if found is None:
-        raise CheckpointError(
-            f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints folder or a step_... folder"
-        )
+        from common.conversion.foreign import explain  # which imports this module
+
+        raise CheckpointError(f"{where}: no whole checkpoint here ({why}): {explain(Path(where), why)}")
     return found
 
 

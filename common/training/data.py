@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from common.dataset import (
 )
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
-from common.errors import ConfigError, DataError
+from common.dataset.vocabulary import vocabulary_remarks
+from common.errors import ConfigError, DataError, TokenizerError
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.training.log import LOG
 from common.training.loop import Tokens
 from common.training.state import TrainState
+from common.weights.names import count_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class TrainingData:
     tokenizer_record: dict[str, Any] | None
     """Kind, sha256 and vocabulary size of the tokenizer that made the data, as far as known."""
     prefetch: int = 0
+    remarks: tuple[str, ...] = ()
+    """Warnings about vocabularies that do not fit each other."""
 
     @property
     def fingerprint(self) -> str:
@@ -76,11 +81,17 @@ def open_data(
     rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones when left out. Validation windows are
     divided too, but not with ``whole_validation``. Raises DataError and ConfigError.
     """
-    record = _tokenizer_record(config)
+    made_with = _tokenizer_record(config)
+    given, remarks = _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
+    record = made_with or given
     if record is not None:
-        config = resolve_vocabulary(config, record["vocab_size"], "the tokenizer of the data")
-    elif config.data.tokenizer is not None:
-        record, config = _record_of_files(config)
+        name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
+        config = resolve_vocabulary(config, record["vocab_size"], name)
+    share = config.model.hidden_size / count_parameters(config.model)
+    remarks += vocabulary_remarks([made_with], given, config.model.vocab_size, share_of_row=share)
+    if not training and LOG.isEnabledFor(logging.INFO):  # a training announces them
+        for remark in remarks:
+            LOG.warning(remark)
     sampler = None
     if training:
         require_length(config)
@@ -102,7 +113,12 @@ def open_data(
             raise
         reason = str(error)
     data = TrainingData(
-        sampler=sampler, validation=validation, no_validation=reason, tokenizer_record=record, prefetch=config.data.prefetch
+        sampler=sampler,
+        validation=validation,
+        no_validation=reason,
+        tokenizer_record=record,
+        prefetch=config.data.prefetch,
+        remarks=tuple(remarks),
     )
     return data, config
 
@@ -150,25 +166,42 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
 
 
 def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
-    """The tokenizer of data.tokenizer, and the config with its vocabulary settled."""
+    """The tokenizer of data.tokenizer, and the config with its vocabulary settled; what does not fit is said."""
+    tokenizer, source = _load_tokenizer(config)
+    config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
+    for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), config.model.vocab_size):
+        LOG.warning(remark)
+    return tokenizer, config
+
+
+def _load_tokenizer(config: RunConfig) -> tuple[Tokenizer, str]:
+    """The tokenizer, and where it lies."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
         raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
-    tokenizer = load_tokenizer(wish.type, source, wish.merge_file, wish.backend)
-    return tokenizer, resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
+    return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def _record_of_files(config: RunConfig) -> tuple[dict[str, Any] | None, RunConfig]:
-    """For data without a .meta.json: what data.tokenizer says. Its files may be absent where one only trains."""
+def _given_tokenizer(config: RunConfig, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """The record of data.tokenizer, and what is wrong with it: where one only trains, its files may be absent.
+
+    is_known: the data say which tokenizer made them. Raises TokenizerError where the files of a tokenizer that is needed are broken.
+    """
     wish = config.data.tokenizer
-    source = Path(wish.vocab_file or wish.folder or "") if wish is not None else Path()
+    if wish is None:
+        return None, []
+    source = Path(wish.vocab_file or wish.folder or "")
     if not source.exists():
-        LOG.warning(f"data.tokenizer: {source} is not there, and the data do not say their vocabulary: it cannot be checked")
-        return None, config
-    tokenizer, config = open_tokenizer(config)
-    return describe_tokenizer(tokenizer), config
+        without = "training does without it, predict does not" if is_known else "the data do not say their vocabulary: it cannot be checked"
+        return None, [f"data.tokenizer: {source} is not there (looked for in {Path.cwd()}), and {without}"]
+    try:
+        return describe_tokenizer(_load_tokenizer(config)[0]), []
+    except TokenizerError as error:
+        if not is_known:
+            raise
+        return None, [f"data.tokenizer cannot be used, which training does without, but not predict: {error}"]

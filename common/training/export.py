@@ -25,7 +25,7 @@ from common.weights.names import parameter_shapes
 def export(config: RunConfig) -> None:
     """Write ``weights`` in the run folder. Raises CheckpointError naming every tensor that is missing, unexpected or not whole, and
     StorageError; an older export is then untouched."""
-    checkpoint = setup.weights_to_use(config, None)
+    checkpoint = setup.weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint, checksums=False)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in parameter_shapes(config.model).items()}

@@ -220,7 +220,7 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
             "samples_per_second": speed,
             "step_time": seconds,
             "data_wait": batches.waited / count,
-            "mfu": flops_per_token(config.model) * speed * config.model.seq_length / run.peak_flops if run.peak_flops else 0.0,
+            "mfu": flops_per_token(config.model) * speed * config.model.seq_length / run.peak_flops if run.peak_flops else None,
             "peak_memory": memory,
             "loss_scale": result.loss_scale,
             "consumed_samples": state.consumed_samples,

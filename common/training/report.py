@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ Row = dict[str, Any]
 
 WAIT_WORTH_A_WORD = 0.05
 """Share of a step spent waiting for data above which the line says so."""
+
+RECENT_STEPS = 100
+"""Steps whose median time predicts the time left."""
 
 
 class Report:
@@ -40,9 +45,14 @@ class Report:
         self.batch = batch
         self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
         self._rows: list[Row] = []
+        self._steps_seen = 0
+        self._times: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def step(self, row: Row) -> None:
         """Log a step when its turn has come; lines that average do so over the steps since the line before."""
+        self._steps_seen += 1
+        if self._steps_seen > self.config.train.sink_size:  # the first call of the engine compiles and fills caches
+            self._times.append(row["step_time"])
         if self._rows:  # of older rows only what is averaged is kept
             self._rows[-1] = {name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")}
         self._rows.append(row)
@@ -78,11 +88,21 @@ class Report:
         if row["mfu"]:
             parts.append(f"MFU {row['mfu']:.1%}")
         parts.append(f"{row['peak_memory'] / GIB:.2f} GiB")
+        seconds = self.seconds_left(row["step"])
+        if seconds is not None:
+            parts.append(f"eta {timedelta(seconds=round(seconds))}")
         if row["loss_scale"] != 1.0:
             parts.append(f"loss scale {row['loss_scale']:g}")
         if row["skipped"]:
             parts.append(f"SKIPPED ({'outlier' if row['outlier'] else 'gradient not finite'})")
         return [" | ".join(parts)]
+
+    def seconds_left(self, step: int) -> float | None:
+        """Time for the remaining steps at the median speed of recent ones, without validations and saves. None before the second step and
+        after the last."""
+        if not self._times or step >= self.last_step:
+            return None
+        return (self.last_step - step) * statistics.median(self._times)
 
     def validation_lines(self, row: Row) -> list[str]:
         loss, perplexity = row["validation_loss"], row["validation_perplexity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError
 from common.training.checkpoint import MANIFEST, find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
+from common.training.fits import require_same_model
 from common.training.log import LOG
 from common.training.plot import plot_loss
 from common.training.report import make_report, use_style
@@ -106,14 +108,14 @@ def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     if resume is not None:
         manifest = read_manifest(resume)
         _check_tokenizer(manifest, data.tokenizer_record, resume)
-        _check_model(manifest, config, resume)
+        require_same_model(manifest, config, resume, anew=wish == "auto")
         _tell_changes(manifest, config, data)
         return Start(resume=resume)
     if config.checkpoint.init_from is not None:
         weights = require_checkpoint(Path(config.checkpoint.init_from), "checkpoint.init_from")
         manifest = read_manifest(weights)
         _check_tokenizer(manifest, data.tokenizer_record, weights)
-        _check_model(manifest, config, weights)
+        require_same_model(manifest, config, weights)
         return Start(weights=weights)
     return Start()
 
@@ -126,8 +128,8 @@ def begin(config: RunConfig, start: Start) -> None:
     save_config(config, folder / "config.yaml")
 
 
-def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
-    """The checkpoint to evaluate or generate with: checkpoint.load, else the newest of the run folder, else checkpoint.init_from."""
+def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+    """The checkpoint to evaluate, generate with or export: checkpoint.load, else the run folder's newest, else checkpoint.init_from."""
     settings = config.checkpoint
     if settings.load is not None:
         checkpoint = require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
@@ -136,7 +138,7 @@ def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
         checkpoint = found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
     manifest = read_manifest(checkpoint)
     _check_tokenizer(manifest, tokenizer, checkpoint)
-    _check_model(manifest, config, checkpoint)
+    require_same_model(manifest, config, checkpoint, export=export)
     return checkpoint
 
 
@@ -161,6 +163,8 @@ def announce(config: RunConfig, data: TrainingData, device_name: str, start: Sta
         f" {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up {optimizer.warmup_steps}"
     )
     LOG.info(f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}")
+    for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # rank 0's alone
+        LOG.warning(remark)
     if data.no_validation is not None:
         LOG.warning(f"no validation: {data.no_validation}")
     if start.resume is not None:
@@ -202,15 +206,6 @@ def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingDat
     for key, value in now.items():
         if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
             LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
-
-
-def _check_model(manifest: dict[str, Any], config: RunConfig, checkpoint: Path) -> None:
-    """Refuse settings that fit every tensor and yet make another function of them."""
-    trained = manifest["config"].get("model", {})
-    for key in ("num_heads", "layer_norm_epsilon"):
-        now = getattr(config.model, key)
-        if trained.get(key) != now:
-            raise CheckpointError(f"{checkpoint}: trained with model.{key}={trained.get(key)}, the config says {now}; give the former")
 
 
 def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:

@@ -18,8 +18,7 @@ def test_cpu() -> None:
     device.synchronize()
     block = torch.ones(30_000_000)
     assert device.peak_memory() > block.nbytes
-    # between a slow core without vector units and a large socket
-    assert 1e9 < device.peak_flops("float32") < 1e14
+    assert device.peak_flops("float32") == 0.0, "a CPU's peak is not known, so there is no MFU"
 
 
 def test_random_state_is_restored() -> None:

@@ -85,8 +85,18 @@ def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
     task = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2)
     record = task.result(scores([8.0, 8.0], [0, 0])).record
     assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
-    assert [record[key] for key in ("word_perplexity", "bits_per_byte", "adjusted_perplexity", "token_ratio")] == [None] * 4
+    assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [None] * 3
     assert open_text(tmp_path, "a.txt", "x" * 17, max_samples=2).whole
+
+
+def test_bits_a_byte_of_a_part_count_the_bytes_of_its_tokens(tmp_path: Path) -> None:
+    """Windows of 8 targets each, behind a first token that is not scored; a character of two bytes among them."""
+    task = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2)
+    result = task.result(scores([8.0, 8.0], [0, 0]))
+    assert result.record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20) and result.record["scored_bytes"] == 20
+    assert any("bits per byte" in line for line in result.lines)
+    changed = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2, detokenize="wikitext")
+    assert changed.result(scores([8.0, 8.0], [0, 0])).record["bits_per_byte"] is None
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
+from common.training.log import LOG, start_log
 
 END = 256
 
@@ -75,6 +76,32 @@ def say(text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, 
     raw = text.encode() if isinstance(text, str) else text
     prompts = [Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)]
     write_continuations(Script(raw, rows), prompts, config(**predict), Bytes())  # type: ignore[arg-type]
+
+
+def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
+    file = tmp_path / "poems.txt"
+    say(" says ä\n", count=2, rows=2, output_file=str(file), strategy="sampling", top_k=1, num_sequences=2)
+    assert file.read_text(encoding="utf-8") == "p0 says ä\n\n\n" * 2 + "p1 says ä\n\n\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"temperature": 0.8}, "predict.temperature=0.8 without effect"),
+        ({"strategy": "greedy", "top_k": 40, "top_p": 0.9}, "predict.top_k=40 and predict.top_p=0.9 without effect"),
+        ({"temperature": 0.8, "strategy": "sampling"}, None),
+        ({"strategy": "greedy", "temperature": 1.0, "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
+    ],
+)
+def test_settings_that_greedy_does_not_look_at_are_said(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, Any], named: str | None
+) -> None:
+    start_log()
+    say("text", **settings)
+    LOG.handlers.clear()
+    out = capsys.readouterr().out
+    assert ("without effect" in out) == (named is not None) and (named or "") in out
+    assert named is None or "add predict.strategy=sampling" in out
 
 
 def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

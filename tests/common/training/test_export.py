@@ -165,11 +165,21 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
     manifest["files"]["model.rank_00001.safetensors"] = lost
     path.write_text(json.dumps(manifest))
-    deeper = MODEL | {"num_layers": 3}
-    with pytest.raises(CheckpointError, match=r"missing h\.2\.ln_1\.weight \[32\]; missing h\.2\.ln_1\.bias .* Give the model section"):
-        export(config_of(tmp_path, model=deeper))
-    with pytest.raises(CheckpointError, match=r"unexpected h\.1\.attn\.c_proj\.bias \[32\]; .* Give the model section"):
-        export(config_of(tmp_path, model=MODEL | {"num_layers": 1}))
+    # another size than the manifest's, and a manifest that says another size than its tensors have
+    for layers, fault in (
+        (3, r"missing h\.2\.ln_1\.weight \[32\]; missing h\.2\.ln_1\.bias"),
+        (1, r"unexpected h\.1\.attn\.c_proj\.bias \[32\]; "),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"num_layers is 2 there and {layers} in the config\. To use it, add: model\.num_layers=2$"
+        ):
+            export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
+        manifest["config"]["model"]["num_layers"] = layers
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=f"{fault}.* Give the model section"):
+            export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
+        manifest["config"]["model"]["num_layers"] = 2
+        path.write_text(json.dumps(manifest))
     # a tensor in a rank's file that the manifest does not know
     for file in manifest["files"].values():
         file.get("pieces", {}).pop("ln_f.bias", None)

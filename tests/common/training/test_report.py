@@ -149,8 +149,31 @@ def test_our_words(lines: Any) -> None:
     waiting, skipped = make_row(2, data_wait=0.3, mfu=0.25), make_row(3, skipped=True, outlier=True, data_wait=0.09)
     first, second = lines(config, [make_row(1), waiting, skipped])
     head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
-    assert first == head + " | data wait 15% | MFU 25.0% | 1.50 GiB | loss scale 65536"
+    assert first == head + " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"  # 499998 steps of 2 s
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
+
+
+def test_without_a_peak_there_is_no_mfu(lines: Any) -> None:
+    [line] = lines(make_config("gpt2"), [make_row(1, mfu=None)])
+    assert "MFU" not in line
+
+
+def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
+    """Without the first step of the process, which compiles, and without validations; a resumed run counts the rest alone."""
+    config = make_config("gpt2", train__max_steps=1000, logging__hash_interval=0)
+    validation = {"step": 903, "validation_loss": 3.0, "validation_perplexity": 20.0, "validation_tokens": 8, "validation_time": 500.0}
+    seconds = [60.0, 1.0, 2.0, 9.0]
+    rows = [make_row(900 + n, step_time=time) for n, time in enumerate(seconds, 1)]
+    found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
+    times = [re.search(r"eta ([\d:]+)", line) for line in found]
+    # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at the end
+    assert [time and time[1] for time in times] == [None, "0:01:38", "0:02:26", None, "0:03:12", None]
+
+
+def test_the_time_left_follows_a_run_whose_speed_changes(lines: Any) -> None:
+    rows = [make_row(step, step_time=1.0 if step <= 200 else 4.0) for step in range(1, 301)]
+    found = lines(make_config("gpt2", train__max_steps=1000, logging__hash_interval=0), rows)
+    assert "eta 0:46:40" in found[-1]  # 700 steps of 4 s
 
 
 @pytest.mark.parametrize("style", STYLES)
