@@ -21,9 +21,9 @@ def config(device: str, device_id: int = 0) -> RunConfig:
 
 
 def test_the_cause_comes_first() -> None:
-    with pytest.raises(DeviceError, match=r"^device=auto became cpu because no GPU or NPU is seen here[^\n]*\nno bfloat16$"):
-        with naming_auto(config("auto"), "cpu", "GPU or NPU"):
-            raise DeviceError("no bfloat16")
+    message = r"^device=auto became cpu because no GPU or NPU is seen here[^\n]*\nno bfloat16$"
+    with pytest.raises(DeviceError, match=message), naming_auto(config("auto"), "cpu", "GPU or NPU"):
+        raise DeviceError("no bfloat16")
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("auto", "npu"), ("npu", "npu")])
