@@ -25,6 +25,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.cluster.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
 from common.cluster.places import Places, find_places, parse_range, places_of_table
 from common.cluster.plan import describe_cluster, layout_remarks
@@ -344,4 +349,4 @@ def _open_standard_streams() -> None:
 
 if __name__ == "__main__":
     _open_standard_streams()
-    sys.exit(main())
+    run_script(main)

@@ -18,8 +18,8 @@ def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
         if config.device != "auto" or kind != "cpu":
             raise
         raise type(error)(
-            f"device=auto became cpu because no {missing} is seen here, and a CPU cannot run this; on a machine with one, check that its"
-            f" driver is loaded, or set device={_WANTED[config.backend]} to learn why it is not found.\n{error}"
+            f"device=auto became cpu because no {missing} is seen here (where there is one, device={_WANTED[config.backend]} tells why it"
+            f" is not found), and the CPU refuses this: {error}"
         ) from None
 
 

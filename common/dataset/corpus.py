@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from common.errors import DataError
+from common.paths import looked_in
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
@@ -62,7 +63,7 @@ def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
     if path.is_dir():
         raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
     if not path.is_file():
-        raise DataError(f"{path}: not found; check --input")
+        raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with path.open("rb") as raw, _readable(path):
         gzipped = raw.read(2) == _GZIP_MAGIC
         raw.seek(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
+from common.paths import looked_in
 from common.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 100
@@ -27,14 +28,20 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
     Raises ConfigError or DataError, with the line of a file.
     """
-    settings, positions = config.predict, config.model.max_positions
+    positions = config.model.max_positions
     assert positions is not None
+    return [_encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)]
+
+
+def given_prompts(config: RunConfig) -> list[tuple[str, str]]:
+    """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises ConfigError or DataError."""
+    settings = config.predict
     found = [("predict.prompt", text) for text in settings.prompt]
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
         raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE")
-    return [_encode(text, where, config, tokenizer, positions) for where, text in found]
+    return found
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
@@ -42,7 +49,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     try:
         content = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"predict.prompt_file={path}: cannot be read: {error.strerror}; give a text or .jsonl file of prompts") from None
+        raise DataError(
+            f"predict.prompt_file={path}: cannot be read: {error.strerror}{looked_in(path)}; give a text or .jsonl file of prompts"
+        ) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8") from None

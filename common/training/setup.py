@@ -126,14 +126,18 @@ def begin(config: RunConfig, start: Start) -> None:
     save_config(config, folder / "config.yaml")
 
 
-def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
-    """The checkpoint to evaluate or generate with: checkpoint.load, else the newest of the run folder, else checkpoint.init_from."""
+def checkpoint_to_use(config: RunConfig) -> Path:
+    """checkpoint.load, else the newest checkpoint of the run folder, else checkpoint.init_from. Raises CheckpointError."""
     settings = config.checkpoint
     if settings.load is not None:
-        checkpoint = require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
-    else:
-        found = find_checkpoint(Path(config.output_dir))
-        checkpoint = found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+        return require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+    found = find_checkpoint(Path(config.output_dir))
+    return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+
+
+def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None) -> Path:
+    """The checkpoint to evaluate or generate with, once its tokenizer and its model are those of the config."""
+    checkpoint = checkpoint_to_use(config)
     manifest = read_manifest(checkpoint)
     _check_tokenizer(manifest, tokenizer, checkpoint)
     _check_model(manifest, config, checkpoint)

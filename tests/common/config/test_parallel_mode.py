@@ -177,7 +177,7 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
         check_here(resolved(device="auto", parallel__zero_stage=2), tmp_path)
     assert check_here(resolved(device="auto"), tmp_path) == "cpu"
     for refused in ({"train__recompute_slice_activation": True, "train__recompute": "full"}, {"context__device_id": 3}):
-        with pytest.raises(ConfigError, match=r"^device=auto became cpu because no Ascend is seen here.*\n.*(leave it out)"):
+        with pytest.raises(ConfigError, match=r"^device=auto became cpu because no Ascend is seen here .*leave it out"):
             check_here(resolved(device="auto", parallel__model_parallel=2, **refused), tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "davinci0").touch()
