@@ -68,6 +68,16 @@ USAGE = (
 USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE] [section.key=value ...]"
 
 
+_ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
+
+    bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                on device DEVICE_ID, counted from 0
+    bash scripts/run_standalone.sh CONFIG 0 train train.max_steps=9                      any key of the configuration may follow
+
+Its log is mf_standalone/mindformer.log in the run folder. DRY_RUN=1 before the command shows what the process would get and starts
+nothing; DETACH=1 returns at once. Exit code 0: it ended well; 2: bad arguments; else its own, 128+n: signal n.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What the positional words ask for. table: its path, and None for none; numbers: devices, or with rank_size global ranks."""
@@ -82,7 +92,10 @@ class Order:
 
 def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"run_{kind}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=f"run_{kind}.sh",
+        description=_ABOUT_STANDALONE if kind == "standalone" else __doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--log_dir", type=Path, metavar="DIR", help="where mf_parallel{rank}/ goes (default: output_dir of the config)")
     parser.add_argument("--follow", action="store_true", help="copy the log of the first rank to standard output")
@@ -100,7 +113,9 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    kind, *words = sys.argv[1:] if words is None else words
+    kind, *words = (sys.argv[1:] if words is None else words) or ["--help"]
+    if kind in ("--help", "-h"):
+        kind, words = "distribute", ["--help"]
     try:
         if kind == "over_ssh":  # this file again, once a host
             return run_over_ssh(*words)
