@@ -201,8 +201,12 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
         )
     else:
         from common.parallel.planner import describe_plan, make_plan
+        from common.parallel.room import fits_machine
 
-        text = describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks, device=device)
+        found = make_plan(config)
+        text = describe_plan(found, config, all_ranks=arguments.all_ranks, device=device)
+        if device is None and (here := fits_machine(config, found.peak)):
+            text += f"\n{here}\n"
     sys.stdout.write(text)
 
 
@@ -210,7 +214,8 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
     from common.config.engine import check_here
     from common.config.resolve import ONE_DEVICE_MODES, export_format
-    from common.errors import ConfigError
+    from common.errors import ConfigError, RunError
+    from common.parallel.room import out_of_memory
     from common.parallel.topology import Topology
     from common.training.inputs import check_inputs
     from common.training.log import LOG
@@ -240,7 +245,14 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         except ImportError as error:
             raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
         entry = getattr(importlib.import_module(f"{package}.{name}"), name)
-    entry(config, process)
+    try:
+        entry(config, process)
+    except (MemoryError, RuntimeError, ValueError, OSError) as error:
+        rank = process.rank % Topology.from_config(config.parallel).world_size
+        message = out_of_memory(error, config, rank=rank, training=name == "train")
+        if message is None:
+            raise
+        raise RunError(message) from None
 
 
 if __name__ == "__main__":

@@ -71,6 +71,12 @@ class MindSporeDevice:
             return int(ms.runtime.max_memory_allocated())
         return peak_resident_bytes()
 
+    def total_memory(self) -> int | None:
+        if self.kind == "cpu":
+            return None
+        size = getattr(ms.hal.get_device_properties(self.index), "total_memory", 0)
+        return int(size) or None
+
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
 

@@ -78,6 +78,9 @@ class TorchDevice:
     def peak_memory(self) -> int:
         return int(self.module.max_memory_allocated())
 
+    def total_memory(self) -> int | None:
+        return None if self.kind == "cpu" else int(self.module.mem_get_info()[1])
+
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

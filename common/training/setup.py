@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.cluster.environment import Process
 from common.config.load import flatten, save_config
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
+from common.device import Device
 from common.errors import CheckpointError, ConfigError
+from common.parallel.room import check_room
+from common.parallel.topology import Topology
 from common.training.checkpoint import MANIFEST, find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
 from common.training.log import LOG
@@ -63,6 +67,20 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         lock.flush()
         os.fsync(lock.fileno())
         yield
+
+
+def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
+    """Hold the plan's memory against what is there, before anything is allocated. Raises ConfigError where it cannot fit."""
+    warning = check_room(
+        config,
+        kind=device.kind,
+        device_memory=device.total_memory(),
+        rank=process.rank % Topology.from_config(config.parallel).world_size,
+        ranks=min(process.local_world_size, Topology.from_config(config.parallel).world_size),
+        training=training,
+    )
+    if warning is not None and process.rank == 0:
+        LOG.warning(warning)
 
 
 def holder(folder: Path) -> str:
