@@ -7,41 +7,69 @@ Exit code 0: success; 2: bad input or configuration; 1: failure at run time; 128
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common.interrupts import end_at_interrupts, ending_at_interrupts, raise_interrupts
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 import argparse
 import importlib
 import os
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from common.cluster.environment import Process
     from common.config.schema import RunConfig
     from common.modelarts.arguments import Job
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+MODES = {
+    "train": ("train, or go on with a run that was stopped", "data.train=data/own_text_document output_dir=output/own"),
+    "finetune": ("train from the weights of a checkpoint", "checkpoint.init_from=output/quickstart output_dir=output/tuned"),
+    "eval": ("loss and perplexity of a checkpoint", "output_dir=output/quickstart"),
+    "predict": ("continue a prompt", "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling predict.top_k=40"),
+    "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
+    "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
+}
+"""What each run mode does, and an example of the words behind it."""
+RUN_MODES = tuple(MODES)
 
-RUN_MODES = ("train", "finetune", "eval", "predict", "export", "plan")
 
-
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> argparse.Namespace:
+    """The command line. program, more: the name under which it was started, and what its help says besides. Raises ConfigError."""
+    width = max(map(len, MODES)) + 2
+    modes = "".join(f"  {mode:<{width}}{what}\n  {'':<{width}}  --run_mode {mode} {example}\n" for mode, (what, example) in MODES.items())
     parser = argparse.ArgumentParser(
-        prog="run_gpt2.py",
+        prog=program,
         description="Train, evaluate, generate with and export GPT-2 from one YAML.",
-        epilog="Any key of the configuration can follow as section.key=value, for example train.max_steps=100."
-        " All keys: configs/schema.json, or any run folder's config.yaml. ModelArts jobs and MindFormers' arguments: docs/modelarts.md.",
+        epilog=f"run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:\n{modes}\n{more}"
+        "Any key of the configuration can follow as section.key=value, for example train.max_steps=100; --explain train lists those of a\n"
+        "section. ModelArts jobs and MindFormers' arguments: docs/modelarts.md.\n\n"
+        "exit codes: 0 success, 1 failed at run time, 2 input or configuration at fault, 130 Ctrl-C, 143 SIGTERM (both after saving)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML, for example configs/gpt2/run_gpt2.yaml")
+    parser.add_argument("--run_mode", required=True, choices=RUN_MODES, help="what to do: see below")
     parser.add_argument(
-        "--run_mode", required=True, choices=RUN_MODES, help="what to do; plan shows ranks, batch and memory and starts nothing"
+        "--explain",
+        action=_Explain,
+        metavar="KEY",
+        help="type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a section; other systems' names"
+        " are understood; starts nothing",
     )
     parser.add_argument("--all_ranks", action="store_true", help="plan lists every rank, of more than 64 too")
     parser.add_argument("--accelerator", metavar="NAME", help='plan estimates the time of a step on it, such as "Ascend 910A" or H100')
     parser.add_argument("--devices", type=int, metavar="N", help="plan suggests layouts for so many of --accelerator")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
-    arguments = parser.parse_intermixed_args(words)
+    arguments, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        parser.error(_unrecognized(unknown, sys.argv[1:] if words is None else words))
     for name in ("all_ranks", "accelerator", "devices"):
         if getattr(arguments, name) and arguments.run_mode != "plan":
             parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
@@ -50,7 +78,32 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(words: list[str] | None = None) -> int:
+class _Explain(argparse.Action):
+    """Prints a key of the schema and ends, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        from common.config.explain import explain_key
+
+        sys.stdout.write(explain_key(values))
+        parser.exit()
+
+
+def _unrecognized(unknown: Sequence[str], words: Sequence[str]) -> str:
+    """Names the words that are no argument, and for each the key that it may mean, with the value that was given."""
+    from common.config.hints import key_for_flag
+
+    lines = [f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written section.key=value"]
+    for word in unknown:
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals:
+            behind = words[words.index(word) + 1 :][:1] if word in words else []
+            value = behind[0] if behind and not behind[0].startswith("-") and "=" not in behind[0] else "..."
+        if found := key_for_flag(name, value):
+            lines.append(f"{word}: did you mean {found}?")
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> int:
     environ = dict(os.environ)  # the launcher's variables, some of which the next line removes
     # What is imported here loads no library, so that --help answers at once.
     from common.launcher.heartbeat import start_heartbeat
@@ -61,7 +114,7 @@ def main(words: list[str] | None = None) -> int:
 
     try:
         job = translate(sys.argv[1:] if words is None else words, environ)
-        return run(parse_arguments(list(job.words)), job, environ)
+        return run(parse_arguments(list(job.words), program=program, more=more), job, environ)
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -82,6 +135,7 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     from common.modelarts import files, job as platform
     from common.training.log import LOG, start_log
 
+    raise_interrupts()
     if arguments.run_mode == "plan":
         plan(arguments, environ)
         return 0
@@ -147,8 +201,12 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
         )
     else:
         from common.parallel.planner import describe_plan, make_plan
+        from common.parallel.room import fits_machine
 
-        text = describe_plan(make_plan(config), config, all_ranks=arguments.all_ranks, device=device)
+        found = make_plan(config)
+        text = describe_plan(found, config, all_ranks=arguments.all_ranks, device=device)
+        if device is None and (here := fits_machine(config, found.peak)):
+            text += f"\n{here}\n"
     sys.stdout.write(text)
 
 
@@ -156,8 +214,10 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
     from common.config.engine import check_here
     from common.config.resolve import ONE_DEVICE_MODES, export_format
-    from common.errors import ConfigError
+    from common.errors import ConfigError, RunError
+    from common.parallel.room import out_of_memory
     from common.parallel.topology import Topology
+    from common.training.inputs import check_inputs
     from common.training.log import LOG
     from common.training.stop import receive_interrupts
 
@@ -174,16 +234,25 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         export(config)
         return
     check_here(config)
+    if process.rank == 0:
+        check_inputs(run_mode, config)
     if config.backend == "mindspore":
         receive_interrupts()
-    try:
-        importlib.import_module(config.backend)
-    except ImportError as error:
-        raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
-    if run_mode == "finetune" and config.checkpoint.init_from is None:
-        raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
     name = {"train": "train", "finetune": "train", "eval": "evaluate", "predict": "predict", "export": "export"}[run_mode]
-    getattr(importlib.import_module(f"{package}.{name}"), name)(config, process)
+    with ending_at_interrupts():
+        try:
+            importlib.import_module(config.backend)
+        except ImportError as error:
+            raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
+        entry = getattr(importlib.import_module(f"{package}.{name}"), name)
+    try:
+        entry(config, process)
+    except (MemoryError, RuntimeError, ValueError, OSError) as error:
+        rank = process.rank % Topology.from_config(config.parallel).world_size
+        message = out_of_memory(error, config, rank=rank, training=name == "train")
+        if message is None:
+            raise
+        raise RunError(message) from None
 
 
 if __name__ == "__main__":

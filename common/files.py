@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from common.errors import ConfigError, StorageError, UserError
+from common.paths import looked_in
 
 
 @contextmanager
@@ -22,7 +23,8 @@ def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        raise error(f"{reason.filename or path}: {unreadable(reason)}") from None
+        name = reason.filename or path
+        raise error(f"{name}: {unreadable(reason)}{looked_in(name) if isinstance(reason, FileNotFoundError) else ''}") from None
 
 
 def unreadable(reason: OSError) -> str:

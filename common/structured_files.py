@@ -52,10 +52,10 @@ class DuplicateKeyError(MalformedError):
 def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
     with open_input(path, error) as file, reading(path, error):
-        if os.fstat(file.fileno()).st_size <= limit:
-            content: bytes = file.read(limit + 1)
-            if len(content) <= limit:
-                return content
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            content: bytes = file.read(size)
+            return content
     raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
 
 

@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 
 from common.cluster.environment import ALONE, Process
+from common.config.auto_device import check_device_id, naming_auto
 from common.config.engine import check_mindspore
 from common.config.schema import RunConfig
 from common.config.vendor import mindspore_context
@@ -67,6 +68,12 @@ class MindSporeDevice:
             return int(ms.runtime.max_memory_allocated())
         return peak_resident_bytes()
 
+    def total_memory(self) -> int | None:
+        if self.kind == "cpu":
+            return None
+        size = getattr(ms.hal.get_device_properties(self.index), "total_memory", 0)
+        return int(size) or None
+
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
 
@@ -118,15 +125,16 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
 
 def check_support(config: RunConfig, device: MindSporeDevice) -> None:
     """Refuse what this device cannot do. Raises ConfigError or DeviceError."""
-    check_mindspore(config, device.kind)
-    precision = config.precision
-    if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
-        raise ConfigError("context.max_device_memory and context.enable_graph_kernel are for accelerators; leave them out on a CPU")
-    for part, float_name in precision.model_dump().items():
-        if not device.supports(float_name):
-            raise DeviceError(
-                f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use float32, or float16 with dynamic loss scale"
-            )
+    with naming_auto(config, device.kind, "Ascend"):
+        check_device_id(config, device.kind)
+        check_mindspore(config, device.kind)
+        if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
+            raise ConfigError("context.max_device_memory and context.enable_graph_kernel are for accelerators; leave them out on a CPU")
+        for part, float_name in config.precision.model_dump().items():
+            if not device.supports(float_name):
+                raise DeviceError(
+                    f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use float32, or float16 with dynamic loss scale"
+                )
 
 
 def _make_folder(path: str) -> None:

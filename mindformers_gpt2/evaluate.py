@@ -18,6 +18,7 @@ from mindformers_gpt2.model import GPT2, build_model
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device)
     task, config = open_task(config)
     checkpoint = setup.weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)

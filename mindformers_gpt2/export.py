@@ -43,6 +43,7 @@ TOLERANCE = 1e-6
 
 def export(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device)
     checkpoint = setup.weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")

@@ -21,6 +21,7 @@ from mindformers_gpt2.model import GPT2, build_model
 
 def predict(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device)
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
     checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))

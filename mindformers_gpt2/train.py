@@ -29,6 +29,7 @@ from mindformers_gpt2.world import open_world
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device, training=True)
     at = Topology.from_config(config.parallel).coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
     whole = compiled and config.parallel.full_batch is not False

@@ -7,6 +7,22 @@
 #
 # The run folder is output/quickstart. Starting it again does only what is missing.
 set -euo pipefail
+for word in "$@"; do case "$word" in --help | -h)
+    cat <<'END'
+usage: bash scripts/quickstart.sh [section.key=value ...]
+
+From nothing to a trained GPT-2 on real text: makes the environment .venv (about 1.2 GB), fetches vocabulary and corpus, trains about 11M
+parameters for 300 steps (a few minutes on 2 CPU cores), evaluates and generates. The run folder is output/quickstart. Starting it again
+does only what is missing.
+
+  bash scripts/quickstart.sh                         the whole of it
+  bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
+  QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
+
+exit codes: 0 success, 1 a step failed, 2 a word is at fault, 130 Ctrl-C (the same command goes on from there)
+END
+    exit 0 ;;
+esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 

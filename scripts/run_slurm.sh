@@ -22,6 +22,23 @@ set -euo pipefail
 # module load cuda/12.4
 # conda activate gpt2
 
+for word in "$@"; do case "$word" in --help | -h)
+    cat <<'END'
+usage: sbatch [sbatch's options] scripts/run_slurm.sh CONFIG MODE [section.key=value ...]
+
+A Slurm job: one task a device, each of them run_gpt2.py, which finds its rank in Slurm's variables. Submit it from the repository, or
+set GPT2_ROOT to it. The #SBATCH lines of this file are the defaults; options before its name win.
+
+  CONFIG   the run's YAML, for example configs/gpt2/run_gpt2_1.3b_fleetx.yaml
+  MODE     train, finetune, eval, predict, export or plan
+
+  sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
+
+exit codes: 0 success, 2 a word or the configuration is at fault, 143 the time limit came (submit it again: it goes on), else that of
+the first task that failed
+END
+    exit 0 ;;
+esac; done
 if [ $# -lt 2 ]; then
     echo "Usage Help: sbatch run_slurm.sh CONFIG MODE [section.key=value ...]" >&2
     exit 2

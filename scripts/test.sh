@@ -1,6 +1,20 @@
 #!/usr/bin/env bash
 # Make the environment and run the whole test suite, a process a core up to four. Arguments go to pytest: bash scripts/test.sh tests/common -k batch
 set -euo pipefail
+for word in "$@"; do case "$word" in --help | -h)
+    cat <<'END'
+usage: bash scripts/test.sh [pytest's arguments ...]
+
+Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, development tools) and runs the whole test suite, a process a
+core up to four: more than half an hour on two cores.
+
+  bash scripts/test.sh                               everything
+  bash scripts/test.sh tests/common -k batch         a part of it; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
+
+exit codes: 0 all passed, 1 some failed, 2 interrupted or a word is at fault, 5 no test was found
+END
+    exit 0 ;;
+esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 use_environment torch,fast,mindspore,deepspeed,dev

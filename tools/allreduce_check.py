@@ -1,10 +1,16 @@
 """One rank of the doctor's all-reduce: reports each stage to its log, sums a tensor over all ranks and checks the sum.
 
-Started by tools/doctor.py, under the variables that a launched rank gets, as `allreduce_check.py torch|mindspore cpu|cuda|npu SECONDS`.
+tools/doctor.py starts it, once a rank, under the variables that a launched rank gets (RANK, RANK_SIZE, MASTER_ADDR, ...); for the check
+itself run
+
+    python tools/doctor.py --help
+
+Exit codes: 0 the sum is right, 1 it is not, 2 an argument is at fault.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,6 +21,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
 
 from common.cluster import is_loopback
 from common.cluster.listening import listen
@@ -31,11 +42,18 @@ Reduce = Callable[[float], tuple[float, float, float]]
 
 
 def main() -> int:
-    backend, device, seconds = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", choices=("torch", "mindspore"), help="the framework whose collectives are tried")
+    parser.add_argument("device", choices=("cpu", "cuda", "npu"), help="the kind of device")
+    parser.add_argument("seconds", type=float, help="how long to wait for the other ranks")
+    arguments = parser.parse_args()
+    if "RANK_SIZE" not in os.environ:
+        parser.error("RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that")
+    backend, device, seconds = arguments.backend, arguments.device, arguments.seconds
     start_heartbeat()
     report("started")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
-    reduce = {"torch": join_torch, "mindspore": join_mindspore}[backend](device, float(seconds), rank, world)
+    reduce = {"torch": join_torch, "mindspore": join_mindspore}[backend](device, seconds, rank, world)
     if reduce is None:  # MindSpore's scheduler
         return 0
     report("group made")
@@ -49,7 +67,7 @@ def main() -> int:
             report("wrong sum", found=least if least != expected else most, expected=expected)
             return 1
     report("reduced", first=times[0], seconds=sorted(times[1:])[REPEATS // 2], ready=ready, bytes=4 * ELEMENTS)
-    time.sleep(float(seconds))  # others may still need this rank's connections (MindSpore's do); the doctor ends all of them
+    time.sleep(seconds)  # others may still need this rank's connections (MindSpore's do); the doctor ends all of them
     return 0
 
 
@@ -122,4 +140,4 @@ def join_mindspore(device: str, seconds: float, rank: int, world: int) -> Reduce
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

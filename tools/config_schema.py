@@ -1,12 +1,24 @@
-"""Print the JSON Schema of a run's YAML, for editors: python tools/config_schema.py > configs/schema.json"""
+"""Print the JSON Schema of a run's YAML, which editors use for completion and checks:
+
+    python tools/config_schema.py > configs/schema.json
+
+A single key in words: python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for an argument.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
+import argparse
+import json
 
 from common.config.schema import RunConfig
 
@@ -26,5 +38,11 @@ def config_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(arguments)
     sys.stdout.write(config_schema())
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -22,6 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
 from common.conversion.logits import NEEDED, Runner
 from common.conversion.weights import FLOATS
@@ -109,4 +114,4 @@ def _run(module: str, function: str, *arguments: Any) -> Any:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # a scheduler's, which else leaves half of the output there
-    sys.exit(main())
+    run_script(main)

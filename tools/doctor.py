@@ -25,6 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common import whole_numbers as whole
 from common.cluster import RankTable, read_table, remarks
 from common.cluster.places import HERE, Places, find_places, parse_range, places_of_table
@@ -232,4 +237,4 @@ def sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -22,6 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.errors import DataError, GPT2Error
 from common.files import atomic_write
 
@@ -119,4 +124,4 @@ def _write(path: Path, content: bytes, sha256: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -18,6 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common import whole_numbers
 from common.cluster import (
     Device,
@@ -161,4 +166,4 @@ def _server_id(given: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

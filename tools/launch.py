@@ -26,6 +26,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 import run_gpt2
 from common import whole_numbers
 from common.cluster.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
@@ -69,6 +74,16 @@ USAGE = (
 USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE] [section.key=value ...]"
 
 
+_ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
+
+    bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                on device DEVICE_ID, counted from 0
+    bash scripts/run_standalone.sh CONFIG 0 train train.max_steps=9                      any key of the configuration may follow
+
+Its log is mf_standalone/mindformer.log in the run folder. DRY_RUN=1 before the command shows what the process would get and starts
+nothing; DETACH=1 returns at once. Exit code 0: it ended well; 2: bad arguments; else its own, 128+n: signal n.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What the positional words ask for. table: its path, and None for none; numbers: devices, or with rank_size global ranks."""
@@ -83,7 +98,10 @@ class Order:
 
 def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"run_{kind}.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=f"run_{kind}.sh",
+        description=_ABOUT_STANDALONE if kind == "standalone" else __doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--log_dir", type=Path, metavar="DIR", help="where mf_parallel{rank}/ goes (default: output_dir of the config)")
     parser.add_argument("--quiet", action="store_true", help="do not show what the first rank writes: progress, losses, results")
@@ -104,7 +122,9 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    kind, *words = sys.argv[1:] if words is None else words
+    kind, *words = (sys.argv[1:] if words is None else words) or ["--help"]
+    if kind in ("--help", "-h"):
+        kind, words = "distribute", ["--help"]
     try:
         if kind == "over_ssh":  # this file again, once a host
             return run_over_ssh(*words)
@@ -383,4 +403,4 @@ def _open_standard_streams() -> None:
 
 if __name__ == "__main__":
     _open_standard_streams()
-    sys.exit(main())
+    run_script(main)

@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.errors import GPT2Error
 from common.training.plot import plot_runs
 from common.whole_numbers import shortened, whole_number
@@ -59,4 +64,4 @@ def _rows(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

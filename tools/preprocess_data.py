@@ -23,6 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import Format
@@ -35,6 +40,7 @@ from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested, StorageError
 from common.files import temporary_folder
+from common.tokenizer import TOKENIZERS
 
 if TYPE_CHECKING:
     from mindformers_gpt2.data import WrittenMindRecord
@@ -158,10 +164,20 @@ def _parser() -> argparse.ArgumentParser:
         help=f"refuse a document of more MiB: it is held in memory whole, several times (default: {DOCUMENT_BYTES >> 20})",
     )
     group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
+    group.add_argument(
+        "--tokenizer-type",
+        default="GPT2BPETokenizer",
+        metavar="KIND",
+        help=f"kind of tokenizer: {', '.join(sorted(TOKENIZERS))} (byte-level BPE; default)",
+    )
     group.add_argument("--vocab-file", "--vocab", required=True, type=Path, metavar="FILE", help="vocab.json, or a folder with both files")
     group.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt")
-    group.add_argument("--tokenizer-backend", choices=("auto", "gigatoken", "tiktoken", "tokenizers"), default="auto")
+    group.add_argument(
+        "--tokenizer-backend",
+        choices=("auto", "gigatoken", "tiktoken", "tokenizers"),
+        default="auto",
+        help="library that does the work; all give the same ids; auto takes the fastest that is installed (default: auto)",
+    )
     group.add_argument(
         "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="put <|endoftext|> behind each document (default: on)"
     )
@@ -250,4 +266,4 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from common.cluster.environment import ALONE, Process
+from common.config.auto_device import check_device_id, naming_auto
 from common.config.schema import RunConfig
 from common.device import GIB, accelerator_flops, device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
@@ -73,6 +74,9 @@ class TorchDevice:
 
     def peak_memory(self) -> int:
         return int(self.module.max_memory_allocated())
+
+    def total_memory(self) -> int | None:
+        return None if self.kind == "cpu" else int(self.module.mem_get_info()[1])
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -139,11 +143,13 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None, perh
 
 def check_support(config: RunConfig, device: TorchDevice) -> None:
     """Refuse what torch devices cannot do in this version. Raises ConfigError or DeviceError."""
-    if device.kind == "cpu" and config.context.max_device_memory:
-        raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
-    for part, float_name in config.precision.model_dump().items():
-        if not device.supports(float_name):
-            raise DeviceError(f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic loss scale, or float32")
+    with naming_auto(config, device.kind, "GPU or NPU"):
+        check_device_id(config, device.kind)
+        if device.kind == "cpu" and config.context.max_device_memory:
+            raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
+        for part, float_name in config.precision.model_dump().items():
+            if not device.supports(float_name):
+                raise DeviceError(f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic loss scale, or float32")
 
 
 def _has_npu() -> bool:

@@ -30,6 +30,7 @@ from torch_gpt2.world import World, open_world
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device)
     topology = Topology.from_config(config.parallel)
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)

@@ -27,6 +27,7 @@ from torch_gpt2.world import open_world
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    setup.check_memory(config, process, device, training=True)
     at = Topology.from_config(config.parallel).coordinates(process.rank)
     data, config = open_data(config, rank=at.data)
     folder = Path(config.output_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common.config.auto_device import check_device_id, naming_auto
 from common.config.parallel_mode import check_parallel_mode, compiled_mode
 from common.config.schema import DeepSpeedConfig, ParallelConfig, RunConfig
 from common.config.vendor import deepspeed_settings
@@ -138,7 +139,9 @@ def check_here(config: RunConfig, root: Path = Path("/")) -> str:
     """The device of a resolved run that this host is about to start, as far as known without a framework: on MindSpore ``auto`` can only
     be the CPU where the host shows no Ascend (/dev/davinciN). Raises ConfigError as ``check_mindspore``."""
     if config.backend == "mindspore" and config.device == "auto" and not any((root / "dev").glob("davinci[0-9]*")):
-        check_mindspore(config, "cpu")
+        with naming_auto(config, "cpu", "Ascend"):
+            check_device_id(config, "cpu")
+            check_mindspore(config, "cpu")
         return "cpu"
     return config.device
 

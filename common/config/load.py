@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from common.config.hints import explain
 from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
@@ -43,7 +44,7 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault, sources or {}) for fault in error.errors()]
+        lines = [explain(fault, sources or {}) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -177,74 +178,3 @@ def _annotation(path: Path_) -> Any:
         annotation = model.model_fields[str(key)].annotation
         model = annotation
     return annotation
-
-
-# ---- messages ----
-
-
-def _explain(fault: Any, sources: Sources) -> str:
-    path: Path_ = tuple(fault["loc"])
-    dotted = ".".join(map(str, path))
-    where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
-    prefix = f"{where}: {dotted}" if where else dotted
-    if path and path[-1] == "<<":
-        return f"{prefix}: YAML merge keys are not supported; list the other file under base:"
-    if fault["type"] == "extra_forbidden":
-        near = _nearest_key(path)
-        return f"{prefix}: unknown key" + (f"; did you mean {near}?" if near else "")
-    if fault["type"] == "missing":
-        return f"{prefix}: required, and in no file; add it or give {dotted}=... on the command line"
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "value_error":
-        return f"{prefix}: {message}"
-    return f"{prefix}: {message[0].lower()}{message[1:]}, found {fault['input']!r}"
-
-
-# What other systems call our keys: a hint for people who come from there.
-_ELSEWHERE = {
-    "lr": "optimizer.learning_rate",
-    "min_lr": "optimizer.min_learning_rate",
-    "epochs": "train.max_epochs",
-    "train_iters": "train.max_steps",
-    "batch_size": "train.micro_batch_size",
-    "accumulate_steps": "train.accumulation_steps",
-    "gradient_accumulation": "train.accumulation_steps",
-    "max_grad_norm": "optimizer.clip_grad",
-    "tensor_model_parallel_size": "parallel.model_parallel",
-    "mp_degree": "parallel.model_parallel",
-    "dp_degree": "parallel.data_parallel",
-    "pp_degree": "parallel.pipeline_stage",
-    "sharding_stage": "parallel.zero_stage",
-    "num_attention_heads": "model.num_heads",
-    "n_layer": "model.num_layers",
-    "n_embd": "model.hidden_size",
-    "n_head": "model.num_heads",
-    "load_checkpoint": "checkpoint.init_from",
-    "ckpt_dir": "checkpoint.resume",
-}
-
-
-def _nearest_key(path: Path_) -> str | None:
-    keys = dict(_schema_keys(RunConfig))
-    section = ".".join(map(str, path[:-1]))
-    siblings = [key for key in keys if key.rpartition(".")[0] == section]
-    name = str(path[-1])
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
-    values = [key for key, is_section in keys.items() if not is_section]
-    for candidates in (siblings, values):
-        by_name = {key.rpartition(".")[2]: key for key in candidates}
-        near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
-        if near:
-            return by_name[near[0]]
-    return None
-
-
-def _schema_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every dotted key, and whether it is a section."""
-    for name, field in model.model_fields.items():
-        options = (field.annotation, *typing.get_args(field.annotation))
-        sections = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
-        yield f"{prefix}{name}", bool(sections)
-        for section in sections:
-            yield from _schema_keys(section, f"{prefix}{name}.")

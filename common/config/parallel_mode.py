@@ -69,8 +69,8 @@ def _check_explicit(config: RunConfig) -> None:
     )
     if words:
         raise ConfigError(
-            f"{words}: of parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel) on several Ascends alone; leave out with"
-            f" parallel_mode={parallel.parallel_mode or 'left out'} here"
+            f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel) have this, on several Ascends; leave it out"
+            f"{f' with parallel_mode={parallel.parallel_mode}' if parallel.parallel_mode else ''}"
         )
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.config.auto_device import check_device_id
 from common.config.engine import check_engine
-from common.config.schema import ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
+from common.config.schema import MOST, ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 from common.parallel.topology import Topology
@@ -113,8 +114,7 @@ def _check_backend(config: RunConfig) -> None:
         raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
     if config.device not in ("auto", target):
         raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
-    if target == "cpu" and context.device_id:
-        raise ConfigError(f"context.device_id={context.device_id}: there is one CPU, number 0; leave it out")
+    check_device_id(config, target)
     if config.backend == "mindspore":
         if train.compile:
             raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
@@ -169,6 +169,10 @@ def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
         steps = train.max_steps
     elif train.max_epochs is not None:
         steps = max(1, int(train.max_epochs * samples_per_epoch) // batch)
+        if steps > MOST:
+            raise ConfigError(
+                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps} steps; lower it to at most {MOST} steps"
+            )
     else:
         assert train.max_tokens is not None
         steps = max(1, train.max_tokens // (batch * config.model.seq_length))

@@ -10,12 +10,34 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
-Count = Annotated[int, Field(gt=0, le=2**40)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+MOST = 2**40
+"""Largest number of anything that is counted."""
+Count = Annotated[int, Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+FLOAT32_LEAST, FLOAT32_MOST, FLOAT32_BELOW_ONE = 2.0**-126, (2 - 2.0**-23) * 2.0**127, 1 - 2.0**-24
+"""The smallest normal number of float32, its largest, and its largest below 1."""
+
+
+def _in_float32(value: float) -> float:
+    """Refuse what the arithmetic of the devices would round to 0 or to infinity."""
+    if value and not FLOAT32_LEAST <= value <= FLOAT32_MOST:
+        raise ValueError(f"{value!r} is beyond float32, which holds {FLOAT32_LEAST:.4g} to {FLOAT32_MOST:.4g}; give a number in between")
+    return value
+
+
+def _below_one(value: float) -> float:
+    if value > FLOAT32_BELOW_ONE:
+        raise ValueError(f"{value!r} is 1 in float32; give at most {FLOAT32_BELOW_ONE:.8f}")
+    return value
+
+
+Positive32 = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
+NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)]
 
 _FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -76,9 +98,9 @@ class ModelConfig(Section):
     """Dropout of the attention weights."""
     hidden_dropout: Fraction | None = None
     """Dropout of the attention and MLP outputs."""
-    layer_norm_epsilon: PositiveFloat = 1e-5
+    layer_norm_epsilon: Positive32 = 1e-5
     """Added to the variance inside layer norms."""
-    initializer_range: PositiveFloat = 0.02
+    initializer_range: Positive32 = 0.02
     """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x num_layers)."""
     vocab_multiple: Count = 128
     """The embedding table is padded to a multiple of this times parallel.model_parallel; padded logits are masked."""
@@ -87,7 +109,7 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     max_steps: Count | None = None
     """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
-    max_epochs: PositiveFloat | None = None
+    max_epochs: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
     """Length of the run in passes over the training samples."""
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
@@ -120,30 +142,30 @@ class TrainConfig(Section):
 class LossScaleConfig(Section):
     mode: Literal["auto", "dynamic", "static", "none"] = "auto"
     """auto is dynamic when precision.compute is float16 and none otherwise."""
-    initial: PositiveFloat = 65536.0
+    initial: Positive32 = 65536.0
     """First scale of dynamic mode, the only one of static mode."""
-    factor: Annotated[float, Field(gt=1.0)] = 2.0
+    factor: Annotated[float, Field(gt=1.0), AfterValidator(_in_float32)] = 2.0
     """What the scale is multiplied or divided by."""
     window: Count = 1000
     """Finite steps in a row before the scale grows."""
     hysteresis: Count = 1
     """Overflows before the scale shrinks."""
-    minimum: PositiveFloat = 1.0
+    minimum: Positive32 = 1.0
     """The scale never shrinks below this."""
 
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """adamw decays weights apart from the gradient; adam and sgd add the decay to the gradient."""
-    learning_rate: PositiveFloat
+    learning_rate: Positive32
     """Peak learning rate."""
-    min_learning_rate: NonNegativeFloat = 0.0
+    min_learning_rate: NonNegative32 = 0.0
     """Where the schedule ends."""
     schedule: Literal["cosine", "linear", "polynomial", "constant"] = "cosine"
     """Shape of the decay after warm-up."""
-    power: PositiveFloat = 1.0
+    power: Positive32 = 1.0
     """Exponent of the polynomial schedule."""
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: NonNegative | None = None
     """Steps of linear warm-up from 0; 0 when left out."""
     warmup_fraction: Fraction | None = None
     """Warm-up as a fraction of decay_steps, instead of warmup_steps."""
@@ -153,13 +175,13 @@ class OptimizerConfig(Section):
     """Decay of the first moment of adam and adamw."""
     beta2: Fraction = 0.999
     """Decay of the second moment of adam and adamw."""
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Positive32 = 1e-8
     """Added to the root of the second moment."""
     momentum: Fraction = 0.0
     """Momentum of sgd."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegative32 = 0.0
     """Applied to matrices and embeddings, never to biases and layer norms."""
-    clip_grad: NonNegativeFloat = 1.0
+    clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
 
 
@@ -221,9 +243,9 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    interval: NonNegativeInt = 0
+    interval: NonNegative = 0
     """Steps between validations; 0 validates at the end only."""
-    max_samples: NonNegativeInt = 0
+    max_samples: NonNegative = 0
     """Windows per validation, always the first ones; 0 is all."""
     micro_batch_size: Count | None = None
     """Windows at once; train.micro_batch_size when left out."""
@@ -240,7 +262,7 @@ def _parallel_mode(value: Any) -> Any:
 class ParallelOptimizerConfig(Section):
     """How MindSpore's compiler splits the optimizer (zero_stage)."""
 
-    parallel_optimizer_threshold: NonNegativeInt = 64
+    parallel_optimizer_threshold: NonNegative = 64
     """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay whole."""
     gradient_accumulation_shard: bool = False
     """Split the accumulated gradients too: another name for zero_stage 2."""
@@ -321,9 +343,9 @@ def _resume(value: Any) -> Any:
 
 
 class CheckpointConfig(Section):
-    interval: NonNegativeInt = 0
+    interval: NonNegative = 0
     """Steps between checkpoints; 0 saves at the end only."""
-    keep: NonNegativeInt = 3
+    keep: NonNegative = 3
     """Newest checkpoints that stay on disk; 0 keeps all."""
     resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)] = "auto"
     """auto continues the run in output_dir if there is one; latest insists that there is; never insists that there is
@@ -363,7 +385,7 @@ class PredictConfig(Section):
     """Continuations of each prompt, drawn independently; above 1 only with sampling."""
     batch_size: Count = 8
     """Sequences generated at once."""
-    min_new_tokens: NonNegativeInt = 0
+    min_new_tokens: NonNegative = 0
     """The end-of-text token is not chosen before this many new tokens."""
     max_new_tokens: Count | None = None
     """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
@@ -371,7 +393,7 @@ class PredictConfig(Section):
     """Seed of sampling; the run's seed when left out."""
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides the logits before sampling. This, top_k and top_p are for strategy sampling alone."""
-    top_k: NonNegativeInt = 0
+    top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is 0."""
@@ -406,7 +428,7 @@ class EvaluationConfig(Section):
     tokens before it. model.seq_length (no overlap) when left out."""
     batch_size: Count = 8
     """Windows, or passages, at once. validation has validation.micro_batch_size."""
-    max_samples: NonNegativeInt = 0
+    max_samples: NonNegative = 0
     """Windows of text or passages of lambada, always the first ones; 0 is all. validation has validation.max_samples."""
 
 
@@ -429,7 +451,7 @@ class LoggingConfig(Section):
     style: Literal["gpt2", "megatron", "fleetx", "mindformers"] = "gpt2"
     """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's, PaddleFleetX's or MindFormers';
     metrics.jsonl is the same in all."""
-    outlier_deviations: NonNegativeFloat = 0.0
+    outlier_deviations: NonNegative32 = 0.0
     """Warn when a loss or gradient norm lies this many standard deviations above the mean of the steps before; 0 is off, 6 is usual."""
     outlier_window: Annotated[int, Field(ge=8, le=10_000)] = 128
     """Steps over which mean and deviation are taken, outliers included; there are no warnings before half of it has passed."""
@@ -456,7 +478,7 @@ def _mode(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    if not isinstance(value, str) or not re.fullmatch(r"\d+(\.\d+)?GB", value) or float(value[:-2]) == 0:
+    if not isinstance(value, str) or not re.fullmatch(r"\d+(\.\d+)?GB", value, re.ASCII) or not 0 < float(value[:-2]) <= 1e6:
         raise ValueError(f"expected a size such as 30GB, found {value!r}")
     return value
 
@@ -483,7 +505,7 @@ class ContextConfig(Section):
     """graph (0) compiles a step whole; pynative (1) runs operator by operator, for debugging."""
     device_target: Literal["Ascend", "GPU", "CPU"] | None = None
     """Another name for device."""
-    device_id: NonNegativeInt = 0
+    device_id: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Which of this machine's devices."""
     max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
     """Most memory to take of an accelerator, such as 30GB."""

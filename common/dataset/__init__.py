@@ -1,6 +1,6 @@
 """Text to token files to batches: the path of the data, up to the arrays that a backend turns into tensors."""
 
-from common.dataset.blend import Blend, open_samples, parse_blend
+from common.dataset.blend import Blend, open_samples, parse_blend, require_data
 from common.dataset.indexed import IndexedDataset, token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.metadata import Metadata
@@ -24,5 +24,6 @@ __all__ = [
     "ordered_batches",
     "parse_blend",
     "parse_split",
+    "require_data",
     "token_dtype",
 ]

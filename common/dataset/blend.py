@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.mindrecord import MindRecordSamples, is_mindrecord
+from common.dataset.indexed import require_pair
+from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
 from common.dataset.samples import GPTDataset, Samples
 from common.dataset.split import Split
 from common.errors import DataError
@@ -160,6 +161,14 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
     if twice is not None:
         raise DataError(f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of its weights")
     return tuple(pairs)
+
+
+def require_data(prefix: str) -> None:
+    """Raise DataError unless the files of a .bin/.idx pair or of a MindRecord are there."""
+    if is_mindrecord(prefix):
+        find_files(prefix)
+    else:
+        require_pair(prefix)
 
 
 def open_samples(

@@ -14,6 +14,7 @@ from typing import BinaryIO, cast
 
 from common.errors import DataError
 from common.files import open_input, reading
+from common.paths import looked_in
 from common.structured_files import MalformedError, parse_json_item, parse_json_line
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
         if path.is_dir():
             raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
         if not path.exists():
-            raise DataError(f"{path}: not found; check --input")
+            raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
         gzipped = raw.read(2) == _GZIP_MAGIC
         raw.seek(0)

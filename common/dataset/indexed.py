@@ -22,6 +22,7 @@ import numpy.typing as npt
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata
 from common.errors import DataError
 from common.files import open_input, reading
+from common.paths import looked_in
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -75,10 +76,7 @@ class IndexedDataset:
         self.bin_path = with_extension(self.prefix, ".bin")
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
-            for path in (self.idx_path, self.bin_path):
-                if not path.exists():
-                    raise DataError(_missing(self.prefix, path))
-                open_input(path, DataError).close()
+            require_pair(self.prefix)
             header = _read_header(self.idx_path)
             index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         self.dtype = header.dtype
@@ -219,9 +217,18 @@ def _read_header(path: Path) -> _Header:
     return _Header(dtype=DTYPES[code], sequences=sequences, boundaries=boundaries)
 
 
+def require_pair(prefix: str | Path) -> None:
+    """Raise DataError unless both files of a pair are there and can be read."""
+    prefix = strip_extension(prefix)
+    for path in (with_extension(prefix, ".idx"), with_extension(prefix, ".bin")):
+        if not path.exists():
+            raise DataError(_missing(prefix, path))
+        open_input(path, DataError).close()
+
+
 def _missing(prefix: Path, path: Path) -> str:
     """The message for a missing file, with the names on disk that the user may have meant."""
-    text = f"{path}: not found"
+    text = f"{path}: not found{looked_in(path)}"
     if not prefix.parent.is_dir():
         return f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
     other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")

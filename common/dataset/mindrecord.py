@@ -21,6 +21,7 @@ from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
 from common.dataset.split import SPLITS, Split, check_weights, document_range
 from common.errors import DataError
+from common.paths import looked_in
 
 Ids = npt.NDArray[np.int64]
 EXTENSION = ".mindrecord"
@@ -153,7 +154,8 @@ def find_files(source: str | Path) -> list[Path]:
     shards = sorted(file for file in path.parent.glob("*") if _is_shard_of(path, file.name))
     if not shards:
         raise DataError(
-            f"{path}: not found; a MindRecord is that file and {path.name}{INDEX_EXTENSION}, or shards {path.name}0, {path.name}1, ... "
+            f"{path}: not found{looked_in(path)}; a MindRecord is that file and {path.name}{INDEX_EXTENSION}, "
+            f"or shards {path.name}0, {path.name}1, ... "
             f"with a {INDEX_EXTENSION} file each; copy all of them, or write them with tools/preprocess_data.py --format mindrecord"
         )
     return _shards(shards[0])

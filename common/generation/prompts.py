@@ -27,14 +27,20 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
     Raises ConfigError or DataError, with the line of a file.
     """
-    settings, positions = config.predict, config.model.max_positions
+    positions = config.model.max_positions
     assert positions is not None
+    return [_encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)]
+
+
+def given_prompts(config: RunConfig) -> list[tuple[str, str]]:
+    """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises ConfigError or DataError."""
+    settings = config.predict
     found = [("predict.prompt", text) for text in settings.prompt]
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
         raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE")
-    return [_encode(text, where, config, tokenizer, positions) for where, text in found]
+    return found
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 _OWN = {
     "config": 1,
     "run_mode": 1,
+    "explain": 1,
     "all_ranks": 0,
     "accelerator": 1,
     "devices": 1,
@@ -153,6 +154,26 @@ def _means_mindspore(words: Sequence[str]) -> bool:
     if config.backend == "torch":
         LOG.warning(f"device_target=Ascend, but {name} says backend: torch, which is taken; for MindSpore give backend=mindspore")
     return False
+
+
+def describe_flags() -> str:
+    """For ``--help``: the arguments that ``translate`` understands, and what each is here."""
+    keys = {key: [f"--{name}" for name in _KEYS if _KEYS[name] == key] for key in dict.fromkeys(_KEYS.values())}
+    rows = {
+        **{" ".join(flags): key for key, flags in keys.items()},
+        " ".join(f"--{name}" for name in TOP_LEVEL): "the key of the same name",
+        " ".join(f"--{name}" for name in _OUTPUT): "output_dir; of a URL, where it is copied at the end",
+        " ".join(f"--{name}" for name in _CHECKPOINT): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
+        "--predict_data": "predict.prompt, or predict.prompt_file where it is a file",
+        "--use_parallel": "False: one process, where nobody has started ranks",
+        "--profile": "True: profile.start=1 profile.stop=10",
+        "--sink_mode": "False: train.sink_size=1",
+        "--enable_modelarts": "found out from the environment; taken and ignored",
+        "--options": "section.key=value words behind it",
+        " ".join(f"--{name}" for name in _NOTED): "noted, without effect",
+    }
+    lines = "".join(f"  {flags}\n      {meaning}\n" for flags, meaning in rows.items())
+    return f"MindFormers' and ModelArts' arguments, and what each is here (--run_mode is train when left out):\n{lines}\n"
 
 
 def _is_known(name: str) -> bool:

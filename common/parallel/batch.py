@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from common.errors import ConfigError
+
+MAX_RANKS = 2**18
+"""Most processes of a run: more devices than any cluster has, and few enough to list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +75,11 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
 def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None) -> int:
     """Data-parallel ranks: what the processes leave after tensor and pipeline parallel.
 
-    Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly.
+    Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more ranks than MAX_RANKS.
     """
     split = model_parallel * pipeline_stage
+    if world_size > MAX_RANKS:
+        raise ConfigError(f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the parallel sizes")
     if data_parallel is not None and data_parallel * split != world_size:
         raise ConfigError(
             f"parallel.data_parallel={data_parallel} x parallel.model_parallel={model_parallel} x"
@@ -90,9 +97,21 @@ def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: 
 def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
     """Raise ConfigError naming both values, and the divisors to choose from, unless ``part`` divides ``whole``."""
     if whole % part:
-        divisors = [str(n) for n in range(1, whole + 1) if whole % n == 0]
-        choices = " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if len(divisors) > 1 else divisors[0]
-        raise ConfigError(f"{part_name}={part} does not divide {whole_name}={whole}; choose {choices}")
+        found = divisors(whole)
+        several = len(found) > _DIVISORS_SHOWN
+        near = sorted(sorted(found, key=lambda number: abs(number - part))[:_DIVISORS_SHOWN]) if several else found
+        choices = " or ".join(filter(None, [", ".join(map(str, near[:-1])), str(near[-1])]))
+        raise ConfigError(f"{part_name}={part} does not divide {whole_name}={whole}; choose {choices}{', or another' if several else ''}")
+
+
+_DIVISORS_SHOWN = 12
+
+
+@lru_cache(maxsize=64)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, ascending, found up to its square root."""
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return (*small, *(number // part for part in reversed(small) if part * part != number))
 
 
 def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> int:

@@ -80,7 +80,7 @@ def _within_layers(config: RunConfig, topology: Topology, place: int) -> float:
     again = 0.0
     if config.train.recompute == "full":
         again = 1.5 if config.parallel.sequence_parallel else 1.0
-    total = (4 + again) * one * len(topology.layers_of(place, config.model.num_layers))
+    total = (4 + again) * one * topology.layer_count(place, config.model.num_layers)
     if place == 0:  # the sum of the parts of the embedding, in the type of the table
         total += all_reduce(sizes.tokens * sizes.hidden * sizes.held, ranks)
     if place == topology.place_of_stage(topology.stages - 1):  # the hidden states' gradient; largest logit, sum and target in float32

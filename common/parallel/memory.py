@@ -95,7 +95,7 @@ def units_of(config: RunConfig, topology: Topology, place: int) -> tuple[Unit, .
 
     block = tuple((name, shape) for name, shape in shapes if name.startswith("h."))
     others = tuple((name, shape) for name, shape in shapes if not name.startswith("h.") and is_here(name))
-    blocks = Unit(shapes=block, count=len(topology.layers_of(place, config.model.num_layers)))
+    blocks = Unit(shapes=block, count=topology.layer_count(place, config.model.num_layers))
     return (blocks, Unit(shapes=others)) if others else (blocks,)
 
 

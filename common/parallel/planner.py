@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from itertools import chain
 
 from common.cluster.places import Place
@@ -23,7 +22,6 @@ from common.parallel.topology import GroupKind, Topology
 from common.weights.names import count_parameters
 
 _LISTED = 64
-_count = lru_cache(maxsize=8)(count_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,8 @@ class StagePlan:
     """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel ranks do equally much."""
 
     stages: tuple[int, ...]
-    layers: tuple[int, ...]
+    layers: tuple[range, ...]
+    """Of each stage, in the order of ``stages``."""
     parameters: int
     """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO splits anything."""
     memory: Memory
@@ -68,7 +67,7 @@ def make_plan(config: RunConfig) -> Plan:
         topology=topology,
         batch=batch,
         tokens_per_step=batch.global_batch * config.model.seq_length,
-        parameters=_count(config.model),
+        parameters=count_parameters(config.model),
         stages=tuple(_plan_place(config, topology, place) for place in range(topology.pipeline)),
     )
 
@@ -76,7 +75,7 @@ def make_plan(config: RunConfig) -> Plan:
 def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
     return StagePlan(
         stages=topology.stages_of(place),
-        layers=tuple(topology.layers_of(place, config.model.num_layers)),
+        layers=tuple(topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)),
         parameters=sum(unit.elements * unit.count for unit in units_of(config, topology, place)),
         memory=memory_of(config, topology, place),
         traffic=traffic_of(config, topology, place),
@@ -183,15 +182,19 @@ def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
     for place, stage in enumerate(plan.stages):
         sizes = stage.memory.parts.values()
         ranks = range(place * size, (place + 1) * size)
-        numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _runs(stage.layers)))
+        numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _joined(stage.layers)))
         yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak))
 
 
-def _runs(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges without gaps."""
-    starts = [number for number in numbers if number - 1 not in numbers]
-    ends = [number + 1 for number in numbers if number + 1 not in numbers]
-    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+def _joined(parts: Sequence[range]) -> list[range]:
+    """Ascending ranges, those without a gap between them as one."""
+    joined: list[range] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = range(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[Place]) -> Iterable[tuple[str, ...]]:

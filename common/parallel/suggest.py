@@ -14,6 +14,7 @@ from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.device import GIB, Accelerator
 from common.errors import ConfigError
+from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
 from common.parallel.planner import Plan, make_plan, memory_limit, table, time_of
 from common.parallel.topology import Topology
@@ -39,12 +40,12 @@ class Suggestions:
 
 
 def suggest(config: RunConfig, devices: int, device: Accelerator) -> Suggestions:
-    """Needs a config that resolve_config returned, for whatever layout. Raises ConfigError without devices."""
-    if devices < 1:
-        raise ConfigError(f"--devices {devices}: expected how many there are, at least 1")
+    """Needs a config that resolve_config returned, for whatever layout. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
+    if not 1 <= devices <= MAX_RANKS:
+        raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
     fitting: list[Layout] = []
     refused: dict[str, list[Topology]] = {}
-    for tensor, pipeline in product(_divisors(devices), repeat=2):
+    for tensor, pipeline in product(divisors(devices), repeat=2):
         if devices % (tensor * pipeline):
             continue
         topology = Topology(data=devices // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
@@ -127,10 +128,6 @@ def _with_layout(config: RunConfig, topology: Topology, *, zero: int, recompute:
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
     return tried if error is None else error
-
-
-def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:

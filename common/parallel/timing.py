@@ -52,7 +52,7 @@ def step_time(config: RunConfig, topology: Topology, device: Accelerator, held: 
 
 def _of_place(config: RunConfig, topology: Topology, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
     micro_batches, schedule = config.train.accumulation_steps or 1, config.parallel.pipeline_schedule
-    layers, mode = len(topology.layers_of(place, config.model.num_layers)), config.train.recompute
+    layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
     elements = layers * activations.of_block(config, "none") * (PASSES + (mode == "full")) / device.bandwidth
@@ -86,7 +86,7 @@ def flops_of_micro_batch(config: RunConfig, topology: Topology, place: int) -> f
     matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
     attention = 4 * sizes.seq_length * sizes.hidden
     block = 3 * (matrices + attention) + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]
-    flops = block * len(topology.layers_of(place, config.model.num_layers))
+    flops = block * topology.layer_count(place, config.model.num_layers)
     if place == topology.place_of_stage(topology.stages - 1):
         flops += 6 * sizes.vocabulary * sizes.hidden
     return sizes.tokens * flops / sizes.tensor

@@ -18,6 +18,9 @@ from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
+MAX_STAGES = 256
+"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan each within a second."""
+
 
 class GroupKind(StrEnum):
     TENSOR = "tensor"
@@ -59,12 +62,16 @@ class Topology:
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Topology:
         """The layout as written; a ``data_parallel`` that nothing has derived yet is 1. Raises ConfigError where virtual stages and the
-        schedule contradict each other."""
+        schedule contradict each other, and for more stages than MAX_STAGES."""
+        virtual = _virtual_stages(parallel)
+        if parallel.pipeline_stage * virtual > MAX_STAGES:
+            times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
+            raise ConfigError(f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the most here; lower it")
         return cls(
             data=parallel.data_parallel or 1,
             tensor=parallel.model_parallel,
             pipeline=parallel.pipeline_stage,
-            virtual=_virtual_stages(parallel),
+            virtual=virtual,
             v_shape=parallel.pipeline_schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
             stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
         )
@@ -165,6 +172,10 @@ class Topology:
     def layers_of(self, place: int, num_layers: int) -> list[int]:
         """Layers of a pipeline rank, ascending."""
         return [layer for stage in self.stages_of(place) for layer in self.layers_of_stage(stage, num_layers)]
+
+    def layer_count(self, place: int, num_layers: int) -> int:
+        """How many layers a pipeline rank holds, without listing them."""
+        return sum(len(self.layers_of_stage(stage, num_layers)) for stage in self.stages_of(place))
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
         """Raises ConfigError as ``layers_of_stage``."""

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from common.errors import TokenizerError
+from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, Tokenizer, TokenizerLoader
 
-__all__ = ["TOKENIZERS", "Framing", "PackedIds", "Tokenizer", "TokenizerLoader", "load_tokenizer"]
+__all__ = ["TOKENIZERS", "Framing", "PackedIds", "Tokenizer", "TokenizerLoader", "load_tokenizer", "require_files"]
 
 
 def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
@@ -28,6 +29,16 @@ TOKENIZERS: dict[str, TokenizerLoader] = {"GPT2BPETokenizer": _load_gpt2_bpe}
 """Kind -> loader. To add a tokenizer: one entry, whose loader imports its module when called."""
 
 
+def require_files(*files: str | os.PathLike[str] | None) -> None:
+    """Raise TokenizerError for a file or folder of a tokenizer that does not exist."""
+    for file in files:
+        if file is not None and not Path(file).exists():
+            raise TokenizerError(
+                f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json) and the merges (merges.txt), or the"
+                " folder that holds both"
+            )
+
+
 def load_tokenizer(
     kind: str,
     vocab_file: str | os.PathLike[str],
@@ -39,6 +50,7 @@ def load_tokenizer(
     vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE merges, for kinds that have them.
     Raises TokenizerError for an unknown kind, broken files, or a backend that is missing.
     """
+    require_files(vocab_file, merge_file)
     loader = TOKENIZERS.get(kind)
     if loader is None:
         from difflib import get_close_matches

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolve import require_length, resolve_length, resolve_vocabulary
-from common.config.schema import RunConfig
+from common.config.schema import RunConfig, TokenizerConfig
 from common.dataset import (
     Batch,
     Metadata,
@@ -133,12 +133,8 @@ def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterat
 
 
 def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
-    if not entries:
-        raise ConfigError(
-            "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord, as tools/preprocess_data.py writes them"
-        )
     return open_samples(
-        [str(entry) for entry in entries],
+        [str(entry) for entry in require_entries(entries)],
         split=split,
         split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,
@@ -146,6 +142,15 @@ def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *,
         shuffle=shuffle,
         cache_folder=Path(config.data.index_cache) if config.data.index_cache else None,
     )
+
+
+def require_entries(entries: list[str | float] | None) -> list[str | float]:
+    """The entries of data.train. Raises ConfigError when there are none."""
+    if not entries:
+        raise ConfigError(
+            "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord, as tools/preprocess_data.py writes them"
+        )
+    return entries
 
 
 def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
@@ -176,11 +181,17 @@ def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
 
 def _load_tokenizer(config: RunConfig) -> tuple[Tokenizer, str]:
     """The tokenizer, and where it lies."""
+    wish, source = tokenizer_source(config)
+    return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
+
+
+def tokenizer_source(config: RunConfig) -> tuple[TokenizerConfig, str]:
+    """data.tokenizer, and its vocabulary or folder. Raises ConfigError when it is not given."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
         raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
-    return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
+    return wish, source
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.cluster.environment import Process
 from common.config.load import flatten, save_config
 from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
+from common.device import Device
 from common.errors import CheckpointError, ConfigError
+from common.parallel.room import check_room
+from common.parallel.topology import Topology
 from common.training.checkpoint import MANIFEST, find_checkpoint, point_latest, read_manifest, require_checkpoint
 from common.training.data import TrainingData
 from common.training.fits import require_same_model
@@ -65,6 +69,20 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         lock.flush()
         os.fsync(lock.fileno())
         yield
+
+
+def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
+    """Hold the plan's memory against what is there, before anything is allocated. Raises ConfigError where it cannot fit."""
+    warning = check_room(
+        config,
+        kind=device.kind,
+        device_memory=device.total_memory(),
+        rank=process.rank % Topology.from_config(config.parallel).world_size,
+        ranks=min(process.local_world_size, Topology.from_config(config.parallel).world_size),
+        training=training,
+    )
+    if warning is not None and process.rank == 0:
+        LOG.warning(warning)
 
 
 def holder(folder: Path) -> str:
@@ -128,14 +146,18 @@ def begin(config: RunConfig, start: Start) -> None:
     save_config(config, folder / "config.yaml")
 
 
-def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
-    """The checkpoint to evaluate, generate with or export: checkpoint.load, else the run folder's newest, else checkpoint.init_from."""
+def checkpoint_to_use(config: RunConfig) -> Path:
+    """checkpoint.load, else the newest checkpoint of the run folder, else checkpoint.init_from. Raises CheckpointError."""
     settings = config.checkpoint
     if settings.load is not None:
-        checkpoint = require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
-    else:
-        found = find_checkpoint(Path(config.output_dir))
-        checkpoint = found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+        return require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+    found = find_checkpoint(Path(config.output_dir))
+    return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+
+
+def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+    """The checkpoint to evaluate, generate with or export, once its tokenizer and its model are those of the config."""
+    checkpoint = checkpoint_to_use(config)
     manifest = read_manifest(checkpoint)
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, export=export)

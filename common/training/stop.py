@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from common.interrupts import end_at_interrupts
+
 
 class StopSignal:
     """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
@@ -66,6 +68,10 @@ def end_process(code: int) -> NoReturn:
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # without a reader, closed, or not there
+            stream.flush()
+    end_at_interrupts()
     if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
         leave_now(code)
     sys.exit(code)

@@ -6,6 +6,7 @@ The head is tied to ``wte.weight`` and has no parameter of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,13 +47,10 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def count_parameters(model: ModelConfig) -> int:
     """Parameters with the true vocabulary and the head tied: V h + P h + L (12 h^2 + 13 h) + 2 h for an MLP of 4 h."""
-    total = 0
-    for shape in parameter_shapes(model).values():
-        size = 1
-        for dim in shape:
-            size *= dim
-        total += size
-    return total
+    outside, with_a_block = (
+        sum(math.prod(shape) for shape in parameter_shapes(model.model_copy(update={"num_layers": layers})).values()) for layers in (0, 1)
+    )
+    return outside + model.num_layers * (with_a_block - outside)
 
 
 def decays(name: str) -> bool:

@@ -71,11 +71,13 @@ def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         select_device("cpu")
 
 
-def test_without_mindspore_the_front_door_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_mindspore_the_front_door_says_how_to_install_it(tmp_path: Path, corpus_prefix: Path) -> None:
     (tmp_path / "mindspore.py").write_text("raise ImportError('No module named mindspore')")
     command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "--run_mode", "train"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*command, "backend=mindspore"], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [*command, "backend=mindspore", f"data.train={corpus_prefix}"], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "backend=mindspore: it cannot be imported" in done.stderr and "pip install '.[mindspore]'" in done.stderr
 

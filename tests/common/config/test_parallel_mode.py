@@ -133,9 +133,9 @@ def test_who_splits_the_work() -> None:
         ({"device": "cpu", "parallel__parallel_mode": 1}, "device=cpu; set parallel.parallel_mode=3"),
         ({"device": "cpu", "parallel__parallel_mode": 2}, "splits graphs for Ascend"),
         ({"parallel__parallel_mode": 0, "parallel__model_parallel": 2}, "parallel_mode=data_parallel with parallel.model_parallel=2"),
-        ({"parallel__parallel_mode": 3, "parallel__full_batch": True}, "parallel.full_batch=True: of parallel_mode 1"),
+        ({"parallel__parallel_mode": 3, "parallel__full_batch": True}, "parallel.full_batch=True: only parallel.parallel_mode 1"),
         ({"device": "cpu", "parallel__enable_alltoall": True}, "parallel.enable_alltoall=True"),
-        ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: of parallel_mode 1"),
+        ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: only parallel.parallel_mode 1"),
         ({"train__parallel_optimizer_comm_recompute": True}, "MindSpore 2.10 takes no notice"),
         ({"parallel__pipeline_stage": 4, "train__accumulation_steps": 2}, "micro_batch_num=2 is below parallel.pipeline_stage=4"),
         ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"}, "pipeline_schedule=1f1b with one"),
@@ -176,6 +176,9 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
     with pytest.raises(ConfigError, match=r"parallel.zero_stage=2 is for backend torch"):
         check_here(resolved(device="auto", parallel__zero_stage=2), tmp_path)
     assert check_here(resolved(device="auto"), tmp_path) == "cpu"
+    for refused in ({"train__recompute_slice_activation": True, "train__recompute": "full"}, {"context__device_id": 3}):
+        with pytest.raises(ConfigError, match=r"^device=auto became cpu because no Ascend is seen here .*leave it out"):
+            check_here(resolved(device="auto", parallel__model_parallel=2, **refused), tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "davinci0").touch()
     assert check_here(config, tmp_path) == "auto"

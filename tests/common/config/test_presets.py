@@ -297,10 +297,10 @@ def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    from common.config.load import _schema_keys
+    from common.config.hints import schema_keys
 
     def undocumented(model: type, prefix: str = "") -> list[str]:
-        keys = dict(_schema_keys(RunConfig))
+        keys = schema_keys()
         return [
             f"{prefix}{name}" for name, field in model.model_fields.items() if not field.description and not keys.get(f"{prefix}{name}")
         ]

@@ -1,8 +1,11 @@
 """Derived values, and contradictions that name both values and a fix."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from common.config.load import build_config
 from common.config.resolve import padded_vocabulary, resolve_config, resolve_length, resolve_mode, resolve_vocabulary
@@ -74,6 +77,53 @@ def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -
     assert resolved.train.max_steps == steps
     assert resolved.optimizer.decay_steps == steps
     assert resolved.optimizer.warmup_steps == int(0.1 * steps)
+
+
+def test_a_length_that_nobody_can_count_is_refused() -> None:
+    endless = resolve_config(config(train__max_steps=None, train__max_epochs=2.0**40))
+    with pytest.raises(ConfigError, match=r"train.max_epochs=1099511627776.0 of 100 samples are \d+ steps; lower it"):
+        resolve_length(endless, samples_per_epoch=100)
+    with pytest.raises(ConfigError, match=r"train.max_epochs: .*, found 1e\+308"):
+        config(train__max_steps=None, train__max_epochs=1e308)
+
+
+def every_float() -> Iterator[tuple[str, Any]]:
+    """The float fields of the schema, by dotted name."""
+    for section, outer in RunConfig.model_fields.items():
+        if isinstance(outer.annotation, type) and issubclass(outer.annotation, BaseModel):
+            for name, inner in outer.annotation.model_fields.items():
+                if inner.annotation in (float, float | None):
+                    yield f"{section}__{name}", inner
+
+
+HOST_FLOATS = {"train__max_epochs", "runtime__stall_limit", "predict__temperature", "predict__repetition_penalty", "predict__top_p"}
+"""Those with narrower bounds of their own."""
+
+
+@pytest.mark.parametrize("name", [name for name, _ in every_float() if name not in HOST_FLOATS])
+@pytest.mark.parametrize("value", [1e308, 5e-324, 1e-40, 10**400])
+def test_floats_are_bounded_by_what_float32_holds(name: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**{name: value})
+    assert name.replace("__", ".") in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
+def test_what_float32_holds_is_taken(value: float) -> None:
+    assert config(optimizer__epsilon=value).optimizer.epsilon == value
+    assert config(optimizer__weight_decay=0.0).optimizer.weight_decay == 0.0
+
+
+def test_a_fraction_stays_below_one_in_float32() -> None:
+    below = float(np.nextafter(np.float32(1), np.float32(0)))
+    assert config(model__dropout=below).model.dropout == below
+    with pytest.raises(ConfigError, match=r"model.dropout: 0.9999999999 is 1 in float32"):
+        config(model__dropout=0.9999999999)
+
+
+def test_a_number_of_a_device_is_a_number_of_a_device() -> None:
+    with pytest.raises(ConfigError, match=r"context.device_id: input should be less than 65536"):
+        config(context__device_id=99999999999999999999999)
 
 
 def test_warm_up_beyond_the_end() -> None:

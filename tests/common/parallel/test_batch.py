@@ -1,10 +1,13 @@
 """Batch arithmetic against the rule itself and the numbers of the systems that users come from."""
 
+import re
+import time
+
 import pytest
 from hypothesis import given, strategies as st
 
 from common.errors import ConfigError
-from common.parallel.batch import pad_vocabulary, plan_batch, plan_data_parallel
+from common.parallel.batch import MAX_RANKS, check_divides, divisors, pad_vocabulary, plan_batch, plan_data_parallel
 
 small = st.integers(1, 64)
 
@@ -54,6 +57,32 @@ def test_messages() -> None:
         plan_batch(global_batch=10, micro_batch=4, data_parallel=2)
     with pytest.raises(ConfigError, match=r"global_batch_size=3 .* choose 8$"):
         plan_batch(global_batch=3, micro_batch=4, data_parallel=2)
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert list(divisors(number)) == [part for part in range(1, number + 1) if number % part == 0]
+
+
+@pytest.mark.parametrize("whole", [2**40, 2**40 - 87, 2**42, 963761198400])  # a power, the largest prime below, 6720 divisors
+def test_divisors_of_the_largest_numbers_are_named_at_once(whole: int) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=r"; choose \d+(,| or)") as caught:
+        check_divides("part", 2**39 + 1 if whole == 2**40 - 87 else 7 * 17 * 31, "whole", whole)
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 300
+
+
+def test_the_nearest_of_many_divisors_are_offered() -> None:
+    with pytest.raises(ConfigError, match=r"; choose (.*), or another$") as caught:
+        check_divides("part", 55, "whole", 5040)
+    offered = [int(word) for word in re.findall(r"\d+", str(caught.value).partition("; choose ")[2])]
+    assert len(offered) == 12 and {48, 56, 60, 63} <= set(offered) and not any(5040 % number for number in offered)
+
+
+def test_more_ranks_than_any_cluster_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"{MAX_RANKS} is the most"):
+        plan_data_parallel(world_size=2**40, model_parallel=1, pipeline_stage=1, data_parallel=None)
 
 
 def test_world_size() -> None:

@@ -1,6 +1,8 @@
 """Parameters and memory of a rank against closed forms, the presets' comments and the tensors of a small model."""
 
+import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ from common.config.load import build_config, load_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.device import require_accelerator
+from common.errors import ConfigError
 from common.parallel.planner import Plan, describe_plan, make_plan, time_of
 from common.parallel.topology import Topology
+from common.weights.names import count_parameters, parameter_shapes
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -190,7 +194,32 @@ def test_state_of_each_optimizer(optimizer: dict[str, Any], bytes_each: int) -> 
 def test_batch_and_tokens() -> None:
     plan = make_plan(small(data=3, pipeline=2))
     assert (plan.batch.global_batch, plan.batch.data_parallel, plan.tokens_per_step) == (2 * 3 * 8, 3, 2 * 3 * 8 * 32)
-    assert [list(stage.layers) for stage in plan.stages] == [[0, 1], [2, 3]]
+    assert [[list(part) for part in stage.layers] for stage in plan.stages] == [[[0, 1]], [[2, 3]]]
+
+
+def test_a_model_of_a_million_million_layers_is_planned_at_once() -> None:
+    """The arithmetic of 2^40 layers is that of 2 layers, times 2^39 in what a layer takes."""
+    start = time.process_time()
+    plan, *small_ones = (
+        make_plan(small(model={"num_layers": layers, "ffn_hidden_size": 64, "max_positions": 32})) for layers in (2**40, 2, 3)
+    )
+    assert time.process_time() - start < 1
+    two, three = small_ones
+    assert plan.parameters == two.parameters + (2**40 - 2) * (three.parameters - two.parameters)
+    assert plan.stages[0].memory.weights == 4 * plan.stages[0].parameters
+    assert plan.stages[0].layers == (range(2**40),)
+    assert f"0-{2**40 - 1}" in describe_plan(plan, small(model={"num_layers": 2**40}))
+
+
+def test_parameters_are_those_of_the_table_of_shapes() -> None:
+    model = small().model
+    assert count_parameters(model) == sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+@pytest.mark.parametrize("parallel", [{"pipeline_stage": 10**6}, {"pipeline_stage": 2, "virtual_stages": 2**39}])
+def test_more_stages_than_can_be_planned_are_refused(parallel: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"256 stages are the most here"):
+        small(pipeline=2, model={"num_layers": 2**40}, parallel={"pipeline_schedule": "interleaved_1f1b", **parallel})
 
 
 def test_a_pipelines_memory_by_hand() -> None:
@@ -202,7 +231,7 @@ def test_a_pipelines_memory_by_hand() -> None:
         ids = 8 * (2 * 32 + 32)  # int64
         norm = one + 2 * 2 * 32 * 4
         if schedule == "zbv_zero_bubble":  # ranks with the stages 0, 3 and 1, 2, a layer each
-            assert plan.stages[0].layers == (0, 3) and plan.stages[1].layers == (1, 2)
+            assert [[list(part) for part in stage.layers] for stage in plan.stages] == [[[0], [3]], [[1], [2]]]
             assert [stage.memory.communication for stage in plan.stages] == [one, one]
             continue
         # beside two blocks each: the first keeps what it sends and the ids; what the last receives is its first block's input

@@ -1,5 +1,6 @@
 """Suggested layouts: all of N devices, each held against the memory given, and a reason for every other."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,15 @@ def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
 def test_no_devices(devices: int) -> None:
     with pytest.raises(ConfigError, match=f"--devices {devices}: expected how many there are, at least 1"):
         suggest(small(), devices, ASCEND)
+
+
+def test_more_devices_than_any_cluster_has() -> None:
+    with pytest.raises(ConfigError, match=r"--devices 999999937: .* at most 262144"):
+        suggest(small(), 999999937, ASCEND)
+
+
+def test_layouts_of_a_model_without_end_take_seconds() -> None:
+    start = time.process_time()
+    endless = {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6, "seq_length": 32, "vocab_size": 1000}
+    assert not suggest(small(model=endless), 221760, ASCEND).fitting
+    assert time.process_time() - start < 5

@@ -1,0 +1,148 @@
+"""A key of the configuration as text: its type, default, allowed values and meaning, from the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from common.config.foreign_names import HERE, HERE_IN
+from common.config.hints import hint, nearest_keys, schema_keys
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+
+_WIDTH = 100
+_BASE = {"type": "text or list", "default": "none", "meaning": "Files that this one builds on, in order; its own values win."}
+
+
+def explain_key(asked: str) -> str:
+    """The text for a key, a section, or another system's name of either. Raises ConfigError for what is none of these."""
+    if asked == "base":
+        return _of_key("base", _BASE)
+    keys = schema_keys()
+    if asked in keys:
+        return _explained(asked)
+    name = asked.rpartition(".")[2]
+    here = HERE_IN.get(asked) or HERE.get(name)
+    if here is not None:
+        found = [word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys]
+        return "\n".join([f"{asked} is here: {here}", *("\n" + _explained(key).rstrip() for key in found), ""])
+    same = nearest_keys(asked) if "." not in asked else []
+    if same and all(key.rpartition(".")[2] == asked for key in same):
+        return "\n".join(map(_explained, same))
+    raise ConfigError(f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(_sections())}")
+
+
+@lru_cache(maxsize=1)
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
+def _sections() -> list[str]:
+    return [key for key, is_section in schema_keys().items() if is_section and "." not in key]
+
+
+def _explained(key: str) -> str:
+    node, root = _node(key), _schema()
+    section = _section_of(node, root)
+    if section is None:
+        return _of_key(key, _facts(node, root))
+    lines = [f"{key} (a section)", *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH)]
+    forms = [form for form in _types(node, root) if form != "section"]
+    if forms:
+        lines.append(f"also written as: {' or '.join(forms)}")
+    width = max(map(len, section["properties"])) + 2
+    for name, child in section["properties"].items():
+        meaning = _text(child.get("description", "")) or "A section of its own."
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2))
+    return "\n".join([*lines, f"One of them in full: --explain {key}.{next(iter(section['properties']))}", ""])
+
+
+def _node(key: str) -> dict[str, Any]:
+    """The JSON Schema of a key, with what is said about it where it stands."""
+    root = _schema()
+    node: dict[str, Any] = root
+    for part in key.split("."):
+        section = _section_of(node, root)
+        assert section is not None, key
+        node = section["properties"][part]
+    return node
+
+
+def _section_of(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any] | None:
+    for option in _options(node, root):
+        if "properties" in option:
+            return option
+    return None
+
+
+def _options(node: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a value may be, references followed."""
+    if "$ref" in node:
+        yield from _options(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in node:
+        for option in node["anyOf"]:
+            yield from _options(option, root)
+    else:
+        yield node
+
+
+def _of_key(key: str, facts: dict[str, str]) -> str:
+    lines = [key]
+    for name, text in facts.items():
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
+    return "\n".join([*lines, ""])
+
+
+def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
+    allowed = [text for option in _options(node, root) if (text := _allowed(option))]
+    default = "none: it must be given" if "default" not in node else _literal(node["default"])
+    facts = {"type": " or ".join(_types(node, root)), "default": "left out" if default == "null" else default}
+    if allowed:
+        facts["allowed"] = "; ".join(allowed)
+    return facts | {"meaning": _text(node.get("description", ""))}
+
+
+_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
+
+
+def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:
+    """Without null, which stands for leaving a key out."""
+    found = []
+    for option in _options(node, root):
+        if "enum" in option or "const" in option:
+            found.append("one of a few values")
+        elif "properties" in option:
+            found.append("section")
+        elif option.get("type") == "array":
+            items = " or ".join(_types(option.get("items", {}), root))
+            found.append(f"list of {items}" if items else "list")
+        elif option.get("type") != "null":
+            found.append(_NAMES.get(str(option.get("type")), "any value"))
+    return list(dict.fromkeys(found))
+
+
+def _allowed(option: dict[str, Any]) -> str:
+    if "const" in option:
+        return _literal(option["const"])
+    if "enum" in option:
+        return ", ".join(map(_literal, option["enum"]))
+    bounds = [
+        f"{word} {_literal(option[name])}"
+        for name, word in (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"))
+        if name in option
+    ]
+    return ", ".join(bounds)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _text(description: str) -> str:
+    return " ".join(description.split())

@@ -1,0 +1,168 @@
+"""Names of other systems: the table leads to keys that exist, and nothing is guessed across sections."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.config.explain import explain_key
+from common.config.foreign_names import ABSENT, HERE, HERE_IN
+from common.config.hints import hint, key_for_flag, nearest_keys, schema_keys
+from common.config.load import load_config
+from common.errors import ConfigError
+from run_gpt2 import RUN_MODES, parse_arguments
+
+TABLE = {**HERE, **HERE_IN}
+WORDS_BETWEEN = {"and", "or", "times"}
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_every_foreign_name_leads_to_what_is_there(name: str) -> None:
+    target = re.sub(r"\(.*?\)", "", TABLE[name])
+    if target.startswith("--run_mode "):
+        assert target.removeprefix("--run_mode ") in RUN_MODES
+        return
+    words = [word for word in re.split(r"[ ,]+", target) if word and word not in WORDS_BETWEEN]
+    keys = [word.partition("=")[0] for word in words]
+    assert keys and all(key in schema_keys() or key == "base" for key in keys), target
+    assert name not in schema_keys(), "a key of ours needs no translation"
+
+
+def test_each_name_has_one_meaning() -> None:
+    assert not set(ABSENT) & set(HERE)
+    assert all(name.rpartition(".")[0] in schema_keys() for name in HERE_IN)
+
+
+def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
+    """Those that are written key=value."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "output_dir: out\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8, vocab_size: 9}\n"
+        "optimizer: {learning_rate: 1.0}\n"
+    )
+    words = {target for target in TABLE.values() if re.fullmatch(r"[\w.]+=\w+", target)}
+    assert words >= {"precision=fp16", "predict.strategy=sampling", "parallel.zero_stage=3"}
+    load_config(path, sorted(words))
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("pipeline_model_parallel_size", "parallel.pipeline_stage"),
+        ("block_size", "model.seq_length"),
+        ("gradient_accumulation_steps", "train.accumulation_steps"),
+        ("eval_interval", "validation.interval"),
+        ("train.save_interval", "checkpoint.interval"),
+        ("save_steps", "checkpoint.interval"),
+        ("checkpoint.save_steps", "checkpoint.interval"),
+        ("train.eval_steps", "validation.interval"),
+        ("dtype", "precision"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("predict.nsamples", "predict.num_sequences"),
+        ("predict.do_sample", "predict.strategy=sampling"),
+        ("predict.max_length", "predict.max_new_tokens"),
+        ("predict.length", "predict.max_new_tokens"),
+        ("predict.prefix", "predict.prompt"),
+        ("data.data_path", "data.train"),
+        ("max_lr", "optimizer.learning_rate"),
+        ("lr_end", "optimizer.min_learning_rate"),
+        ("resume_training", "checkpoint.resume"),
+        ("dataset_dir", "data.train"),
+        ("fp16", "precision=fp16"),
+        ("bf16", "precision=bf16"),
+        ("eval_iters", "validation.max_samples"),
+        ("base_config", "base"),
+        ("local_batch_size", "train.micro_batch_size times train.accumulation_steps"),
+        ("adam_eps", "optimizer.epsilon"),
+        ("lr_decay_style", "optimizer.schedule"),
+        ("data.vocab_file", "data.tokenizer.vocab_file"),
+        ("data.input_dir", "data.train"),
+        ("warmup_rate", "optimizer.warmup_fraction"),
+        ("loss_scale.loss_scale_window", "loss_scale.window"),
+        ("model.embedding_size", "model.hidden_size"),
+        ("Generation", "predict"),
+        ("Distributed", "parallel"),
+    ],
+)
+def test_the_hint_is_the_right_key(typed: str, right: str) -> None:
+    assert hint(typed) == f"; did you mean {right}?"
+
+
+@pytest.mark.parametrize("typed", ["run_mode", "trainer", "only_save_strategy", "wandb_log", "moe_config", "Quantization", "run_modes"])
+def test_what_has_no_key_gets_no_guess(typed: str) -> None:
+    assert "did you mean" not in hint(typed)
+
+
+@pytest.mark.parametrize("typed", ["frobnicate", "train.frobnicate", "Globe", "data.dat", "interval_of_hashes", "x"])
+def test_nothing_is_guessed(typed: str) -> None:
+    assert hint(typed) == ""
+
+
+def test_a_typo_is_looked_for_in_its_section_first() -> None:
+    assert nearest_keys("train.max_step") == ["train.max_steps"]
+    assert nearest_keys("data.shufle") == ["data.shuffle"]
+    assert nearest_keys("learning_rate") == ["optimizer.learning_rate"]  # just this name, elsewhere
+    assert nearest_keys("max_samples") == ["validation.max_samples", "evaluation.max_samples"]
+    assert nearest_keys("train.learning_rate") == ["optimizer.learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("lr", "1e-3", "optimizer.learning_rate=1e-3"),
+        ("max_steps", "5", "train.max_steps=5"),
+        ("max-steps", "5", "train.max_steps=5"),
+        ("prefix", "x", "predict.prompt or checkpoint.ckpt_prefix"),
+        ("fp16", "...", "precision=fp16"),
+        ("Model", "...", "model"),
+        ("frobnicate", "1", None),
+    ],
+)
+def test_a_flag_becomes_a_word(name: str, value: str, word: str | None) -> None:
+    assert key_for_flag(name, value) == word
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        (["--lr", "1e-3"], "--lr: did you mean optimizer.learning_rate=1e-3?"),
+        (["--max_steps", "5"], "--max_steps: did you mean train.max_steps=5?"),
+        (["--max_steps=5"], "--max_steps=5: did you mean train.max_steps=5?"),
+        (["--do_sample", "--run_mode=plan"], "--do_sample: did you mean predict.strategy=sampling?"),
+    ],
+)
+def test_the_command_line_suggests_the_word(words: list[str], suggested: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["--config", "x.yaml", "--run_mode", "plan", *words])
+    assert stop.value.code == 2
+    assert suggested in capsys.readouterr().err.splitlines()
+
+
+def test_a_key_is_explained() -> None:
+    text = explain_key("optimizer.learning_rate")
+    assert text.splitlines()[0] == "optimizer.learning_rate"
+    assert "above 0" in text and "Peak learning rate." in text and "must be given" in text
+    assert explain_key("lr").endswith("\n" + text) and "lr is here: optimizer.learning_rate" in explain_key("lr")
+    assert explain_key("learning_rate") == text
+    assert "cosine, linear, polynomial, constant" in explain_key("optimizer.schedule")
+    assert "at least 0, at most 3" in explain_key("parallel.zero_stage")
+
+
+@pytest.mark.parametrize("key", [*schema_keys(), "base", *HERE])
+def test_everything_can_be_explained(key: str) -> None:
+    text = explain_key(key)
+    assert key in text and text.endswith("\n") and max(map(len, text.splitlines())) <= 120
+
+
+def test_what_is_no_key_cannot_be_explained() -> None:
+    with pytest.raises(ConfigError, match=r"--explain train.max_step: unknown key; did you mean train.max_steps\?"):
+        explain_key("train.max_step")
+    with pytest.raises(ConfigError, match=r"--explain moe_config: unknown key; mixture of experts is not in this version"):
+        explain_key("moe_config")
+
+
+def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["--explain", "checkpoint"])
+    assert stop.value.code == 0
+    assert "checkpoint (a section)" in capsys.readouterr().out
