@@ -54,9 +54,7 @@ def find_checkpoint(where: Path) -> Path | None:
         return where
     inside = where / "checkpoints"
     folder = inside if _mode(inside, stat.S_ISDIR) or os.path.islink(inside) else where
-    there = _step_folders(folder)
-    whole = [path for path in there if _is_file(path / MANIFEST)]
-    named = _latest(folder)
+    named, there, whole = _look(folder)
     if named is None:
         if there and not whole:
             raise CheckpointError(f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint; {_remedy(folder)}")
@@ -73,6 +71,16 @@ def find_checkpoint(where: Path) -> Path | None:
         return None  # another program's file of this name
     rest = f"; whole and newer: {', '.join(path.name for path in whole)}" if whole else ""
     raise CheckpointError(f"{shown}{rest}; {_remedy(folder)}")
+
+
+def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
+    """Return what ``latest`` names, all checkpoint folders, and the whole ones: of one moment, since a run may be writing there."""
+    while True:
+        named = _latest(folder)
+        there = _step_folders(folder)
+        whole = [path for path in there if _is_file(path / MANIFEST)]
+        if any(path.name == named for path in whole) or _latest(folder) == named:
+            return named, there, whole
 
 
 def _remedy(folder: Path) -> str:

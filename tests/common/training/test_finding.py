@@ -120,6 +120,22 @@ def test_an_older_whole_one_is_taken_with_a_warning(tmp_path: Path, caplog: pyte
         start(tmp_path)
 
 
+def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keep=1: between two looks the checkpoint that latest named has made way for the next."""
+    writer = save(tmp_path, 5, keep=1)
+    look = os.scandir
+
+    def scandir(path: Any) -> Any:
+        monkeypatch.setattr(os, "scandir", look)
+        writer.confirm(9)
+        writer.save(Snapshot(files={}, manifest={"state": {"step": 10}, "engine": {}, "config": {}}))
+        shutil.rmtree(tmp_path / "step_00000005", ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
+
+
 def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
     """So does one whose first save was cut off; another program's file named latest is no run."""
     (tmp_path / "checkpoints" / ".step_00000005.tmp").mkdir(parents=True)
