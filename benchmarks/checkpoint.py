@@ -48,7 +48,7 @@ def stall(engine, folder: Path, passes: int) -> tuple[float, float, float]:  # t
     """Seconds that the training thread waits for a save to begin and, before the update, for memory; and of the passes between."""
     import torch
 
-    from common.training.checkpoint import CheckpointWriter
+    from common.training.checkpoint_writer import CheckpointWriter
     from common.training.state import TrainState
 
     ids = torch.zeros(1, engine.config.model.seq_length, dtype=torch.long, device=engine.device.torch_device)
@@ -66,7 +66,7 @@ def stall(engine, folder: Path, passes: int) -> tuple[float, float, float]:  # t
 
 
 def write(engine, folder: Path) -> float:  # type: ignore[no-untyped-def]
-    from common.training.checkpoint import CheckpointWriter
+    from common.training.checkpoint_writer import CheckpointWriter
     from common.training.state import TrainState
 
     start = time.perf_counter()

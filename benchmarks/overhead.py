@@ -95,7 +95,7 @@ def start_others(ranks: int) -> list[subprocess.Popen[str]]:
 def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
     """What torch_gpt2/train.py does, over other batches."""
     from common.dataset import Batch
-    from common.training.checkpoint import CheckpointWriter
+    from common.training.checkpoint_writer import CheckpointWriter
     from common.training.loop import Run, train
     from common.training.metrics import MetricsWriter
     from common.training.state import TrainState

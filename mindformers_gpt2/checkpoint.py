@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, ops
 from common.config.schema import ModelConfig
 from common.errors import StorageError
 from common.parallel.sharding import Piece
-from common.training.checkpoint import Part, Snapshot
+from common.training.checkpoint_writer import Part, Snapshot
 from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_piece
 from common.training.state import TrainState
 from common.weights.pieces import to_rectangle

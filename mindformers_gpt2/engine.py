@@ -15,7 +15,7 @@ from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.parallel.sharding import own_pieces
-from common.training.checkpoint import Snapshot
+from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
@@ -119,6 +119,11 @@ class Engine:
     def norm_of_weights(self) -> float:
         """Of this rank's part alone; ranks that hold the same part must have the same."""
         return float(global_norm(*self.master.tensors.values()).asnumpy())
+
+    def norm_of_moments(self) -> float:
+        """As norm_of_weights, of the optimizer's state; 0 before the first step."""
+        found = [tensor for tensors in self.optimizer.state.values() for tensor in tensors.values()]
+        return float(global_norm(*found).asnumpy()) if found else 0.0
 
     def _train_step(self, tokens: NDArray[np.int32], limits: Tensor) -> _QueuedStep:
         self.step += 1

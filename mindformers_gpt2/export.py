@@ -29,9 +29,9 @@ from common.config.schema import RunConfig
 from common.errors import RunError
 from common.files import atomic_write, fsync_folder
 from common.training import setup
-from common.training.checkpoint import read_manifest
 from common.training.export import export_folder
 from common.training.log import LOG
+from common.training.manifest import read_manifest
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2, build_model

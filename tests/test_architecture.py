@@ -52,7 +52,6 @@ for name in {sorted(modules)}:
 _READERS = {"common/structured_files.py", "common/yaml_files.py"}
 _DIRECT = {"json": {"load", "loads", "JSONDecoder", "decoder", "scanner"}, "yaml": None, "ruamel": None}
 """What reads JSON or YAML without limits: names of the module json, and every use of the packages for YAML."""
-_STILL_DIRECT = {"common/training/checkpoint.py", "common/training/metrics.py"}  # until their move to the reader is merged
 
 
 def direct_readers(path: Path) -> set[str]:
@@ -78,7 +77,7 @@ def test_json_and_yaml_are_read_through_the_one_reader() -> None:
     folders = ("common", "tools", "torch_gpt2", "mindformers_gpt2")
     files = [ROOT / "run_gpt2.py", ROOT / "run_mindformer.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     found = {path.relative_to(ROOT).as_posix(): direct_readers(path) for path in files}
-    assert {path for path, names in found.items() if names} - _STILL_DIRECT == _READERS
+    assert {path for path, names in found.items() if names} == _READERS
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
 from common.parallel.sharding import Piece
-from common.training.checkpoint import Part, Snapshot
+from common.training.checkpoint_writer import Part, Snapshot
 from common.training.lent import LentArrays
 from common.training.snapshot import (
     STATE_NAMES,

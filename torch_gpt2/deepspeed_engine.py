@@ -34,7 +34,7 @@ from common.config.vendor import deepspeed_settings
 from common.dataset import Batch
 from common.errors import ConfigError, DeviceError
 from common.parallel.topology import Topology
-from common.training.checkpoint import Snapshot
+from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.loss_scale import LossScale, clip_factor
 from common.training.outliers import NO_LIMITS, Limits
@@ -153,6 +153,14 @@ class DeepSpeedEngine:
         """What must be the same on every rank before the first step."""
         facts = {"data": self.record.get("data"), "state": state.to_dict(), "DeepSpeed's settings": self.settings}
         return dict(flatten(self.config.model_dump(exclude={"context"}))) | facts
+
+    def norm_of_weights(self) -> float:
+        """Of this rank's part under ZeRO 0; ranks that hold the same part must have the same."""
+        return self._state.norm_of_weights()
+
+    def norm_of_moments(self) -> float:
+        """As norm_of_weights, of the optimizer's state; 0 before the first step."""
+        return self._state.norm_of_moments()
 
     def _train_step(self, tokens: NDArray[np.int32]) -> StepResult:
         self.step += 1

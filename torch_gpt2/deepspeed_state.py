@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.config.schema import RunConfig
 from common.training.snapshot import STATE_NAMES, padded_rows, true_rows
+from torch_gpt2.optimizer import global_norm
 from torch_gpt2.world import World
 
 Values = Iterable[tuple[str, NDArray[np.float32]]]
@@ -75,6 +76,15 @@ class DeepSpeedState:
                 holder["step"].fill_(float(updates))
             elif "step" in holder:
                 holder["step"] = updates
+
+    def norm_of_weights(self) -> float:
+        """Of what this rank holds, where ranks hold whole parameters."""
+        return global_norm([parameter.detach() for parameter in self.parameters.values()]).item()
+
+    def norm_of_moments(self) -> float:
+        states = (self._basic.state.get(parameter, {}) for parameter in self.parameters.values())
+        found = [state[part] for state in states for part in self.parts if state.get(part) is not None]
+        return global_norm(found).item() if found else 0.0
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         return self._collect(self._weight)

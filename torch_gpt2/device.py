@@ -91,7 +91,7 @@ class TorchDevice:
     def set_rng_state(self, state: dict[str, Any]) -> None:
         """Restore what is there for this kind of device; a run that moved to another kind starts new dropout masks."""
         for kind, text in state.items():
-            tensor = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            tensor = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
             if kind == "cpu":
                 torch.set_rng_state(tensor)
             elif kind == self.kind:

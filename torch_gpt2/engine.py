@@ -15,11 +15,12 @@ from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.parallel.sharding import own_pieces
-from common.training.checkpoint import Snapshot
+from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.loss_scale import LossScale, clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
+from common.training.snapshot import STATE_NAMES
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import take_snapshot
 from torch_gpt2.data import inputs_and_targets
@@ -111,6 +112,12 @@ class Engine:
     def norm_of_weights(self) -> float:
         """Of this rank's part alone; ranks that hold the same part must have the same."""
         return global_norm(list(self.parts_of_tensors().values())).item()
+
+    def norm_of_moments(self) -> float:
+        """As norm_of_weights, of the optimizer's state; 0 before the first step."""
+        parts = STATE_NAMES[self.config.optimizer.name]
+        found = [state[part] for state in self.optimizer.state.values() for part in parts if state.get(part) is not None]
+        return global_norm([own_part(values) for values in found]).item() if found else 0.0
 
     def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
         self.step += 1

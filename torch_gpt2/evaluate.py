@@ -16,6 +16,7 @@ from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, ope
 from common.parallel.sharding import own_pieces
 from common.parallel.topology import Topology
 from common.training import setup
+from common.training.agreement import check_everywhere
 from common.training.loop import Tokens
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.data import inputs_and_targets
@@ -37,7 +38,8 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
         checkpoint = world.from_first(lambda: setup.weights_to_use(config, task.tokenizer_record))
-        world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))) | {"checkpoint": setup.identity_of(checkpoint)})
+        world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
+        check_everywhere(world, checkpoint, "checkpoint")
         parts = build_parts(config, device, world)
         parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         load_weights(parameters, config.model, checkpoint, own_pieces(config, topology, world.at, parameters))

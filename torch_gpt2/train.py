@@ -8,7 +8,8 @@ from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.parallel.topology import Topology
 from common.training import setup
-from common.training.checkpoint import CheckpointWriter
+from common.training.agreement import check_everywhere
+from common.training.checkpoint_writer import CheckpointWriter
 from common.training.data import open_data
 from common.training.log import LOG
 from common.training.loop import Run, train as train_loop
@@ -34,8 +35,9 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     writes = process.rank == 0
     with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
         start = world.from_first(lambda: setup.where_to_start(config, data))
-        world.require_equal({"the checkpoint to begin with": setup.identity_of(start.resume or start.weights)})
-        if len(set(world.gather(setup.holder(folder)))) > 1 and writes:
+        check_everywhere(world, start.resume or start.weights)
+        holders = world.gather(setup.holder(folder))
+        if len(set(holders)) > 1 and writes:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
         state = TrainState(sample_hash=data.fingerprint)
@@ -55,8 +57,11 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
             else:
                 initialise(engine.parts_of_tensors(), config, engine.pieces)
             engine.master.write_back()
-            if not config.parallel.zero_stage:
-                world.require_equal({"norm of the weights": engine.norm_of_weights()}, world.replicas)
+        if not config.parallel.zero_stage:
+            norms = {"norm of the weights": engine.norm_of_weights()}
+            if start.resume is not None:
+                norms["norm of the optimizer's state"] = engine.norm_of_moments()
+            world.require_equal(norms, world.replicas)
         world.require_equal(engine.identity(state))
         profile = ProfileWindow(config, state, make_trace(config, device), rank=process.rank)
         setup.announce(config, data, device.name, start, state)
@@ -69,6 +74,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
                 asynchronous=config.checkpoint.asynchronous,
                 active=writes,
                 patience=config.runtime.stall_limit,
+                require_folder=setup.keeper(folder, holders, process.rank),
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             data.training_batches(state) as batches,

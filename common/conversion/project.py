@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,9 @@ from typing import Any
 
 from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments
 from common.errors import ConfigError
-from common.files import atomic_write
 from common.parallel.sharding import own_piece
-from common.training.checkpoint import FORMAT_VERSION, MANIFEST, find_checkpoint, read_manifest, require_checkpoint
+from common.training.checkpoint import find_checkpoint, require_checkpoint
+from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
 from common.weights.arrays import TensorKind, made_ahead
@@ -75,14 +74,12 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
     run: dict[str, Any] = {"state": TrainState().to_dict(), "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={}))}
     run |= weights.run or {}
     manifest = {
-        "format_version": FORMAT_VERSION,
         **run,
         "config": {**run.get("config", {}), "model": weights.model.model_dump()},
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
         "files": {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum} for name, checksum in sums.items()},
     }
-    with atomic_write(folder / MANIFEST, "w") as file:
-        json.dump(manifest, file, indent=1)
+    write_manifest(folder, manifest)
     return sums
 
 

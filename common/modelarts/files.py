@@ -22,8 +22,9 @@ from common.errors import CheckpointError, ConfigError, DataError, StorageError
 from common.files import atomic_write
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
-from common.training.checkpoint import LATEST, MANIFEST, point_latest, whole_checkpoints
+from common.training.checkpoint import LATEST, point_latest, whole_checkpoints
 from common.training.log import LOG
+from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
 _CHECKPOINT_KEYS = ("checkpoint.resume", "checkpoint.init_from", "checkpoint.load")

@@ -1,221 +1,34 @@
-"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training step's path.
+"""Checkpoint folders that are there: found by step, by ``latest`` or in a run folder.
 
-    checkpoints/step_00000100/model.safetensors       float32 weights, true vocabulary, names of common.weights.names
-    checkpoints/step_00000100/optimizer.safetensors   NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer
-    checkpoints/step_00000100/manifest.json           state, resolved config, tokenizer, versions, file sizes
-    checkpoints/latest                                the name of the newest whole folder
-
-Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors with its
-rectangles of the tensors, and rank_00003.json, which says which they are; rank 0 takes these into the manifest when all are there.
-
-A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last. What a writer
-that died has left under a temporary name, the next one on rank 0 removes.
+A folder that cannot be looked into is an error, never an empty folder: a run must not begin anew because a disk answers late.
+``common.training.checkpoint_writer`` says how the folders are written.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import threading
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from common.errors import CheckpointError, GPT2Error, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, put_in_place
-from common.training.lent import LentArrays
+from common.errors import CheckpointError
+from common.files import atomic_write
 from common.training.log import LOG
-from common.weights.files import Tensors, file_checksum, write_safetensors
-from common.weights.names import parameter_of
-from common.weights.pieces import Rectangle, file_of_rank
+from common.training.manifest import MANIFEST, read_manifest
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 LATEST = "latest"
-PATIENCE_AFTER_FAILURE = 60.0
-"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be dead."""
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+_STEP_FOLDER = re.compile(r"step_(\d{8,18})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One of the parts of a snapshot that ``ranks`` write, each its own: rectangles of the tensors, none of them in two parts."""
-
-    rank: int
-    ranks: int
-    rectangles: Mapping[str, Rectangle]
-    """By parameter; those of its moments are the same."""
+def folder_of_step(step: int) -> str:
+    return f"step_{step:08d}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Everything a run needs to go on, copied out of the framework or lent by it until ``keep``, to be written while training goes on."""
-
-    files: Mapping[str, Tensors]
-    """File name -> tensors by name."""
-    manifest: Mapping[str, Any]
-    """Plain data; must hold ``state``."""
-    part: Part | None = None
-    beside: Callable[[Path], None] | None = None
-    """Called with the folder of the checkpoints once this one is whole, or this rank's part of it, to write it in another form too."""
-
-    def keep(self) -> None:
-        """Call before tensors that were lent are changed."""
-        for tensors in self.files.values():
-            if isinstance(tensors, LentArrays):
-                tensors.keep()
-
-    def release(self) -> None:
-        """The writer is done with the tensors, or gives up."""
-        for tensors in self.files.values():
-            if isinstance(tensors, LentArrays):
-                tensors.release()
-
-
-class CheckpointWriter:
-    """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False."""
-
-    def __init__(self, folder: Path, *, keep: int = 0, asynchronous: bool = True, active: bool = True, patience: float = 3600.0) -> None:
-        """``active``: False on ranks other than 0, which must leave the folder alone. ``patience``: seconds in which all ranks must have
-        written their parts after rank 0 has."""
-        self._patience = patience
-        self.folder = Path(folder)
-        self._keep = keep
-        self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        if active:
-            clean_up(self.folder, "step_*")
-            clean_up(self.folder, LATEST)
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for what is being written, whatever happened; a failure here must not hide the one that ends the run."""
-        if value is not None:
-            self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
-        try:
-            self.wait()
-        except GPT2Error as error:
-            if value is None:
-                raise
-            LOG.error(str(error))
-
-    def save(self, snapshot: Snapshot) -> Path:
-        """Begin to write ``step_<step>``; waits for the save before. Raises StorageError, also on behalf of the save before."""
-        self.wait()
-        target = self.folder / f"step_{snapshot.manifest['state']['step']:08d}"
-        if not self._asynchronous:
-            self._write(target, snapshot)
-            return target
-        self._thread = threading.Thread(target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer")
-        self._thread.start()
-        return target
-
-    def wait(self) -> None:
-        """Return when nothing is being written. Raises what the last save raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise what a finished save raised, without waiting for one under way."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
-        try:
-            self._write(target, snapshot)
-        except Exception as error:  # re-raised in the training thread
-            self._failure = error
-
-    def _write(self, target: Path, snapshot: Snapshot) -> None:
-        temporary = target.with_name(f".{target.name}.tmp")
-        try:
-            self._write_folder(temporary, snapshot)
-            if snapshot.part is None or snapshot.part.rank == 0:
-                put_in_place(temporary, target)
-                point_latest(target)
-                self._prune(target)
-        except (OSError, StorageError) as error:
-            _remove(temporary, snapshot.part)
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
-        finally:
-            snapshot.release()
-        if snapshot.beside is not None:
-            snapshot.beside(self.folder)
-
-    def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
-        part = snapshot.part
-        if part is None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True, exist_ok=True)
-        files: dict[str, dict[str, Any]] = {}
-        for stem, tensors in snapshot.files.items():
-            name = stem if part is None else file_of_rank(stem, part.rank)
-            checksum = write_safetensors(temporary / name, tensors)
-            files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
-            if part is not None:
-                files[name]["pieces"] = {tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors}
-        if part is not None:
-            with atomic_write(temporary / f"rank_{part.rank:05d}.json", "w") as file:
-                json.dump(files, file)
-            if part.rank > 0:
-                return
-            files = self._collect_parts(temporary, part.ranks)
-        with atomic_write(temporary / MANIFEST, "w") as file:
-            json.dump({"format_version": FORMAT_VERSION, **snapshot.manifest, "files": files}, file, indent=1)
-        fsync_folder(temporary)
-
-    def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
-        """What all ranks have written, waited for. Raises StorageError naming those that have not."""
-        files: dict[str, dict[str, Any]] = {}
-        waiting, began = set(range(ranks)), time.monotonic()
-        while True:
-            for rank in sorted(waiting):
-                path = temporary / f"rank_{rank:05d}.json"
-                if path.is_file():  # whole: it was renamed
-                    files |= json.loads(path.read_text(encoding="utf-8"))
-                    path.unlink()
-                    waiting.remove(rank)
-            if not waiting:
-                return files
-            if time.monotonic() > began + self._patience:
-                raise StorageError(f"ranks {sorted(waiting)} have not written their parts within {self._patience:g} s")
-            time.sleep(0.05)
-
-    def _prune(self, written: Path) -> None:
-        """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
-        if not self._keep:
-            return
-        others = [path for path in whole_checkpoints(self.folder) if path != written]
-        before = [path for path in others if path.name < written.name]
-        after = [path for path in others if path.name > written.name]
-        for doomed in [*after, *before][: max(0, len(others) + 1 - self._keep)]:
-            # rename first, so that a folder half deleted never looks whole
-            renamed = doomed.with_name(f".{doomed.name}.doomed.tmp")
-            os.replace(doomed, renamed)
-            shutil.rmtree(renamed, ignore_errors=True)
-
-
-def _remove(temporary: Path, part: Part | None) -> None:
-    """What this rank has written. The folder stays where others may be writing: without it they would fail too, and be blamed."""
-    if part is None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return
-    with suppress(OSError):
-        for path in temporary.glob(f"*rank_{part.rank:05d}.*"):
-            path.unlink()
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint folder's name; -1 for other names."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def point_latest(checkpoint: Path) -> None:
@@ -225,25 +38,56 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders inside ``folder``, by step."""
-    found = [p for p in folder.glob("step_*") if _STEP_FOLDER.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    """Return the checkpoint folders inside ``folder``, by step. Raises CheckpointError where it cannot be looked into."""
+    return [path for path in _step_folders(folder) if _is_file(path / MANIFEST)]
 
 
 def find_checkpoint(where: Path) -> Path | None:
-    """The checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a ``latest`` file; None if there is none yet."""
+    """Return the checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a ``latest`` file; None if there is none yet.
+
+    Raises CheckpointError where that cannot be known, and where checkpoints were, and none of them is whole.
+    """
     where = Path(where)
-    if where.name == LATEST and where.is_file():
+    if where.name == LATEST and _is_file(where):
         where = where.parent
-    if (where / MANIFEST).is_file():
+    if _is_file(where / MANIFEST):
         return where
-    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    whole = whole_checkpoints(folder)
-    try:
-        named = (folder / LATEST).read_bytes().decode(errors="replace").strip()
-    except OSError:
-        named = ""
-    return next((path for path in whole if path.name == named), whole[-1] if whole else None)
+    inside = where / "checkpoints"
+    folder = inside if _mode(inside, stat.S_ISDIR) or os.path.islink(inside) else where
+    named, there, whole = _look(folder)
+    if named is None:
+        if there and not whole:
+            raise CheckpointError(f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint; {_remedy(folder)}")
+        return whole[-1] if whole else None
+    found = next((path for path in whole if path.name == named), None)
+    if found is not None:
+        return found
+    shown = f"{folder / LATEST} names {named!r}, which is not a whole checkpoint here"
+    older = [path for path in whole if step_of(path.name) < step_of(named)] if step_of(named) >= 0 else whole
+    if older:
+        LOG.warning(f"{shown}; taking {older[-1]} instead")
+        return older[-1]
+    if not whole and not there and step_of(named) < 0 and folder == where:
+        return None  # another program's file of this name
+    rest = f"; whole and newer: {', '.join(path.name for path in whole)}" if whole else ""
+    raise CheckpointError(f"{shown}{rest}; {_remedy(folder)}")
+
+
+def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
+    """Return what ``latest`` names, all checkpoint folders, and the whole ones: of one moment, since a run may be writing there."""
+    while True:
+        named = _latest(folder)
+        there = _step_folders(folder)
+        whole = [path for path in there if _is_file(path / MANIFEST)]
+        if any(path.name == named for path in whole) or _latest(folder) == named:
+            return named, there, whole
+
+
+def _remedy(folder: Path) -> str:
+    return (
+        "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train, checkpoint.load=FOLDER else), choose another"
+        f" output_dir, or remove {folder} to begin anew"
+    )
 
 
 def require_checkpoint(where: Path, why: str) -> Path:
@@ -256,31 +100,79 @@ def require_checkpoint(where: Path, why: str) -> Path:
     return found
 
 
-def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there and unchanged, by their sizes alone without ``checksums``. Raises
-    CheckpointError."""
-    path = checkpoint / MANIFEST
+def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
+    """read_manifest with checksums. Where the checkpoint is damaged, the CheckpointError names a whole older one beside it.
+
+    key: the override that takes it, checkpoint.resume or checkpoint.load.
+    """
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
-        if version == FORMAT_VERSION and not all(isinstance(manifest[part], dict) for part in ("state", "engine", "config", "files")):
-            raise ValueError("state, engine, config or files is no mapping")
-        files = (
-            {name: (record["bytes"], record["crc32"]) for name, record in manifest["files"].items()} if version == FORMAT_VERSION else {}
-        )
+        return read_manifest(checkpoint)
+    except CheckpointError as error:
+        for other in reversed(_older(checkpoint)):
+            try:
+                read_manifest(other)
+            except CheckpointError:
+                continue
+            raise CheckpointError(f"{error}: {other.name} beside it is whole, {key}={other} takes it") from None
+        raise
+
+
+def _older(checkpoint: Path) -> list[Path]:
+    step = step_of(checkpoint.name)
+    try:
+        return [path for path in whole_checkpoints(checkpoint.parent) if step_of(path.name) < step]
+    except CheckpointError:
+        return []
+
+
+# ---- looking, where only absence means that nothing is there ----
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Return the folders named step_NUMBER, by step, whole or not."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; {checkpoint} is no checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: broken manifest ({error!r}); use another checkpoint") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format version {version}, this program reads {FORMAT_VERSION}")
-    for name, (size, checksum) in files.items():
-        file = checkpoint / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise CheckpointError(
-                f"{file}: {'missing' if found is None else f'{found} bytes'}, expected {size} bytes; use another checkpoint"
-            )
-        if checksums and file_checksum(file) != checksum:
-            raise CheckpointError(f"{file}: its bytes have changed since it was written (CRC-32); use another checkpoint")
-    return manifest
+        if os.path.islink(folder):
+            raise CheckpointError(f"{folder}: is a link to {os.readlink(folder)}, which is not there; is its disk mounted?") from None
+        return []
+    except NotADirectoryError:
+        return []
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from None
+    found = sorted((name for name in names if step_of(name) >= 0), key=lambda name: (step_of(name), name))
+    return [folder / name for name in found if _mode(folder / name, stat.S_ISDIR)]
+
+
+def _latest(folder: Path) -> str | None:
+    path = folder / LATEST
+    try:
+        return path.read_bytes()[:1000].decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path}: is a folder, expected a file that names a checkpoint; remove it") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _is_file(path: Path) -> bool:
+    return _mode(path, stat.S_ISREG)
+
+
+def _mode(path: Path, is_kind: Any) -> bool:
+    try:
+        return bool(is_kind(path.stat().st_mode))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or error
+    return CheckpointError(
+        f"{path}: cannot be read: {reason}; so it is unknown which checkpoints are there, and nothing was begun: make it readable for this"
+        " user, or try again when its disk answers"
+    )

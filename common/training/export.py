@@ -6,16 +6,15 @@ weights/manifest.json        the checkpoint's own, for this file alone, so that 
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
-from common.files import atomic_write, whole_folder
+from common.files import whole_folder
 from common.training import setup
-from common.training.checkpoint import MANIFEST, read_manifest
 from common.training.log import LOG
+from common.training.manifest import read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, read_weights
 from common.weights.arrays import TensorKind
 from common.weights.files import stream_safetensors
@@ -35,8 +34,7 @@ def export(config: RunConfig) -> None:
         checksum = stream_safetensors(file, kinds, (values for _, values in read_weights(checkpoint, config.model)))
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
-        with atomic_write(temporary / MANIFEST, "w") as record:
-            json.dump({**manifest, "exported_from": str(checkpoint.resolve()), "files": files}, record, indent=1)
+        write_manifest(temporary, {**manifest, "exported_from": str(checkpoint.resolve()), "files": files})
     LOG.info(f"{folder / MODEL_FILE}: {len(kinds)} tensors, {size / 1e6:.1f} MB, of {checkpoint}, step {manifest['state'].get('step')}")
 
 

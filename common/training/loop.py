@@ -22,12 +22,13 @@ from common.dataset import Batch
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
 from common.launcher.heartbeat import beat
-from common.training.checkpoint import CheckpointWriter, Snapshot
-from common.training.log import progress_bar
+from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.training.log import LOG, progress_bar
 from common.training.metrics import MetricsWriter, flops_per_token
 from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
 from common.training.profile import ProfileWindow
 from common.training.report import make_report
+from common.training.saving import Saver
 from common.training.state import TrainState
 from common.training.stop import StopSignal
 
@@ -104,11 +105,20 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     assert last_step is not None
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
-    saved_step = state.step if run.taken_up else None
+    saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.taken_up else None)
     speeds: list[float] = []
     start = time.perf_counter()
-    stopping = 0
+    stopping, was_validated = 0, True
     with StopSignal() as stop, progress_bar(total=last_step, initial=state.step) as bar:
+        if _lacks_validation(run, state.step):
+            LOG.info(f"step {state.step}: its validation was not finished, and comes first")
+            row, stopping = validate(run, state.step, stop)
+            was_validated = not stopping
+            if row:
+                report.validation(row)
+                summary |= row | {"best_validation_perplexity": row["validation_perplexity"]}
+        if state.step >= last_step and not stopping:
+            LOG.info(f"nothing to train: step {state.step} is done, and train.max_steps={last_step}; raise train.max_steps to go on")
         while state.step < last_step and not stopping:
             for row in _steps(run, state, _steps_to_boundary(run, state.step, last_step)):
                 summary |= row
@@ -117,29 +127,33 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 bar.update()
                 bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
                 report.step(row)
+                saver.step(row)
                 _check_divergence(config, state)
             run.checkpoints.raise_failure()
             stopping = run.agree(stop.number or 0)
-            if not stopping and _due(config.checkpoint.interval, state.step) and state.step < last_step:
-                _save(run, state)
-                saved_step = state.step
-            if not stopping and (_due(config.validation.interval, state.step) or state.step == last_step):
+            if not stopping and state.step < last_step and (saver.is_postponed or _due(config.checkpoint.interval, state.step)):
+                saver.save_unless_diverging(state)
+            was_validated = run.validation is None or not _validation_due(config, state.step)
+            if not stopping and not was_validated:
                 row, stopping = validate(run, state.step, stop)
+                was_validated = not stopping
                 if row:
                     report.validation(row)
+                    saver.validation(row)
                     best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
                     summary |= row | {"best_validation_perplexity": best}
-        if not stopping and not math.isfinite(summary.get("loss", 0.0)):
+        if state.step >= last_step and not math.isfinite(saver.loss_of(state.step)):
             raise DivergedError(
-                f"step {state.step}: the loss is {summary['loss']}, so this step is not saved; lower optimizer.learning_rate,"
+                f"step {state.step}: the loss is {saver.loss_of(state.step)}, so this step is not saved; lower optimizer.learning_rate,"
                 " and go on from an earlier checkpoint"
             )
-        if saved_step != state.step:
-            _save(run, state)
+        if saver.saved_step != state.step:
+            (saver.save_last if state.step >= last_step else saver.save_unless_diverging)(state)
         run.checkpoints.wait()
-        if stopping and state.step < last_step:
-            where = f"stopped by signal {stopping} after step {state.step}; saved in {run.checkpoints.folder}"
-            raise StopRequested(stopping, f"{where}; checkpoint.resume=auto goes on")
+        run.checkpoints.require_folder()
+        if stopping and (state.step < last_step or not was_validated):
+            saved = f"saved in {run.checkpoints.folder}" if saver.saved_step == state.step else f"not saved: {saver.why_not()}"
+            raise StopRequested(stopping, f"stopped by signal {stopping} after step {state.step}; {saved}; checkpoint.resume=auto goes on")
     if speeds:
         summary |= {
             "seconds": time.perf_counter() - start,
@@ -178,11 +192,15 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
     return row, 0
 
 
-def _save(run: Run, state: TrainState) -> None:
-    beat(state.step, "saving")
-    snapshot = run.engine.snapshot(state)
-    if snapshot is not None:
-        run.checkpoints.save(snapshot)
+def _lacks_validation(run: Run, step: int) -> bool:
+    """Whether the run goes on from a checkpoint of its own at a step that was to be validated, and a stop or a kill prevented it."""
+    if not run.taken_up or run.validation is None or not step or not _validation_due(run.config, step):
+        return False
+    return bool(run.agree(int(run.metrics.lacks_validation(step))))
+
+
+def _validation_due(config: RunConfig, step: int) -> bool:
+    return _due(config.validation.interval, step) or step == config.train.max_steps
 
 
 def perplexity(loss: float) -> float:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from common.config.schema import ModelConfig
-from common.errors import StorageError
+from common.errors import ConfigError, StorageError
 from common.files import atomic_write
+from common.structured_files import MalformedError, parse_json_line
+from common.training.log import LOG
 from common.training.tensorboard import EventFile
 from common.weights.names import count_parameters
 
@@ -29,27 +32,46 @@ class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly; NaN and infinity are null."""
 
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True, active: bool = True) -> None:
-        """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped. ``active``: False on ranks
-        whose rows another rank writes."""
+        """``step``: where the run is taken up; rows beyond it, of steps that will be done again, are dropped, when the first row is
+        written or the run has ended well. ``active``: False on ranks whose rows another rank writes.
+
+        Raises ConfigError where an older file cannot be read or appended to.
+        """
         self._file: IO[str] | None = None
         self._board: EventFile | None = None
+        self._step = step
+        self._kept: str | None = None
+        """What to keep of a file that holds others too, until these are dropped."""
+        self._validated: set[int] = set()
         if not active:
             return
-        path = folder / METRICS_FILE
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if (row := _parse(line)) is not None and row["step"] <= step]
-            if kept != lines:
-                with atomic_write(path, "w") as file:
-                    file.writelines(line + "\n" for line in kept)
-        self._file = path.open("a", encoding="utf-8")  # closed by close
+        self._path = path = folder / METRICS_FILE
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            self._file = path.open("a", encoding="utf-8")  # closed by close
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read and appended to: {error.strerror}; make it a file that this user can write, or choose another"
+                " output_dir"
+            ) from None
+        rows = [(line, row) for line in text.splitlines() if (row := _parse(line)) is not None and row["step"] <= step]
+        self._validated = {row["step"] for _, row in rows if "validation_loss" in row}
+        kept = "".join(line + "\n" for line, _ in rows)
+        self._kept = kept if kept != text else None
+        if not step and any(map(_parse, text.splitlines())):
+            LOG.warning(f"{path}: holds rows of a run that left no checkpoint; this run begins anew, and replaces them")
         self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
+
+    def lacks_validation(self, step: int) -> bool:
+        """Whether this rank writes the rows, and those that were there at the start have no validation of this step."""
+        return self._file is not None and step not in self._validated
 
     def write(self, row: dict[str, Any]) -> None:
         """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
         if self._file is None:
             return
         try:
+            self._drop_later_rows()
             self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
         except OSError as error:
@@ -58,6 +80,17 @@ class MetricsWriter:
             raise StorageError(f"{self._file.name}: could not be written: {error.strerror}; checkpoints are whole") from error
         if self._board is not None:
             self._board.write(row["step"], {name: value for name, value in row.items() if isinstance(value, float)})
+
+    def _drop_later_rows(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is None or self._file is None:
+            return
+        if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+            raise StorageError(f"{self._path}: was replaced by another run; this one stops, and writes nothing more there")
+        with atomic_write(self._path, "w") as file:
+            file.write(kept)
+        self._file.close()
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         if self._file is not None:
@@ -69,6 +102,8 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if value is None:
+            self._drop_later_rows()
         self.close()
 
 
@@ -80,8 +115,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json_line(line)
+    except MalformedError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

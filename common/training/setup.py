@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,17 @@ from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
 from common.device import Device
 from common.errors import CheckpointError, ConfigError
+from common.files import clean_up
 from common.parallel.room import check_room
 from common.parallel.topology import Topology
-from common.training.checkpoint import MANIFEST, find_checkpoint, point_latest, read_manifest, require_checkpoint
+from common.training.checkpoint import find_checkpoint, point_latest, read_or_name_older, require_checkpoint, step_of
+from common.training.checkpoint_writer import LostFolderError
 from common.training.data import TrainingData
 from common.training.fits import require_same_model
 from common.training.log import LOG
 from common.training.plot import plot_loss
 from common.training.report import make_report, use_style
 from common.training.state import TrainState
-from common.weights.files import file_checksum
 from common.weights.names import count_parameters
 
 
@@ -93,19 +95,61 @@ def holder(folder: Path) -> str:
         return ""
 
 
-def identity_of(found: Path | None) -> str:
-    """Of a checkpoint that all hosts must read, as this one sees it."""
-    if found is None:
-        return "none"
+def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None]:
+    """Return a function that raises LostFolderError once the run folder is no longer the one that this run holds.
+
+    holders: what ``holder`` has told each rank at the start. A rank that does not see rank 0's folder has nothing to compare.
+    Another folder's lock differs in its text and in its inode: an export of this run may change the one, some file systems the other.
+    """
+    token = holders[rank] if holders[rank] == holders[0] else ""
+    inode = (folder / LOCK).stat().st_ino if token else 0
+
+    def require() -> None:
+        try:
+            is_ours = not token or (folder / LOCK).stat().st_ino == inode
+            is_ours = is_ours or (folder / LOCK).read_text(encoding="utf-8", errors="replace") == token
+        except (FileNotFoundError, NotADirectoryError):
+            is_ours = False
+        except OSError:  # a disk that does not answer says nothing about whose folder it is; what is written next will tell
+            is_ours = True
+        if not is_ours:
+            raise LostFolderError(
+                f"output_dir={folder}: the folder was removed, or replaced by another run's, while this run was writing there; it stops,"
+                " and writes nothing more; give every run an output_dir of its own"
+            )
+
+    return require
+
+
+def require_writable(checkpoints: Path) -> None:
+    """Raise ConfigError unless checkpoints can be written into this folder, which is made if need be."""
     try:
-        return f"{found} {file_checksum(found / MANIFEST):08x}"
-    except OSError:
-        return f"{found}, not there"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=checkpoints):
+            pass
+        with os.scandir(checkpoints) as entries:
+            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a folder that this user can write, or choose"
+            " another output_dir"
+        ) from None
+    if wrong:
+        raise ConfigError(f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir")
 
 
 def where_to_start(config: RunConfig, data: TrainingData) -> Start:
-    """Obey checkpoint.resume and checkpoint.init_from. Raises CheckpointError or ConfigError when they cannot be obeyed."""
+    """Obey checkpoint.resume and checkpoint.init_from. Raises CheckpointError or ConfigError when they cannot be obeyed, or where no
+    checkpoint could be written."""
+    start = _choose(config, data)
+    require_writable(Path(config.output_dir) / "checkpoints")
+    return start
+
+
+def _choose(config: RunConfig, data: TrainingData) -> Start:
     wish, folder = config.checkpoint.resume, Path(config.output_dir)
+    with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
+        clean_up(folder / "checkpoints", "step_*")
     if config.checkpoint.load is not None:
         LOG.warning(
             f"checkpoint.load={config.checkpoint.load} is for eval and predict, and training does not begin there: to go on from it say"
@@ -124,14 +168,14 @@ def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     else:
         resume = require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
     if resume is not None:
-        manifest = read_manifest(resume)
+        manifest = read_or_name_older(resume, "checkpoint.resume")
         _check_tokenizer(manifest, data.tokenizer_record, resume)
         require_same_model(manifest, config, resume, anew=wish == "auto")
         _tell_changes(manifest, config, data)
         return Start(resume=resume)
     if config.checkpoint.init_from is not None:
         weights = require_checkpoint(Path(config.checkpoint.init_from), "checkpoint.init_from")
-        manifest = read_manifest(weights)
+        manifest = read_or_name_older(weights, "checkpoint.init_from")
         _check_tokenizer(manifest, data.tokenizer_record, weights)
         require_same_model(manifest, config, weights)
         return Start(weights=weights)
@@ -158,7 +202,7 @@ def checkpoint_to_use(config: RunConfig) -> Path:
 def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
     """The checkpoint to evaluate, generate with or export, once its tokenizer and its model are those of the config."""
     checkpoint = checkpoint_to_use(config)
-    manifest = read_manifest(checkpoint)
+    manifest = read_or_name_older(checkpoint, "checkpoint.load")
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, export=export)
     return checkpoint
@@ -214,7 +258,12 @@ def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, pea
         parts.append(f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s")
     parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
     LOG.info("; ".join(parts))
-    LOG.info(f"sample hash {state.sample_hash}; checkpoint {find_checkpoint(folder)}")
+    try:
+        checkpoint = find_checkpoint(folder)
+    except CheckpointError as error:  # all is written by now
+        LOG.warning(str(error))
+        checkpoint = None
+    LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
     make_report(config).final(summary)
 
 
@@ -232,9 +281,10 @@ def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingDat
 
 def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
     trained = manifest.get("tokenizer")
-    if trained and tokenizer and trained["sha256"] != tokenizer["sha256"]:
+    if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
         raise CheckpointError(
-            f"{checkpoint}: trained with tokenizer {trained['kind']} of {trained['vocab_size']} tokens (sha256 {trained['sha256'][:12]}),"
+            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens"
+            f" (sha256 {trained.get('sha256', '')[:12]}),"
             f" the one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256 {tokenizer['sha256'][:12]});"
             " give the vocabulary files it was trained with"
         )

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from common.config.schema import ModelConfig, RunConfig
 from common.errors import CheckpointError
 from common.parallel.sharding import Piece, own_piece
-from common.training.checkpoint import MANIFEST, Part, Snapshot, read_manifest
+from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
+from common.training.manifest import MANIFEST, read_manifest
 from common.training.state import TrainState
 from common.weights.files import Tensors
 from common.weights.names import EMBEDDING, parameter_shapes
@@ -76,6 +77,7 @@ def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> t
         loss_scale.load(engine.loss_scale)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
+    state.skipped_in_a_row = 0  # whoever starts again, perhaps with a lower rate, gets all of train.max_skipped_steps
     if saved != config.optimizer.name:
         raise CheckpointError(
             f"{checkpoint}: holds the state of optimizer.name={saved}, the config says {config.optimizer.name};"

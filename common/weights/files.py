@@ -114,8 +114,12 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     """A ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError on a file that is missing or broken."""
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json")
+    try:
+        path.open("rb").close()  # the library says of every file that it cannot open that it is not there
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; allow this user to read it, or use another checkpoint") from None
     try:
         with safe_open(path, framework="numpy") as reader:
             yield reader

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import CheckpointError
 from common.parallel.sharding import Piece
 from common.weights.files import check_tensors, open_safetensors, shapes_of
 
@@ -38,6 +39,10 @@ class StoredTensors:
             if pieces is not None and name in pieces:  # what the manifest does not know is no tensor of the model: require refuses it
                 spans = pieces[name]
                 self._split.add(name)
+                if tuple(end - first for first, end in spans) != shape:
+                    raise CheckpointError(
+                        f"{self._path}: the manifest says {spans} of {name}, its part is {list(shape)}; use another checkpoint"
+                    )
             self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
 
     def __bool__(self) -> bool:

@@ -1,5 +1,6 @@
 """Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without, torch, or the host's rule."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 os.environ.setdefault("GLOG_v", "3")
 ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
@@ -16,7 +18,7 @@ import torch_gpt2.engine  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
-from common.training.checkpoint import CheckpointWriter  # noqa: E402
+from common.training.checkpoint_writer import CheckpointWriter  # noqa: E402
 from common.training.loop import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
 from common.training.outliers import Limits, limits_of, notice  # noqa: E402
@@ -79,6 +81,8 @@ def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
     rest = bits(whole.run(iter(batches(8)[4:]), 4))
     resumed = make_engine(config)
     assert restore(resumed, folder) == state
+    moments = load_file(folder / "optimizer.safetensors").values()
+    assert resumed.norm_of_moments() == pytest.approx(math.sqrt(sum(float((values**2).sum()) for values in moments)), rel=1e-4)
     assert bits(resumed.run(iter(batches(8)[4:]), 4)) == rest
     assert all(np.isfinite(row[0]) for row in first + rest)
     if "precision" in changes:

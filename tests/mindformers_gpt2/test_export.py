@@ -34,6 +34,7 @@ from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, Sto
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
+from common.training.manifest import write_manifest  # noqa: E402
 from common.training.setup import owned_folder  # noqa: E402
 from common.weights.files import write_safetensors  # noqa: E402
 from tests.changes import changed  # noqa: E402
@@ -72,7 +73,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
     deviation = {name: 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2 for name in load_file(file)}
     weights = {name: random.normal(0, deviation[name], values.shape).astype(np.float32) for name, values in load_file(file).items()}
     manifest["files"][file.name] = {"crc32": write_safetensors(file, weights), "bytes": file.stat().st_size}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(checkpoint, manifest)
     return folder
 
 

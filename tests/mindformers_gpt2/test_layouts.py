@@ -17,7 +17,8 @@ from common.config.resolve import resolve_config, resolve_length
 from common.config.schema import RunConfig
 from common.parallel.sharding import own_piece
 from common.parallel.topology import Topology
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored

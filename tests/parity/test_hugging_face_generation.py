@@ -14,6 +14,7 @@ from common.config.load import build_config  # noqa: E402
 from common.config.resolve import resolve_mode  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
 from common.tokenizer.bpe_files import byte_alphabet  # noqa: E402
+from common.training.manifest import write_manifest  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 from torch_gpt2.predict import predict  # noqa: E402
 from torch_gpt2.train import train  # noqa: E402
@@ -138,5 +139,5 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
         ("unknown", {"tokenizer": None}, "is not what the run recorded (nothing)"),
         ("other", {"tokenizer": words["tokenizer"] | {"kind": "Other"}}, "the run's tokenizer is Other; expected GPT2BPETokenizer"),
     ):
-        manifest.write_text(json.dumps(words | changes))
+        write_manifest(manifest.parent, words | changes)
         stays_behind(name, why)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from common.config.schema import RunConfig
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.training.snapshot import read_weights
 from tests.cluster_tables import write_tutorial_table

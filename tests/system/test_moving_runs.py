@@ -17,7 +17,8 @@ if importlib.util.find_spec("mindspore") is None:
 
 from common.config.load import load_config
 from common.config.resolve import resolve_config
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.launching import ROOT, run_words, start_script
 from torch_gpt2.train import train

@@ -24,7 +24,8 @@ from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, Ru
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.changes import changed
 from torch_gpt2.device import open_device, select_device

@@ -11,8 +11,9 @@ import pytest
 from common.config.load import build_config
 from common.config.resolve import resolve_config, resolve_mode
 from common.errors import CheckpointError
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
 from common.training.export import export
+from common.training.manifest import read_manifest, write_manifest
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.torch_gpt2.test_layouts import PIPELINE, SEQUENCE, SPLIT, TENSOR, tree
@@ -105,7 +106,7 @@ def test_a_part_that_is_missing_is_an_error(folder: Path, tmp_path: Path, corpus
     shutil.copytree(found, broken)
     manifest = json.loads((broken / "manifest.json").read_text())
     del manifest["files"]["optimizer.rank_00002.safetensors"]
-    (broken / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(broken, manifest)
     config = resolve_config(build_config(tree(tmp_path / "again", corpus_prefix, **ADAMW, checkpoint__resume=str(broken))))
     message = r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\. Use another checkpoint"
     with pytest.raises(CheckpointError, match=message):

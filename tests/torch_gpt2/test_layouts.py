@@ -13,7 +13,8 @@ from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import own_piece
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored

@@ -19,8 +19,9 @@ from common.config.load import build_config, load_config
 from common.config.resolve import resolve_config
 from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
-from common.training.checkpoint import find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
 from common.training.log import LOG, start_log
+from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.changes import changed
 from torch_gpt2.checkpoint import restore
@@ -331,6 +332,17 @@ def test_what_changes_the_function_but_no_shape_is_refused(start: Any, tmp_path:
     for words in ({"name": "run"}, {"name": "other", "checkpoint__init_from": str(folder)}):
         with pytest.raises(CheckpointError, match=r"add: model\.(num_heads=2|layer_norm_epsilon=1e-05)\b"):
             start(steps=3, **words, **change)
+
+
+def test_ranks_compare_their_weights_and_moments(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = start("run", steps=3)
+    facts: dict[str, Any] = {}
+    monkeypatch.setattr("torch_gpt2.world.World.require_equal", lambda self, found, models=None: facts.update(found))
+    start("run", steps=4)
+    saved = folder / "checkpoints" / "step_00000003"
+    for fact, file in (("norm of the weights", "model.safetensors"), ("norm of the optimizer's state", "optimizer.safetensors")):
+        expected = math.sqrt(sum(float((values.astype("float64") ** 2).sum()) for values in load_file(saved / file).values()))
+        assert facts[fact] == pytest.approx(expected, rel=1e-5)
 
 
 def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:

@@ -28,6 +28,7 @@ from common.conversion.heads import warn_of_heads  # noqa: E402
 from common.conversion.project import write_project  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.training.manifest import write_manifest  # noqa: E402
 from common.training.snapshot import read_weights  # noqa: E402
 from common.weights.formats import open_tensors  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
@@ -332,7 +333,7 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (folder / "model.safetensors").write_bytes(data)
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"]["model.safetensors"]["crc32"] = zlib.crc32(data)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(folder, manifest)
         return sums
 
     monkeypatch.setitem(FORMATS, "torch_gpt2", type(FORMATS["torch_gpt2"])(**(vars(FORMATS["torch_gpt2"]) | {"write": flipped})))

@@ -18,6 +18,7 @@ from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import FORMATS, convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
+from common.training.manifest import write_manifest  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
 from common.weights.arrays import TensorKind  # noqa: E402
 from common.weights.formats import open_tensors  # noqa: E402
@@ -145,8 +146,10 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
 
     (tmp_path / "ours").mkdir()
     manifest = json.loads((require_checkpoint(trained, "") / "manifest.json").read_text())
-    (tmp_path / "ours" / "manifest.json").write_text(json.dumps(manifest | {"files": {}, "config": {"model": [1]}}))
-    with pytest.raises(ConfigError, match=r"manifest.json: section=\[1\] of the model: Input should be a valid dictionary"):
+    write_manifest(tmp_path / "ours", manifest | {"files": {}, "config": {"model": [1]}})
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json: broken manifest: config.model: Input should be a valid dictionary, found \[1\]"
+    ):
         convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
     for change, match in (
         ({"state": config["run"]["state"] | {"step": "2"}}, "does not say where its run stood"),

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import common.training.checkpoint as module
+import common.training.checkpoint_writer as module
 from common.errors import CheckpointError, StorageError
 from common.parallel.sharding import Piece
-from common.training.checkpoint import CheckpointWriter, Part, Snapshot, find_checkpoint, read_manifest, whole_checkpoints
+from common.training.checkpoint import find_checkpoint, whole_checkpoints
+from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from common.training.lent import LentArrays
+from common.training.manifest import read_manifest
 from common.weights.pieces import open_stored
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,7 +112,7 @@ _SAVE_FOREVER = """
 import sys
 from pathlib import Path
 import numpy as np
-from common.training.checkpoint import CheckpointWriter, Snapshot
+from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
 step = int(sys.argv[2])
 while True:
@@ -228,7 +230,7 @@ def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatc
         next(iter(tensors.values()))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("common.training.checkpoint.write_safetensors", fails)
+    monkeypatch.setattr("common.training.checkpoint_writer.write_safetensors", fails)
     lent = Snapshot(files={"model.safetensors": LentArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
     writer = CheckpointWriter(tmp_path)
     writer.save(lent)
@@ -274,7 +276,7 @@ _DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from common.training.checkpoint import CheckpointWriter, Part, Snapshot
+from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 
 folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 

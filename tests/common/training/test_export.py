@@ -19,8 +19,10 @@ from common.config.load import build_config
 from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.training.checkpoint import MANIFEST, CheckpointWriter, Part, Snapshot, find_checkpoint, read_manifest
+from common.training.checkpoint import find_checkpoint
+from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from common.training.export import export
+from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.training.snapshot import read_moments, read_weights
 from common.weights.names import parameter_shapes
 
@@ -155,7 +157,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     path = checkpoint / MANIFEST
     manifest = json.loads(path.read_text())
     lost = manifest["files"].pop("model.rank_00001.safetensors")
-    path.write_text(json.dumps(manifest))
+    write_manifest(path.parent, manifest)
     with pytest.raises(CheckpointError) as caught:
         export(config_of(tmp_path))
     message = str(caught.value)
@@ -164,7 +166,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     )
     assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
     manifest["files"]["model.rank_00001.safetensors"] = lost
-    path.write_text(json.dumps(manifest))
+    write_manifest(path.parent, manifest)
     # another size than the manifest's, and a manifest that says another size than its tensors have
     for layers, fault in (
         (3, r"missing h\.2\.ln_1\.weight \[32\]; missing h\.2\.ln_1\.bias"),
@@ -175,15 +177,15 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
         ):
             export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
         manifest["config"]["model"]["num_layers"] = layers
-        path.write_text(json.dumps(manifest))
+        write_manifest(path.parent, manifest)
         with pytest.raises(CheckpointError, match=f"{fault}.* Give the model section"):
             export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
         manifest["config"]["model"]["num_layers"] = 2
-        path.write_text(json.dumps(manifest))
+        write_manifest(path.parent, manifest)
     # a tensor in a rank's file that the manifest does not know
     for file in manifest["files"].values():
         file.get("pieces", {}).pop("ln_f.bias", None)
-    path.write_text(json.dumps(manifest))
+    write_manifest(path.parent, manifest)
     with pytest.raises(CheckpointError, match=r"ln_f\.bias is \[22\], the model's is \[32\]"):
         export(config_of(tmp_path))
     assert not (tmp_path / "weights").exists()

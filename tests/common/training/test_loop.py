@@ -14,7 +14,8 @@ import pytest
 from common.config.load import build_config
 from common.config.resolve import resolve_config, resolve_length
 from common.dataset import Batch
-from common.training.checkpoint import CheckpointWriter, Snapshot, whole_checkpoints
+from common.training.checkpoint import whole_checkpoints
+from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.loop import Run, StepResult, Tokens, perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits

@@ -1,0 +1,57 @@
+"""One checkpoint for all ranks: every host must find the same one, and find it whole."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError
+from common.parallel.world import CommonWorld
+from common.training.manifest import MANIFEST, read_manifest
+from common.weights.files import file_checksum
+
+
+def identity_of(found: Path | None) -> str:
+    """Of a checkpoint that all hosts must read, as this one sees it."""
+    if found is None:
+        return "none"
+    try:
+        return f"{found} {file_checksum(found / MANIFEST):08x}"
+    except OSError:
+        return f"{found}, not there"
+
+
+def check_everywhere(world: CommonWorld, checkpoint: Path | None, what: str = "the checkpoint to begin with") -> None:
+    """Raise on every rank unless all of them read the same checkpoint, with the checksums of its manifest.
+
+    Rank 0 has compared them where it chose the checkpoint. Of the others, the first one that sees other files than rank 0 or on another
+    host does so, for all that see the same.
+    """
+    world.require_equal({what: identity_of(checkpoint)})
+    if checkpoint is None or world.size == 1:
+        return
+    views = world.gather(_view_of(checkpoint))
+    fault = None
+    if world.rank and views.index(views[world.rank]) == world.rank:
+        try:
+            read_manifest(checkpoint)
+        except CheckpointError as error:
+            fault = f"rank {world.rank}: {error}"
+    faults = [found for found in world.gather(fault) if found is not None]
+    if faults:
+        raise CheckpointError(faults[0])
+
+
+def _view_of(checkpoint: Path) -> Any:
+    """Stand for a folder's files as this process sees them: the same for processes that read the same files on the same host."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        host = socket.gethostname()
+    try:
+        files = {path.name: path.stat() for path in checkpoint.iterdir()}
+    except OSError:
+        return uuid.uuid4().hex  # reads, and fails, on its own
+    return host, sorted((name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for name, file in files.items())

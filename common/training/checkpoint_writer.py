@@ -1,0 +1,266 @@
+"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training step's path.
+
+    checkpoints/step_00000100/model.safetensors       float32 weights, true vocabulary, names of common.weights.names
+    checkpoints/step_00000100/optimizer.safetensors   NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer
+    checkpoints/step_00000100/manifest.json           state, resolved config, tokenizer, versions; sizes and checksums of the files
+    checkpoints/latest                                the name of the newest whole folder
+
+Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors with its
+rectangles of the tensors, and rank_00003.json, which says which they are; rank 0 takes these into the manifest when all are there.
+
+A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last. What a writer
+that died has left under a temporary name, the next one on rank 0 removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from common.errors import GPT2Error, StorageError
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place
+from common.structured_files import MalformedError, parse_json
+from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
+from common.training.lent import LentArrays
+from common.training.log import LOG
+from common.training.manifest import write_manifest
+from common.weights.files import Tensors, write_safetensors
+from common.weights.names import parameter_of
+from common.weights.pieces import Rectangle, file_of_rank
+
+PATIENCE_AFTER_FAILURE = 60.0
+"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be dead."""
+
+
+class LostFolderError(StorageError):
+    """The run folder was removed, or replaced by another one, under the run: nothing more is written or removed there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the parts of a snapshot that ``ranks`` write, each its own: rectangles of the tensors, none of them in two parts."""
+
+    rank: int
+    ranks: int
+    rectangles: Mapping[str, Rectangle]
+    """By parameter; those of its moments are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a run needs to go on, copied out of the framework or lent by it until ``keep``, to be written while training goes on."""
+
+    files: Mapping[str, Tensors]
+    """File name -> tensors by name."""
+    manifest: Mapping[str, Any]
+    """Plain data; must hold ``state``."""
+    part: Part | None = None
+    beside: Callable[[Path], None] | None = None
+    """Called with the folder of the checkpoints once this one is whole, or this rank's part of it, to write it in another form too."""
+
+    def keep(self) -> None:
+        """Call before tensors that were lent are changed."""
+        for tensors in self.files.values():
+            if isinstance(tensors, LentArrays):
+                tensors.keep()
+
+    def release(self) -> None:
+        """The writer is done with the tensors, or gives up."""
+        for tensors in self.files.values():
+            if isinstance(tensors, LentArrays):
+                tensors.release()
+
+
+class CheckpointWriter:
+    """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False.
+
+    Of the checkpoints that were there at its start and those it has written, it keeps the newest ``keep`` (0: all), and beyond these the
+    newest one that is known to be good. It removes no others.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 0,
+        asynchronous: bool = True,
+        active: bool = True,
+        patience: float = 3600.0,
+        require_folder: Callable[[], None] = lambda: None,
+    ) -> None:
+        """active: False on ranks other than 0, which must leave the folder alone. patience: seconds in which all ranks must have written
+        their parts after rank 0 has. require_folder: raises LostFolderError where the folder is no longer this run's.
+
+        Raises CheckpointError where the folder cannot be looked into.
+        """
+        self._patience = patience
+        self.folder = Path(folder)
+        self.require_folder = require_folder
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._known: set[str] = set()
+        self._newest = self._good = self._sane = -1
+        """Steps: of this run's newest checkpoint, of the newest one before it that is good, and the last one whose weights were good."""
+        if active:
+            clean_up(self.folder, "step_*")
+            clean_up(self.folder, LATEST)
+            self._known = {path.name for path in whole_checkpoints(self.folder)}
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait for what is being written, whatever happened; a failure here must not hide the one that ends the run."""
+        if value is not None:
+            self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
+        try:
+            self.wait()
+        except GPT2Error as error:
+            if value is None:
+                raise
+            LOG.error(str(error))
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Begin to write ``step_<step>``; waits for the save before. Raises StorageError, also on behalf of the save before."""
+        self.wait()
+        self.require_folder()
+        self._good = self._newest_good()
+        self._newest = snapshot.manifest["state"]["step"]
+        target = self.folder / folder_of_step(self._newest)
+        if not self._asynchronous:
+            self._write(target, snapshot)
+            return target
+        self._thread = threading.Thread(target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer")
+        self._thread.start()
+        return target
+
+    def resume(self, step: int) -> None:
+        """Take the checkpoint from which the run goes on for its newest, and for a good one."""
+        self._newest = self._sane = step
+
+    def confirm(self, step: int) -> None:
+        """Note that the weights after ``step`` are good, and so are those of earlier checkpoints."""
+        self._sane = max(self._sane, step)
+
+    def _newest_good(self) -> int:
+        return self._newest if self._newest <= self._sane else self._good
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises what the last save raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what a finished save raised, without waiting for one under way."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
+        try:
+            self._write(target, snapshot)
+        except Exception as error:  # re-raised in the training thread
+            self._failure = error
+
+    def _write(self, target: Path, snapshot: Snapshot) -> None:
+        temporary = target.with_name(f".{target.name}.tmp")
+        try:
+            self.require_folder()  # else the next line would make it anew
+            self._write_folder(temporary, snapshot)
+            self.require_folder()
+            if snapshot.part is None or snapshot.part.rank == 0:
+                put_in_place(temporary, target)
+                point_latest(target)
+                self._prune(target)
+        except LostFolderError:
+            raise
+        except (OSError, StorageError) as error:
+            self.require_folder()
+            _remove(temporary, snapshot.part)
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
+        finally:
+            snapshot.release()
+        if snapshot.beside is not None:
+            snapshot.beside(self.folder)
+
+    def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
+        part = snapshot.part
+        if part is None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True, exist_ok=True)
+        files: dict[str, dict[str, Any]] = {}
+        for stem, tensors in snapshot.files.items():
+            name = stem if part is None else file_of_rank(stem, part.rank)
+            checksum = write_safetensors(temporary / name, tensors)
+            files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
+            if part is not None:
+                files[name]["pieces"] = {tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors}
+        if part is not None:
+            with atomic_write(temporary / f"rank_{part.rank:05d}.json", "w") as file:
+                json.dump(files, file)
+            if part.rank > 0:
+                return
+            files = self._collect_parts(temporary, part.ranks)
+        write_manifest(temporary, {**snapshot.manifest, "files": files})
+        fsync_folder(temporary)
+
+    def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
+        """What all ranks have written, waited for. Raises StorageError naming those that have not."""
+        files: dict[str, dict[str, Any]] = {}
+        waiting, began = set(range(ranks)), time.monotonic()
+        while True:
+            for rank in sorted(waiting):
+                path = temporary / f"rank_{rank:05d}.json"
+                if path.is_file():  # whole: it was renamed
+                    try:
+                        files |= parse_json(path.read_bytes())
+                    except (MalformedError, TypeError) as error:
+                        raise StorageError(f"{path}: not what rank {rank} has written ({error})") from None
+                    path.unlink()
+                    waiting.remove(rank)
+            if not waiting:
+                return files
+            if time.monotonic() > began + self._patience:
+                raise StorageError(f"ranks {sorted(waiting)} have not written their parts within {self._patience:g} s")
+            time.sleep(0.05)
+
+    def _prune(self, written: Path) -> None:
+        """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
+        self._known.add(written.name)
+        if not self._keep:
+            return
+        others = sorted((name for name in self._known if name != written.name and (self.folder / name).is_dir()), key=step_of)
+        before = [name for name in others if step_of(name) < step_of(written.name)]
+        after = [name for name in others if step_of(name) > step_of(written.name)]
+        for name in [*after, *before][: max(0, len(others) + 1 - self._keep)]:
+            if step_of(name) == self._newest_good():
+                continue
+            # rename first, so that a folder half deleted never looks whole
+            renamed = self.folder / f".{name}.doomed.tmp"
+            os.replace(self.folder / name, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
+            self._known.discard(name)
+
+
+def _remove(temporary: Path, part: Part | None) -> None:
+    """What this rank has written. The folder stays where others may be writing: without it they would fail too, and be blamed."""
+    if part is None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for path in temporary.glob(f"*rank_{part.rank:05d}.*"):
+            path.unlink()

@@ -1,0 +1,195 @@
+"""Which checkpoint a run goes on from: a folder that cannot be looked into, or shows a run, is never begun anew."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config
+from common.errors import CheckpointError, ConfigError, UserError
+from common.training import setup
+from common.training.checkpoint import find_checkpoint, whole_checkpoints
+from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.training.log import LOG
+
+TREE: dict[str, Any] = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+    "train": {"max_steps": 10, "micro_batch_size": 2},
+    "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    LOG.propagate = True
+    caplog.set_level(logging.INFO)
+    yield
+    LOG.propagate = False
+
+
+def save(folder: Path, *steps: int, **writer: Any) -> CheckpointWriter:
+    made = CheckpointWriter(folder, asynchronous=False, **writer)
+    for step in steps:
+        model = TREE["model"] | {"layer_norm_epsilon": 1e-5}
+        manifest = {"state": {"step": step}, "engine": {}, "config": {"model": model}}
+        made.save(Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest))
+    return made
+
+
+def start(run: Path, **checkpoint: Any) -> setup.Start:
+    config = resolve_config(build_config(TREE | {"output_dir": str(run), "checkpoint": checkpoint}))
+    data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="")
+    return setup.where_to_start(config, data)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As a folder without permission, which stops nobody who is root."""
+    look = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest", "never"])
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    save(checkpoints, 5, 10)
+    refuse(monkeypatch, checkpoints)
+    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read: Permission denied; .* nothing was begun"):
+        start(tmp_path, resume=resume)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointWriter(checkpoints, keep=1)
+    monkeypatch.undo()
+    assert [path.name for path in whole_checkpoints(checkpoints)] == ["step_00000005", "step_00000010"]
+
+
+def test_links_that_lead_nowhere_are_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read: Too many levels of symbolic links"):
+        start(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").symlink_to("/mnt/not mounted/here")
+    with pytest.raises(UserError, match=r"checkpoints: is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?"):
+        start(tmp_path)
+
+
+def test_the_only_checkpoint_has_lost_its_manifest(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 20)
+    (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
+    for _ in ("with latest", "without"):
+        with pytest.raises(CheckpointError, match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to begin anew"):
+            start(tmp_path)
+        (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
+    assert (tmp_path / "checkpoints" / "step_00000020" / "model.safetensors").exists()
+
+
+def test_latest_names_nothing_that_is_there(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 20)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
+    with pytest.raises(CheckpointError, match=r"latest names 'step_00000020', which is not a whole checkpoint here; "):
+        start(tmp_path)
+    (tmp_path / "checkpoints" / "latest").write_bytes(b"\0\0\0")
+    with pytest.raises(CheckpointError, match=r"latest names '\\x00"):
+        start(tmp_path)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    (tmp_path / "checkpoints" / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest: is a folder, expected a file"):
+        start(tmp_path)
+
+
+def test_an_older_whole_one_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "checkpoints", 5, 10, 20, 30)
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000020\n")
+    (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
+    assert start(tmp_path).resume == tmp_path / "checkpoints" / "step_00000010"
+    assert "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
+    for step in (5, 10):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
+    with pytest.raises(CheckpointError, match=r"whole and newer: step_00000030; "):
+        start(tmp_path)
+
+
+def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keep=1: between two looks the checkpoint that latest named has made way for the next."""
+    writer = save(tmp_path, 5, keep=1)
+    look = os.scandir
+
+    def scandir(path: Any) -> Any:
+        monkeypatch.setattr(os, "scandir", look)
+        writer.confirm(9)
+        writer.save(Snapshot(files={}, manifest={"state": {"step": 10}, "engine": {}, "config": {}}))
+        shutil.rmtree(tmp_path / "step_00000005", ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
+
+
+def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
+    """So does one whose first save was cut off; another program's file named latest is no run."""
+    (tmp_path / "checkpoints" / ".step_00000005.tmp").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert start(tmp_path) == setup.Start()
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "latest").write_text("global_step100")
+    assert find_checkpoint(tmp_path / "else") is None
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 5)
+    (tmp_path / "checkpoints" / "step_00000005").rename(tmp_path / "checkpoints" / ".step_00000005.replaced.tmp")
+    assert start(tmp_path).resume == tmp_path / "checkpoints" / "step_00000005"
+
+
+def test_what_a_run_has_neither_seen_nor_written_stays(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    writer = save(tmp_path, 10, keep=1)
+    save(tmp_path / "elsewhere", 3, 7, 90)
+    for step in (3, 7, 90):
+        (tmp_path / "elsewhere" / f"step_{step:08d}").rename(tmp_path / f"step_{step:08d}")
+    for step in (20, 30):
+        writer.save(Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
+    assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [3, 7, 30, 90]
+
+
+def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
+    writer = save(tmp_path, 10, keep=1)
+    writer.confirm(11)
+    for step in (20, 30, 40):
+        writer.save(Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
+        assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [10, step], "a step after it has not shown that it is good"
+    writer.confirm(41)
+    writer.save(Snapshot(files={}, manifest={"state": {"step": 50}, "engine": {}, "config": {}}))
+    assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [40, 50]
+
+
+def test_where_no_checkpoint_can_be_written_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"):
+        start(tmp_path / "file")
+    save(tmp_path / "run" / "checkpoints", 5)
+    (tmp_path / "run" / "checkpoints" / "step_00000010").touch()
+    with pytest.raises(ConfigError, match=r"step_00000010: is not a folder, and has the name of a checkpoint"):
+        start(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000010").unlink()
+    assert start(tmp_path / "run").resume is not None
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step_00000005"]
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    with pytest.raises(ConfigError, match="checkpoints cannot be written there: Read-only file system"):
+        start(tmp_path / "run")

@@ -1,0 +1,288 @@
+"""What the loop saves when a run diverges, is stopped in a validation, or loses its folder. An engine of a few lines has the losses."""
+
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.config.resolve import resolve_config, resolve_length
+from common.dataset import Batch
+from common.errors import ConfigError, DivergedError, StopRequested, StorageError
+from common.training import setup
+from common.training.checkpoint import find_checkpoint, whole_checkpoints
+from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.training.loop import Run, StepResult, Tokens, train
+from common.training.loss_scale import LossScale
+from common.training.manifest import read_manifest
+from common.training.metrics import MetricsWriter, read_metrics
+from common.training.outliers import NO_LIMITS, Limits
+from common.training.snapshot import EngineState, make_snapshot, read_states
+from common.training.state import TrainState
+from tests.changes import changed
+
+NAN = math.nan
+
+
+class Scripted:
+    """loss(step), skipped where it is not finite or ``skips``; a signal to this process where ``stops`` says so."""
+
+    steps_per_run = 1
+
+    def __init__(self, config: Any, step: int, loss: Callable[[int], float], skips: range, stop_in_validation: int, act: Any) -> None:
+        self.config, self.step, self.loss, self.skips, self.act = config, step, loss, skips, act
+        self.stop_in_validation = stop_in_validation
+
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+        next(batches)
+        self.step += 1
+        self.act(self.step)
+        loss = self.loss(self.step)
+        skipped = self.step in self.skips or not math.isfinite(loss)
+        return [StepResult(loss=loss, grad_norm=1.0, learning_rate=0.1, loss_scale=1.0, skipped=skipped)]
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        if self.step == self.stop_in_validation:
+            os.kill(os.getpid(), signal.SIGTERM)
+        tokens = sum(batch.size for batch in batches)
+        return tokens * self.loss(self.step), tokens
+
+    def snapshot(self, state: TrainState) -> Snapshot:
+        return make_snapshot(
+            self.config,
+            state,
+            weights={"w": np.full(3, state.step, np.float32)},
+            moments={},
+            engine=EngineState(optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}),
+            versions={},
+            record={},
+        )
+
+
+def falling(step: int) -> float:
+    return 3.0 / (step + 1)
+
+
+def start(
+    folder: Path,
+    *,
+    loss: Callable[[int], float] = falling,
+    skips: range = range(0),
+    stop_in_validation: int = -1,
+    act: Callable[[int], None] = lambda step: None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Go on from the newest checkpoint of ``folder``, as both backends do."""
+    tree: dict[str, Any] = {
+        "output_dir": str(folder),
+        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+        "train": {"max_steps": 20, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
+        "validation": {"interval": 0},
+        "checkpoint": {"interval": 5, "keep": 2},
+    }
+    config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    with setup.owned_folder(folder):
+        found = find_checkpoint(folder)
+        state = TrainState() if found is None else read_states(found, config, LossScale(config.loss_scale))[0]
+        with (
+            CheckpointWriter(
+                folder / "checkpoints",
+                keep=config.checkpoint.keep,
+                asynchronous=config.checkpoint.asynchronous,
+                require_folder=setup.keeper(folder, [setup.holder(folder)], 0),
+            ) as checkpoints,
+            MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
+        ):
+            run = Run(
+                config=config,
+                engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
+                batches=iter(lambda: Batch(tokens=np.zeros((2, 5), np.int32), consumed_samples=0, sample_hash=""), None),
+                validation=lambda: [np.zeros((1, 3), np.int32)] * 3,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                peak_flops=0.0,
+                taken_up=found is not None,
+            )
+            return train(run, state)
+
+
+def saved(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in whole_checkpoints(folder / "checkpoints")]
+
+
+# ---- divergence ----
+
+
+def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
+    """The update of step 11 breaks the weights: from step 12 on there is no loss, and nothing learns from it."""
+    with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
+        start(tmp_path, loss=lambda step: falling(step) if step < 12 else NAN, train__max_steps=90, train__max_skipped_steps=20)
+    assert saved(tmp_path) == [5, 10]
+    # with another rate it goes on from there, and has all its patience again
+    assert start(tmp_path)["step"] == 20
+    assert saved(tmp_path) == [15, 20]
+
+
+def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
+    """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that is left."""
+    with pytest.raises(DivergedError):
+        start(tmp_path, loss=lambda step: falling(step) if step < 11 else NAN, checkpoint__keep=1, train__max_steps=90)
+    assert saved(tmp_path) == [5, 10]
+
+
+def test_a_loss_that_is_finite_and_huge_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    start(tmp_path, loss=lambda step: falling(step) if step < 12 else 1e30, train__max_steps=40, checkpoint__keep=1)
+    assert saved(tmp_path) == [10, 40]
+
+
+def test_a_save_is_postponed_to_the_next_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("common.training.saving.LOG", SimpleNamespace(warning=told.append))
+    start(tmp_path, loss=lambda step: NAN if step in (9, 10, 11) else falling(step), checkpoint__keep=0)
+    assert saved(tmp_path) == [5, 12, 15, 20]
+    assert told == ["step 10: no checkpoint is written: the loss is nan; those that are there stay as they are"]
+
+
+def test_steps_that_were_all_skipped_are_not_saved_but_at_the_end(tmp_path: Path) -> None:
+    """A finite loss without a finite gradient: the weights are still those of step 5."""
+    start(tmp_path, skips=range(6, 18), checkpoint__keep=0)
+    assert saved(tmp_path) == [5, 18, 20]
+    start(tmp_path, skips=range(21, 24), train__max_steps=23, checkpoint__keep=0)
+    assert saved(tmp_path) == [5, 18, 20, 23], "a run that has ended is whole"
+
+
+def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
+    def stop(step: int) -> None:
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StopRequested, match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto goes on") as stopped:
+        start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
+    assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
+
+
+def test_a_last_validation_that_is_not_finite_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "evaluate", lambda self, batches: (NAN, sum(batch.size for batch in batches)))
+    with pytest.raises(DivergedError, match=r"step 20: the loss is nan, so this step is not saved"):
+        start(tmp_path)
+    assert saved(tmp_path) == [10, 15]
+
+
+# ---- a stop in a validation ----
+
+
+def rows_of(folder: Path) -> list[tuple[Any, ...]]:
+    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(("step", "interval"), [(8, 4), (10, 5), (20, 4), (20, 0)])
+def test_a_stop_in_a_validation_is_made_up_for(tmp_path: Path, step: int, interval: int) -> None:
+    """In the middle, at a step that was saved before its validation, and at the end."""
+    start(tmp_path / "whole", validation__interval=interval)
+    with pytest.raises(StopRequested) as stopped:
+        start(tmp_path / "run", validation__interval=interval, stop_in_validation=step)
+    assert stopped.value.exit_code == 143 and f"after step {step}; saved in" in str(stopped.value)
+    with pytest.raises(StopRequested):
+        start(tmp_path / "run", validation__interval=interval, stop_in_validation=step)  # once more
+    summary = start(tmp_path / "run", validation__interval=interval)
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    assert summary["validation_loss"] == falling(20)
+    before = rows_of(tmp_path / "run")
+    start(tmp_path / "run", validation__interval=interval)
+    assert rows_of(tmp_path / "run") == before, "what was validated is not validated again"
+
+
+def test_a_stop_in_the_last_step_is_no_finished_run(tmp_path: Path) -> None:
+    with pytest.raises(StopRequested, match="after step 20; saved in"):
+        start(tmp_path, act=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None)
+    assert saved(tmp_path) == [15, 20] and rows_of(tmp_path)[-1] == (20, falling(20), None)
+    start(tmp_path)
+    assert rows_of(tmp_path)[-1] == (20, None, falling(20))
+
+
+# ---- the run folder ----
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool) -> None:
+    folder = tmp_path / "run"
+
+    def remove(step: int) -> None:
+        if step == 7:
+            shutil.rmtree(folder)
+            if replaced:
+                with setup.owned_folder(folder):
+                    (folder / "checkpoints").mkdir()
+
+    with pytest.raises(StorageError, match=r"output_dir=.*run: the folder was removed, or replaced by another run's"):
+        start(folder, act=remove, checkpoint__asynchronous=False)
+    left = [path.relative_to(folder).as_posix() for path in folder.rglob("*")] if folder.exists() else []
+    assert sorted(left) == ([".lock", "checkpoints"] if replaced else [])
+
+
+def test_a_run_without_saves_notices_at_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(StorageError, match="the folder was removed"):
+        start(folder, checkpoint__interval=0, act=lambda step: shutil.rmtree(folder) if step == 7 else None)
+    assert not folder.exists()
+
+
+def test_a_disk_that_does_not_answer_is_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with setup.owned_folder(tmp_path):
+        require = setup.keeper(tmp_path, [setup.holder(tmp_path)], 0)
+
+        def silent(*_: Any, **__: Any) -> str:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(Path, "stat", silent)
+        require()
+        monkeypatch.undo()
+        token = (tmp_path / ".lock").read_text()
+        (tmp_path / ".lock").write_text("an export where nothing can be locked")
+        require()
+        (tmp_path / "copy").write_text(token)
+        (tmp_path / "copy").replace(tmp_path / ".lock")
+        require()
+        (tmp_path / "copy").write_text("another run")
+        (tmp_path / "copy").replace(tmp_path / ".lock")
+        with pytest.raises(StorageError):
+            require()
+        setup.keeper(tmp_path, ["rank 0's", "of another disk"], 1)()
+
+
+# ---- rows of metrics ----
+
+
+def test_rows_of_later_steps_stay_until_the_run_has_begun(tmp_path: Path) -> None:
+    start(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(RuntimeError), MetricsWriter(tmp_path, step=5, tensorboard=False):
+        raise RuntimeError("before the first step")
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    with MetricsWriter(tmp_path, step=5, tensorboard=False):
+        pass
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read and appended to: Is a directory"):
+        MetricsWriter(tmp_path)
+
+
+def test_a_last_row_without_its_newline_is_not_torn(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
+    with MetricsWriter(tmp_path, step=2, tensorboard=False) as metrics:
+        metrics.write({"step": 3})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_manifest_of_the_loop_is_whole(tmp_path: Path) -> None:
+    start(tmp_path)
+    assert read_manifest(tmp_path / "checkpoints" / "step_00000020")["state"]["step"] == 20
