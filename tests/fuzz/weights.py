@@ -6,7 +6,6 @@ what a changed file must become follows from what torch, safetensors, pickle or 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import logging
@@ -14,7 +13,7 @@ import pickle
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from common.conversion.weights import Weight, Weights
 from common.training.log import LOG
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
-from tests.fuzz.engine import ROOT, Case
+from tests.fuzz.engine import Case
 from tests.fuzz.mutations import (
     ALIAS_BOMB,
     UNREADABLE,
@@ -41,6 +40,7 @@ from tests.fuzz.mutations import (
     to_yaml,
     unreadable,
 )
+from tests.fuzz.weight_files import FIXTURES, FLEETX, Arrays, count_paddle, damaged_record, read_mindspore, read_paddle, read_torch
 
 CLASSES = {
     "weights": "tensors in .safetensors, .bin (zip, old, shards), .ckpt, .pt, .pdparams, TensorFlow: bytes, special files, headers",
@@ -55,12 +55,6 @@ MODEL = ModelConfig(
     num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24, max_positions=5, embedding_dropout=0.0,
     attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
-FIXTURES = ROOT / "tests" / "common" / "weights" / "data"
-FLEETX = """\
-Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, ffn_hidden_size: , hidden_dropout_prob: 0.1,
-  attention_probs_dropout_prob: 0.2, max_position_embeddings: 5, initializer_range: 0.02}
-"""
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass
@@ -80,100 +74,6 @@ class Source:
 
 
 # ---- independent readers ----
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(tree, torch.Tensor):
-        yield prefix, tree.view(torch.uint16).numpy() if tree.dtype is torch.bfloat16 else tree.detach().numpy()
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flat(value, f"{prefix}/{key}")
-
-
-def _read_torch(path: Path) -> Arrays:
-    with torch.serialization.safe_globals([argparse.Namespace]):  # which Megatron's files hold
-        return dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
-
-
-def _damaged_record(path: Path) -> str | None:
-    """Return a record of tensors or of the pickle whose CRC-32 does not fit, which torch.load does not compare."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = archive.testzip()
-    except Exception:  # it is no archive that Python reads
-        return None
-    return name if name and ("/data/" in name or name.endswith("/data.pkl")) else None
-
-
-def read_protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        if key & 7 == 0:
-            value: Any
-            value, at = _varint(data, at)
-        else:
-            assert key & 7 == 2
-            size, at = _varint(data, at)
-            assert at + size <= len(data)
-            value, at = data[at : at + size], at + size
-        yield key >> 3, value
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return value, at
-
-
-def _read_mindspore(path: Path) -> Arrays:
-    """Checkpoint: repeated value = 1 {tag = 1, tensor = 2 {dims = 1, type = 2, content = 3}}."""
-    found: Arrays = {}
-    for _, message in read_protobuf(path.read_bytes()):
-        record = dict(read_protobuf(message))
-        if 2 not in record:
-            continue
-        dims: list[int] = []
-        content, kind = b"", b""
-        for number, value in read_protobuf(record[2]):
-            if number == 1:
-                dims += [value] if isinstance(value, int) else [item for item in _varints(value)]
-            elif number == 2:
-                kind = value
-            else:
-                content = value
-        name = record[1].decode()
-        array = np.frombuffer(content, {"Float32": "<f4", "Float16": "<f2", "Int32": "<i4", "Int64": "<i8"}[kind.decode()])
-        found[name] = np.concatenate([found[name], array]) if name in found else array
-        found[name] = found[name].reshape([size for size in dims if size] if found[name].size == np.prod(dims) else -1)
-    return found
-
-
-def _varints(data: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(data):
-        value, at = _varint(data, at)
-        yield value
-
-
-class _Numpy(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.removeprefix("numpy.").replace("_core", "core"), name) in (
-            ("core.multiarray", "_reconstruct"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(name)
-
-
-def _read_paddle(path: Path) -> Arrays:
-    with path.open("rb") as file:
-        tree = _Numpy(file).load()
-    return {name: value[1] if isinstance(value, tuple) else value for name, value in tree.items() if name != "StructuredToParameterName@@"}
 
 
 def _reader(files: list[str], one: Callable[[Path], Arrays]) -> Callable[[Path], Arrays]:
@@ -218,19 +118,19 @@ def prepare(folder: Path) -> list[Source]:
 
     hugging_face = written("hf", "hf", ["model.safetensors"], ["config.json"], load_file)
     written("ours", "torch_gpt2", ["model.safetensors"], ["manifest.json"], load_file)
-    written("mindformers", "mindformers", ["gpt2.ckpt"], ["model.yaml"], _read_mindspore)
-    written("mindformers 0.3", "mindformers_r0.3", ["gpt2.ckpt"], ["model.yaml"], _read_mindspore)
+    written("mindformers", "mindformers", ["gpt2.ckpt"], ["model.yaml"], read_mindspore)
+    written("mindformers 0.3", "mindformers_r0.3", ["gpt2.ckpt"], ["model.yaml"], read_mindspore)
     for name in ("megatron", "megatron_core"):
         file = "release/mp_rank_00/model_optim_rng.pt"
-        written(name, name, [file], ["model.yaml", "latest_checkpointed_iteration.txt"], _read_torch)
+        written(name, name, [file], ["model.yaml", "latest_checkpointed_iteration.txt"], read_torch)
         ranks = ["release/mp_rank_00/model_optim_rng.pt", "release/mp_rank_01/model_optim_rng.pt"]
-        written(f"{name} of 2 ranks", name, ranks, ["model.yaml"], _read_torch, tensor=2, stages=1)
+        written(f"{name} of 2 ranks", name, ranks, ["model.yaml"], read_torch, tensor=2, stages=1)
     written(
         "megatron of 2 stages",
         "megatron",
         [f"release/mp_rank_00_00{n}/model_optim_rng.pt" for n in range(2)],
         ["model.yaml"],
-        _read_torch,
+        read_torch,
         tensor=1,
         stages=2,
     )
@@ -240,7 +140,7 @@ def prepare(folder: Path) -> list[Source]:
         (folder / name).mkdir()
         shutil.copy(hugging_face / "config.json", folder / name)
         torch.save(state, folder / name / "pytorch_model.bin", **options)
-        made.append((name, "hf", ["pytorch_model.bin"], ["config.json"], _reader(["pytorch_model.bin"], _read_torch)))
+        made.append((name, "hf", ["pytorch_model.bin"], ["config.json"], _reader(["pytorch_model.bin"], read_torch)))
     (folder / "hf shards").mkdir()
     shutil.copy(hugging_face / "config.json", folder / "hf shards")
     shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
@@ -248,15 +148,15 @@ def prepare(folder: Path) -> list[Source]:
         torch.save(half, folder / "hf shards" / shard)
     places = {name: shard for shard, half in zip(shards, halves, strict=True) for name in half}
     (folder / "hf shards" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
-    made.append(("hf shards", "hf", shards, ["config.json", "pytorch_model.bin.index.json"], _reader(shards, _read_torch)))
+    made.append(("hf shards", "hf", shards, ["config.json", "pytorch_model.bin.index.json"], _reader(shards, read_torch)))
     shutil.copytree(FIXTURES / "openai", folder / "openai")
     tensorflow = [path.name for path in sorted((folder / "openai").glob("model.ckpt.*"))]
     made.append(("openai", "openai", tensorflow, ["hparams.json", "checkpoint"], _none))
     (folder / "fleetx").mkdir()
     shutil.copy(FIXTURES / "fleetx" / "model.pdparams", folder / "fleetx")
-    _count_paddle(folder / "fleetx" / "model.pdparams")
+    count_paddle(folder / "fleetx" / "model.pdparams")
     (folder / "fleetx" / "pretrain.yaml").write_text(FLEETX)
-    made.append(("fleetx", "fleetx", ["model.pdparams"], ["pretrain.yaml"], _reader(["model.pdparams"], _read_paddle)))
+    made.append(("fleetx", "fleetx", ["model.pdparams"], ["pretrain.yaml"], _reader(["model.pdparams"], read_paddle)))
     sources = []
     for name, format, files, settings, read in made:
         values = {} if read is _none else read(folder / name)
@@ -265,20 +165,6 @@ def prepare(folder: Path) -> list[Source]:
         if values:
             assert _differs(sources[-1], values, target) is None, name
     return sources
-
-
-def _count_paddle(path: Path) -> None:
-    """Give the fixture's arrays counting numbers in place of random ones."""
-    with path.open("rb") as file:
-        tree = pickle.load(file)
-    first = itertools.count(1)
-    for name, value in tree.items():
-        array = value[1] if isinstance(value, tuple) else value
-        if isinstance(array, np.ndarray):
-            counted = np.array([next(first) for _ in range(array.size)], array.dtype).reshape(array.shape)
-            tree[name] = (value[0], counted) if isinstance(value, tuple) else counted
-    with path.open("wb") as file:
-        pickle.dump(tree, file, protocol=4)
 
 
 # ---- inputs ----
@@ -366,7 +252,7 @@ def _whole(target: Path) -> bool:
 
 def _judge(source: Source, work: Path, found: Arrays, settings_changed: bool, target: Path) -> str | None:
     for name in source.files:
-        if name.endswith((".bin", ".pt")) and (work / name).is_file() and (record := _damaged_record(work / name)):
+        if name.endswith((".bin", ".pt")) and (work / name).is_file() and (record := damaged_record(work / name)):
             return f"{name}: {record} is damaged by its CRC-32, and was taken"
     try:
         values = source.read(work)
