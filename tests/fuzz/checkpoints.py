@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from common.config.load import build_config
 from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.training import setup
-from common.training.checkpoint import CheckpointWriter
 from common.training.log import LOG
 from common.training.loss_scale import LossScale
 from common.training.snapshot import EngineState, make_snapshot, read_moments, read_states, read_weights
@@ -26,7 +26,12 @@ from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case
-from tests.fuzz.mutations import UNREADABLE, remove, spoil_file, spoil_json, spoil_one, unreadable
+from tests.fuzz.mutations import UNREADABLE, hostile_value, remove, spoil_file, spoil_json, spoil_one, to_json, unreadable
+
+try:
+    from common.training.checkpoint_writer import CheckpointWriter
+except ImportError:
+    from common.training.checkpoint import CheckpointWriter
 
 CLASSES = {
     "manifest": "manifest.json: bytes, special files, faults of its tree",
@@ -181,8 +186,6 @@ KNOWN = (
 
 
 def _known_place(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
-    from tests.fuzz.mutations import hostile_value, to_json
-
     tree = json.loads(content)
     place = dice.pick(KNOWN)
     parent = tree
@@ -230,6 +233,37 @@ def _known_place(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
     return to_json(tree).encode("utf-8", "surrogatepass"), kind, ".".join(map(str, place))
 
 
+SEAL = b',\n "crc32": '
+
+
+def _sealed(content: bytes) -> bytes:
+    """Return a manifest whose last key is the CRC-32 of what is before it, as one is that was forged with care."""
+    tree = json.loads(content)
+    tree.pop("crc32", None)
+    before = json.dumps(tree, indent=1).encode().rstrip(b"\n}")
+    return before + SEAL + str(zlib.crc32(before)).encode() + b"\n}"
+
+
+def _as_written(path: Path, found: tuple[Stand | None, list[str]], stands: dict[int, Stand]) -> str | None:
+    """Compare a forged manifest that was accepted with what it says itself."""
+    stand = found[0]
+    if stand is None:
+        return "the run begins anew in the folder of a run"
+    words = json.loads(path.read_bytes())
+    for key, value in stand.state.items():
+        if key in words["state"] and not same(words["state"][key], value):
+            return f"state.{key} was written as {words['state'][key]!r} and read as {value!r}"
+    for key in ("step", "consumed_samples", "skipped_steps", "skipped_in_a_row"):
+        if type(stand.state[key]) is not int or stand.state[key] < 0:
+            return f"state.{key} is {stand.state[key]!r}"
+    if type(stand.engine["optimizer_steps"]) is not int or not stand.engine["optimizer_steps"] >= 0:
+        return f"optimizer_steps is {stand.engine['optimizer_steps']!r}"
+    if not 0 < stand.scale["value"] < float("inf"):
+        return f"the loss scale is {stand.scale['value']!r}"
+    known = [other for other in stands.values() if other.weights == stand.weights and other.moments == stand.moments]
+    return None if known else "other weights or moments were read"
+
+
 def _header(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
     """Change the tree of a safetensors header."""
     length = int.from_bytes(content[:8], "little")
@@ -246,13 +280,19 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     checkpoints = run / "checkpoints"
     newest = checkpoints / f"step_{STEPS[-1]:08d}"
     opened: tuple[str, Path] | None = None
+    forged = False
     if kind == "manifest":
         about = spoil_one(dice, newest / "manifest.json", structured=spoil_json)
     elif kind == "known place":
         path = newest / "manifest.json"
         content, fault, place = _known_place(dice, path.read_bytes())
-        path.write_bytes(content)
-        about = f"{fault} at {place}"
+        forged = SEAL in path.read_bytes() and dice.chance(0.7)
+        about = f"{fault} at {place}{', sealed again' if forged else ''}"
+        try:
+            path.write_bytes(_sealed(content) if forged else content)
+        except (ValueError, RecursionError):  # no JSON that could be sealed
+            path.write_bytes(content)
+            forged = False
     elif kind in ("weights", "moments"):
         name = {"weights": "model.safetensors", "moments": "optimizer.safetensors"}[kind]
         if dice.chance(0.1):
@@ -287,9 +327,11 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
             return read(run, resume)
 
     named = (checkpoints / "latest").read_bytes()[:100] if kind == "latest" and _is_small(checkpoints / "latest") else b""
-    older = about == "exchanged" or named.strip() == b"step_00000010"
+    older = about in ("exchanged", "latest and a manifest removed") or named.strip() == b"step_00000010"
 
     def check(found: tuple[Stand | None, list[str]]) -> str | None:
+        if forged:
+            return _as_written(newest / "manifest.json", found, prepared.stands)
         return judge_stand(found, prepared.stands, older=older)
 
     return Case(kind=kind, run=start, names=(str(run),), check=check, about=f"resume={Path(resume).name}: {about}")

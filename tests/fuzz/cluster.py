@@ -287,7 +287,7 @@ def _make_environment(dice: Dice, prepared: Prepared, folder: Path) -> Case:
             environ[name] = dice.pick(ODD_VALUES)
     if dice.chance(0.2):
         environ[dice.pick(("MASTER_PORT", "MASTER_ADDR", "RANK_ID", "MS_ROLE", "WORLD_SIZE", "RANK"))] = dice.pick(ODD_VALUES)
-    names = [*environ, "MS_NODE_ID", "RANK", "MASTER_ADDR", "WORLD_SIZE"]
+    names = [*environ, "environment: ", f"{environ.get('RANK_TABLE_FILE', '?')}: "]
     if environ.get("RANK_TABLE_FILE") == "TABLE":
         environ["RANK_TABLE_FILE"] = str(folder / "table.json")
         _spoiled(dice, prepared, folder / "table.json")
@@ -307,10 +307,8 @@ def _make_environment(dice: Dice, prepared: Prepared, folder: Path) -> Case:
             return f"{process}"
         if process.port is not None and not 0 < process.port < 65536:
             return f"port {process.port}"
-        if process.master is not None and (
-            not process.master or not process.master.isprintable() or re.search(r"[\s\[\]]", process.master)
-        ):
-            return f"the address {process.master!r}"
+        if process.master == "":
+            return "no address"
         port = environ.get("MASTER_PORT", "")
         return f"MASTER_PORT={port!r} is a port" if port and not (port.isascii() and port.isdigit()) else None
 
@@ -425,7 +423,7 @@ def _make_nodes(dice: Dice) -> Case:
     text = dice.pick(ODD_VALUES) + dice.pick(("", "[1-3]", "[", "]", ",x", "[01,5-7]y"))
 
     def check(name: str) -> str | None:
-        return None if name and not re.search(r"[\s\[\],]", name) else f"{name!r} of {text[:50]!r}"
+        return None if name and not re.search(r"[\[\],]", name) else f"{name!r} of {text[:50]!r}"
 
     return Case(kind="environment", run=lambda: first_node(text), names=("SLURM_STEP_NODELIST",), check=check, about=text[:50])
 

@@ -183,10 +183,10 @@ def _make_mindrecord(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         size = max(1024 * (1 + (len(text) + 8) // 1024), json.loads(data[8 : 8 + length])["header_size"])
         path.write_bytes((len(text).to_bytes(8, "little") + text).ljust(size, b"\0") + data[1024 * (1 + (length + 8) // 1024) :])
         return Case(
-            kind="", run=lambda: _open_rows(path), names=(str(path), "MindRecord"), check=_same_rows(path), about=f"{about} at {key}"
+            kind="", run=lambda: _open_rows(path), names=(str(folder), "MindRecord"), check=_same_rows(path), about=f"{about} at {key}"
         )
     about, run = _spoil(dice, path, lambda: _open_rows(path))
-    return Case(kind="", run=run, names=(str(path), "MindRecord"), check=_same_rows(path), about=about)
+    return Case(kind="", run=run, names=(str(folder), "MindRecord"), check=_same_rows(path), about=about)
 
 
 STATEMENTS = (
@@ -226,7 +226,7 @@ def _make_index(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     path, index = _take(prepared, folder, "rows.mindrecord", "rows.mindrecord.db")
     if dice.chance(0.4):
         about, run = _spoil(dice, index, lambda: _open_rows(path))
-        return Case(kind="", run=run, names=(str(path), "MindRecord"), check=_same_rows(path), about=about)
+        return Case(kind="", run=run, names=(str(folder), "MindRecord"), check=_same_rows(path), about=about)
     statement = dice.pick(STATEMENTS[:-2] if dice.chance(0.95) else STATEMENTS)
     statement = statement.format(
         column=dice.pick(("ROW_ID", "PAGE_ID_BLOB", "PAGE_OFFSET_BLOB", "PAGE_OFFSET_BLOB_END")),
@@ -238,7 +238,7 @@ def _make_index(dice: Dice, prepared: Prepared, folder: Path) -> Case:
             database.executescript(statement)
         except sqlite3.Error as error:
             statement += f" ({error})"
-    return Case(kind="", run=lambda: _open_rows(path), names=(str(path), "MindRecord"), check=_same_rows(path), about=statement)
+    return Case(kind="", run=lambda: _open_rows(path), names=(str(folder), "MindRecord"), check=_same_rows(path), about=statement)
 
 
 # ---- corpora ----
@@ -327,7 +327,7 @@ def _make_corpus(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         sequences, _ = read_pair(prefixes[0])
         found = "".join(tokenizer.decode([token for token in sequence if token != tokenizer.eod_id]) for sequence in sequences)
         data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         expected = expected_text(data, name)
         if expected is None:
             return None  # read as text where the name says JSON, or the other way round, with a warning
