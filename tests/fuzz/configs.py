@@ -79,7 +79,16 @@ def schema_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
 
 
 KEYS = sorted(set(schema_keys()))
-NAMES = ("command line", *MINDFORMERS["parallel_config"], *MINDFORMERS["recompute_config"], *(key for key in KEYS if "." in key))
+LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
+NAMES = (
+    "command line",
+    "parallel sizes",
+    str(ROOT / "configs"),
+    *(f"{key}: " for key in KEYS),
+    *MINDFORMERS["parallel_config"],
+    *MINDFORMERS["recompute_config"],
+    *(key for key in KEYS if "." in key),
+)
 
 
 def _scalars(value: Any) -> Any:
@@ -160,19 +169,19 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     plain = True  # the tree says what the config is
     opened: tuple[str, Path] | None = None
     if kind == "tree":
-        for _ in range(dice.between(1, 3)):
+        for _ in range(dice.pick((1, 1, 1, 2, 3))):
             tree, fault, key = spoil_tree(dice, tree, yaml=True)
             about += f"{fault} at {key}; "
             if type(tree) is not dict or any(type(node) not in (dict, list) and isinstance(node, list) for node in _nodes(tree)):
                 break  # a key twice: no tree to change further
         plain = False
     elif kind == "schema key":
-        for key in dice.some(KEYS, 4):
+        for key in dice.some(KEYS, dice.pick((1, 1, 4))):
             value = _plausible(dice, key) if dice.chance(0.75) else hostile_value(dice, yaml=True)[1]
             _set(tree, key, value)
             about += f"{key}={str(value)[:40]}; "
     elif kind == "override":
-        words = [_word(dice) for _ in range(dice.between(1, 4))]
+        words = [_word(dice) for _ in range(dice.pick((1, 1, 2, 4)))]
         about = str([word[:60] for word in words])
     elif kind == "MindFormers name":
         for _ in range(dice.between(1, 3)):
@@ -251,8 +260,8 @@ def _run(path: Path, words: list[str], run_mode: str, world_size: int | None, al
 
 
 def _word(dice: Dice) -> str:
-    key = dice.pick(KEYS)
-    if dice.chance(0.15):
+    key = dice.pick(KEYS if dice.chance(0.1) else LEAVES)
+    if dice.chance(0.1):
         return dice.pick(
             (
                 key,
@@ -270,7 +279,8 @@ def _word(dice: Dice) -> str:
             )
         )
     if dice.chance(0.7):
-        return f"{key}={json.dumps(_plausible(dice, key))}"
+        plausible = _plausible(dice, key)
+        return f"{key}={plausible if isinstance(plausible, str) else json.dumps(plausible)}"
     value = hostile_value(dice, yaml=True)[1]
     return f"{key}={value.text if isinstance(value, Raw) else value if isinstance(value, str) else json.dumps(value)}"
 

@@ -92,7 +92,7 @@ def describe(error: BaseException) -> str:
 
 def judge(case: Case, seconds: float) -> tuple[str, str]:
     """Run a case and return its outcome and the details of a defect."""
-    signal.signal(signal.SIGALRM, _interrupt)
+    before = signal.signal(signal.SIGALRM, _interrupt)
     faulthandler.dump_traceback_later(2 * seconds + 5, exit=True)  # where no Python code runs, or it catches everything
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -115,6 +115,7 @@ def judge(case: Case, seconds: float) -> tuple[str, str]:
         return "traceback", describe(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
     return ("accepted", "") if problem is None else ("silent", problem[:300])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from tests.fuzz.engine import AREAS
-from tests.fuzz.mutations import BYTES, FILES, SHAPES, UNREADABLE, VALUES, YAML_VALUES
+from tests.fuzz.mutations import BYTES, FILES, NEARBY, SHAPES, UNREADABLE, VALUES, YAML_VALUES
 
 
 def listing() -> str:
@@ -13,7 +13,7 @@ def listing() -> str:
         f"bytes: {', '.join(BYTES)}",
         f"files: {', '.join(FILES)}",
         f"errors of the disk: {', '.join(UNREADABLE)}",
-        f"values of JSON and YAML: {', '.join(VALUES)}",
+        f"values of JSON and YAML: {', '.join([*VALUES, NEARBY])}",
         f"values of YAML: {', '.join(YAML_VALUES)}",
         f"trees of JSON and YAML: {', '.join(SHAPES)}",
     ]

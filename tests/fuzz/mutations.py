@@ -261,11 +261,28 @@ def spoil_tree(dice: Dice, tree: Any, *, yaml: bool = False) -> tuple[Any, str, 
         by_depth.setdefault(len(path), []).append(path)
     path = dice.pick(by_depth[dice.pick(list(by_depth))])
     parent, key = _at(tree, path[:-1]), path[-1]
+    if not isinstance(parent[key], (dict, list)) and dice.chance(0.3):
+        parent[key] = _nearby(dice, parent[key])
+        return tree, NEARBY, str(key)
     if dice.chance(0.65):
         kind, value = hostile_value(dice, yaml=yaml)
         parent[key] = value
         return tree, kind, str(key)
     return _reshape(dice, tree, path, dice.pick(SHAPES))
+
+
+NEARBY = "a nearby value"
+
+
+def _nearby(dice: Dice, value: Any) -> Any:
+    """Return a value of the same type, which may be as good."""
+    if isinstance(value, bool) or value is None:
+        return dice.pick((True, False, None))
+    if isinstance(value, int):
+        return dice.pick((value + 1, value - 1, 2 * value, value // 2, 4 * value, -value))
+    if isinstance(value, float):
+        return dice.pick((2 * value, value / 2, value + 1, -value, value / 1000))
+    return dice.pick((f"{value}x", f" {value} ", str(value).upper(), str(value)[1:], f"{value}1", str(value)))
 
 
 def _reshape(dice: Dice, tree: Any, path: tuple[Any, ...], kind: str) -> tuple[Any, str, str]:
