@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -77,8 +78,23 @@ class _Hang(BaseException):
     pass
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Hang
+class _Clock:
+    """Interrupts an input after ``seconds``: at once where it waits for something, after as much processor time where others take it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._used = time.process_time()
+        self._rounds = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._rounds += 1
+        used = time.process_time() - self._used
+        if used >= self._seconds or used < 0.02 * self._seconds or self._rounds == _ROUNDS:
+            raise _Hang
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+
+_ROUNDS = 6
 
 
 def describe(error: BaseException) -> str:
@@ -92,8 +108,8 @@ def describe(error: BaseException) -> str:
 
 def judge(case: Case, seconds: float) -> tuple[str, str]:
     """Run a case and return its outcome and the details of a defect."""
-    before = signal.signal(signal.SIGALRM, _interrupt)
-    faulthandler.dump_traceback_later(2 * seconds + 5, exit=True)  # where no Python code runs, or it catches everything
+    before = signal.signal(signal.SIGALRM, _Clock(seconds))
+    faulthandler.dump_traceback_later(_ROUNDS * seconds + 5, exit=True)  # where no Python code runs, or it catches everything
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
