@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,19 @@ def read_torch(path: Path) -> Arrays:
 
 def damaged_record(path: Path) -> str | None:
     """Return a record of tensors or of the pickle whose CRC-32 does not fit, which torch.load does not compare."""
+    content = path.read_bytes()
     try:
         with zipfile.ZipFile(path) as archive:
-            name = archive.testzip()
+            records = archive.infolist()
     except Exception:  # it is no archive that Python reads
         return None
-    return name if name and ("/data/" in name or name.endswith("/data.pkl")) else None
+    for record in records:
+        at = record.header_offset
+        first = at + 30 + sum(struct.unpack("<HH", content[at + 26 : at + 30]))
+        is_read = "/data/" in record.filename or record.filename.endswith("/data.pkl")
+        if is_read and record.CRC and zlib.crc32(content[first : first + record.file_size]) != record.CRC:
+            return record.filename
+    return None
 
 
 def read_protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
