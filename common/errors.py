@@ -17,9 +17,23 @@ from __future__ import annotations
 
 
 class GPT2Error(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of every error that this project raises on purpose. As text, each line keeps its start and its end and loses what is between:
+    a message quotes what it found, and a hostile value may have any length."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return "\n".join(map(_shortened, super().__str__().split("\n")))
+
+
+_LONGEST_LINE = 1000
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LONGEST_LINE:
+        return line
+    start, end = line[:600], line[-300:]
+    return f"{start}... ({len(line) - len(start) - len(end)} characters left out) ...{end}"
 
 
 class UserError(GPT2Error):
