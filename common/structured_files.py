@@ -122,6 +122,8 @@ def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -
         raise _malformed(error) from None
     except RecursionError:
         raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+        require_text(json.dumps(value, ensure_ascii=False))
     return value
 
 
@@ -178,6 +180,15 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise DuplicateKeyError(key)
             seen.add(key)
     return found
+
+
+def require_text(text: str) -> str:
+    """Return a text that UTF-8 can hold. Raises MalformedError for half of a surrogate pair, which an escape can name."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MalformedError(f"the escape \\u{ord(text[error.start]):04x} is half of a pair, and not a character") from None
+    return text
 
 
 def parse_integer(digits: str) -> int:

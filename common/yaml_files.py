@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError, UserError
-from common.structured_files import MAX_DEPTH, MalformedError, parse_float, parse_integer, read_text, require_mapping, shown
+from common.structured_files import MAX_DEPTH, MalformedError, parse_float, parse_integer, read_text, require_mapping, require_text, shown
 
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
@@ -45,14 +45,19 @@ class YamlLoader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._nodes = 0
+        self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Count the nodes, so that a text of many is given up early: PyYAML takes 15 s for a MiB of them."""
         self._nodes += 1
+        self._depth += 1
         if self._nodes > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(self.peek_event()))  # type: ignore[no-untyped-call]
-        return super().compose_node(parent, index)
+        if self._depth > MAX_DEPTH + 2:  # the value inside the deepest one
+            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(self.peek_event()))  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 YamlLoader.yaml_implicit_resolvers = {}
@@ -138,7 +143,10 @@ class _Plain:
         for key, child in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
-            here = (*place, key.value)
+            try:
+                here = (*place, require_text(key.value))
+            except MalformedError as error:
+                raise MalformedError(error.problem, *_line(key)) from None
             if key.value in found:
                 dotted = shown(".".join(map(str, here)))
                 raise MalformedError(f"the key {dotted} is given twice (first in line {first[key.value]}); keep one", *_line(key))
@@ -159,7 +167,7 @@ def _yaml_null(text: str) -> None:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "str": str,
+    "str": require_text,
     "int": parse_integer,
     "float": _yaml_float,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],

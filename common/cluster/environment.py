@@ -127,7 +127,7 @@ def _msrun(environ: Mapping[str, str]) -> Process | None:
         return None
     world = _size(environ, "MS_WORKER_NUM")
     host = _master(environ) or environ.get("MS_SCHED_HOST") or None
-    port = _port(environ) or _optional(environ, "MS_SCHED_PORT")
+    port = _port(environ) or _port(environ, "MS_SCHED_PORT")
     if is_scheduler(environ):
         return Process(world_size=world, master=host, port=port, launcher="msrun")
     if not environ.get("MS_NODE_ID"):
@@ -359,10 +359,10 @@ def _master(environ: Mapping[str, str]) -> str | None:
     return environ.get("MASTER_ADDR") or None
 
 
-def _port(environ: Mapping[str, str]) -> int | None:
-    port = _optional(environ, "MASTER_PORT")
+def _port(environ: Mapping[str, str], name: str = "MASTER_PORT") -> int | None:
+    port = _optional(environ, name)
     if port is not None and not 0 < port < 65536:
-        raise ConfigError(f"environment: MASTER_PORT={port}: expected 1 to 65535")
+        raise ConfigError(f"environment: {name}={port}: expected 1 to 65535")
     return port
 
 

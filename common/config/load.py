@@ -18,7 +18,7 @@ from common.config.hints import explain
 from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
-from common.files import atomic_write
+from common.files import atomic_write, reading
 from common.structured_files import MAX_DEPTH, MalformedError
 from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
@@ -109,7 +109,9 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
 
 def read_yaml(path: Path) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises ConfigError, also for a key given twice."""
-    names = [other.name for other in path.parent.glob("*.yaml")] if not os.path.lexists(path) and path.parent.is_dir() else []
+    with reading(path, ConfigError):  # the name may be too long
+        looks_beside = not os.path.lexists(path) and path.parent.is_dir()
+    names = [other.name for other in path.parent.glob("*.yaml")] if looks_beside else []
     if near := difflib.get_close_matches(path.name, names, n=1):
         raise ConfigError(f"{path}: no such file; did you mean {path.parent / near[0]}?")
     tree, lines = read_yaml_lines(path)

@@ -133,7 +133,9 @@ def _store(target: Path, index: EpochIndex) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes. Raises OSError, and ValueError for an empty one."""
+    """CRC-32 of a file's bytes. Raises OSError, and ValueError for an empty one and for what is not a regular file."""
+    if not path.is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"{path} is not a regular file")
     return zlib.crc32(np.memmap(path, dtype=np.uint8, mode="r").data)
 
 

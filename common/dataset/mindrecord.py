@@ -21,6 +21,7 @@ from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
 from common.dataset.split import SPLITS, Split, check_weights, document_range
 from common.errors import DataError
+from common.files import reading
 from common.paths import looked_in
 
 Ids = npt.NDArray[np.int64]
@@ -183,7 +184,8 @@ def _shards(path: Path) -> list[Path]:
     shards = [path.with_name(name) for name in read_header(path).shards]
     if path not in shards:
         return [path]
-    missing = next((shard for shard in shards if not shard.is_file()), None)
+    with reading(path, DataError):  # a name may be too long
+        missing = next((shard for shard in shards if not shard.is_file()), None)
     if missing is not None:
         raise DataError(f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards; copy all of them")
     return shards

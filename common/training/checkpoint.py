@@ -148,7 +148,10 @@ def _step_folders(folder: Path) -> list[Path]:
 def _latest(folder: Path) -> str | None:
     path = folder / LATEST
     try:
-        return path.read_bytes()[:1000].decode(errors="replace").strip()
+        if not _is_file(path) and not path.is_dir() and path.exists():
+            raise CheckpointError(f"{path}: is a device, a pipe or a socket, expected a file that names a checkpoint; remove it")
+        with path.open("rb") as file:
+            return file.read(1000).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:

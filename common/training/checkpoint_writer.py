@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.errors import GPT2Error, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, put_in_place
+from common.errors import CheckpointError, GPT2Error, StorageError
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
 from common.structured_files import MalformedError, parse_json
 from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
 from common.training.lent import LentArrays
@@ -113,8 +113,9 @@ class CheckpointWriter:
         self._newest = self._good = self._sane = -1
         """Steps: of this run's newest checkpoint, of the newest one before it that is good, and the last one whose weights were good."""
         if active:
-            clean_up(self.folder, "step_*")
-            clean_up(self.folder, LATEST)
+            with reading(self.folder, CheckpointError):
+                clean_up(self.folder, "step_*")
+                clean_up(self.folder, LATEST)
             self._known = {path.name for path in whole_checkpoints(self.folder)}
 
     def __enter__(self) -> CheckpointWriter:

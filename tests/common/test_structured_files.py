@@ -35,6 +35,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.jo
         ("[NaN]", "NaN"),
         ('{"a": -Infinity}', "Infinity"),
         (b"\xff", "byte 0 is not UTF-8"),
+        ('["\\ud800"]', "ud800 is half of a pair"),
         ("", "line 1, column 1"),
     ],
 )
@@ -46,6 +47,7 @@ def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> Non
 def test_json_within_the_limits() -> None:
     assert parse_json("[" * 64 + "]" * 64)
     assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {"a": [1, 2.5, None, True, "x"], "b": {}}
+    assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
     assert parse_json("[1e999]", finite=False) == [float("inf")]
 
@@ -71,6 +73,8 @@ def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
         ("seed: !!int ''", "does not fit"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
+        ('a: "\\ud800"', "ud800 is half of a pair"),
+        ('"\\udfff": 1', "udfff is half of a pair"),
         ("a: " + "9" * 5000, "5000 digits"),
         ("? [a]\n: 1", "a key is a list"),
         ("a: 1\n---\nb: 2", "another document"),
