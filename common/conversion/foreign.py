@@ -13,6 +13,7 @@ from common.conversion.mindformers import files_of
 from common.conversion.model_yaml import MODEL_YAML
 from common.conversion.weights import find_map
 from common.errors import UserError
+from common.paths import looked_in
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING
 
@@ -53,8 +54,7 @@ def explain(where: Path, why: str) -> str:
 
 
 def _absent(where: Path, why: str) -> str:
-    looked = "" if where.is_absolute() else f" (looked for in {Path.cwd()})"
-    say = f"there is no such file or folder{looked}"
+    say = f"there is no such file or folder{looked_in(where)}"
     if _key(why) is None or not _is_name(where):
         return say
     return (

@@ -28,6 +28,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
+from common.paths import looked_in
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.training.log import LOG
 from common.training.loop import Tokens
@@ -209,7 +210,7 @@ def _given_tokenizer(config: RunConfig, *, is_known: bool) -> tuple[dict[str, An
     source = Path(wish.vocab_file or wish.folder or "")
     if not source.exists():
         without = "training does without it, predict does not" if is_known else "the data do not say their vocabulary: it cannot be checked"
-        return None, [f"data.tokenizer: {source} is not there (looked for in {Path.cwd()}), and {without}"]
+        return None, [f"data.tokenizer: {source} is not there{looked_in(source)}, and {without}"]
     try:
         return describe_tokenizer(_load_tokenizer(config)[0]), []
     except TokenizerError as error:

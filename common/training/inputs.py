@@ -11,7 +11,7 @@ from common.errors import CheckpointError, ConfigError, DataError
 from common.generation.prompts import encode_prompts, given_prompts
 from common.paths import looked_in
 from common.tokenizer import require_files
-from common.training.checkpoint import find_checkpoint
+from common.training.checkpoint import find_checkpoint, require_checkpoint
 from common.training.data import open_tokenizer, require_entries, tokenizer_source
 from common.training.setup import checkpoint_to_use
 
@@ -31,7 +31,6 @@ def check_inputs(run_mode: str, config: RunConfig) -> None:
     if run_mode == "eval":
         _check_evaluation(config)
     try:
-        _check_folder("checkpoint.load", config.checkpoint.load)
         checkpoint_to_use(config)
     except CheckpointError:
         if run_mode == "predict":  # a fault in the prompts comes first, as it does where there is a checkpoint
@@ -49,9 +48,9 @@ def _check_training(run_mode: str, config: RunConfig) -> None:
     if config.data.validation is not None:
         _check_data(config.data.validation)
     if settings.resume not in ("auto", "latest", "never"):
-        _check_folder("checkpoint.resume", settings.resume)
+        require_checkpoint(Path(settings.resume), f"checkpoint.resume={settings.resume}")
     elif settings.init_from is not None and find_checkpoint(Path(config.output_dir)) is None:
-        _check_folder("checkpoint.init_from", settings.init_from)
+        require_checkpoint(Path(settings.init_from), "checkpoint.init_from")
 
 
 def _check_evaluation(config: RunConfig) -> None:
@@ -69,8 +68,3 @@ def _check_data(entries: list[str | float]) -> None:
 def _check_tokenizer(config: RunConfig) -> None:
     wish, source = tokenizer_source(config)
     require_files(source, wish.merge_file)
-
-
-def _check_folder(key: str, value: str | None) -> None:
-    if value is not None and not Path(value).exists():
-        raise CheckpointError(f"{key}={value}: does not exist{looked_in(value)}; give the folder of a checkpoint or of a run")

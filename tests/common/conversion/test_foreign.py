@@ -107,7 +107,7 @@ def test_a_name_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     message = fault_of(name)
-    assert f"there is no such file or folder (looked for in {tmp_path})" in message
+    assert f"there is no such file or folder (looked in {tmp_path})" in message
     assert ("Nothing is downloaded by name" in message) == is_model
     assert ("--input gpt2 --output output/gpt2_converted\nthen give checkpoint.init_from=output/gpt2_converted" in message) == is_model
     assert "downloaded" not in fault_of(name, "the run in output_dir, or checkpoint.load")

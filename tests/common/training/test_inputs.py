@@ -26,33 +26,44 @@ def config(**changes: Any) -> RunConfig:
     return resolve_config(build_config(changed(tree, changes)))
 
 
+ABSENT = "there is no such file or folder (looked in {cwd})"
+
+
 @pytest.mark.parametrize(
     ("mode", "changes", "message"),
     [
         ("train", {}, "data/own.idx: not found (looked in {cwd}): the folder data does not exist"),
         ("train", {"data__train": None}, "data.train is not given"),
         ("train", {"data__train": "here", "data__validation": "gone"}, "gone.idx: not found (looked in {cwd})"),
-        ("train", {"data__train": "here", "checkpoint__resume": "old"}, "checkpoint.resume=old: does not exist (looked in {cwd})"),
+        (
+            "train",
+            {"data__train": "here", "checkpoint__resume": "old"},
+            "(checkpoint.resume=old): there is no such file or folder (looked in {cwd})",
+        ),
         ("train", {"data__train": "here", "train__max_steps": None}, "the length of the run is not given"),
         ("finetune", {"data__train": "here"}, "give checkpoint.init_from"),
         (
             "finetune",
             {"data__train": "here", "checkpoint__init_from": "gpt2"},
-            "checkpoint.init_from=gpt2: does not exist (looked in {cwd})",
+            f"(checkpoint.init_from): {ABSENT}. Nothing is downloaded by name",
         ),
         ("predict", {}, "predict.prompt is not given"),
         ("predict", {"predict__prompt": "a"}, "data/nowhere: does not exist (looked in {cwd})"),
         ("predict", {"predict__prompt": "a", "data__tokenizer": None}, "data.tokenizer is not given"),
-        ("predict", {"predict__prompt_file": "p.txt"}, "predict.prompt_file=p.txt: cannot be read: No such file or directory (looked in"),
+        ("predict", {"predict__prompt_file": "p.txt"}, "predict.prompt_file: p.txt: no such file; check the path (looked in {cwd})"),
         ("eval", {}, "data/own.idx: not found (looked in {cwd})"),
         ("eval", {"data__train": "here"}, "no whole checkpoint here"),
-        ("eval", {"data__train": "here", "checkpoint__load": "gone"}, "checkpoint.load=gone: does not exist (looked in {cwd})"),
+        (
+            "eval",
+            {"data__train": "here", "checkpoint__load": "gone"},
+            "(checkpoint.load=gone): there is no such file or folder (looked in {cwd})",
+        ),
         (
             "eval",
             {"evaluation": {"task": "text", "file": "wiki.txt"}, "data__tokenizer": "here"},
             "evaluation.file=wiki.txt: not found (looked in {cwd})",
         ),
-        ("export", {"checkpoint__load": "/nowhere/at/all"}, "checkpoint.load=/nowhere/at/all: does not exist; give"),
+        ("export", {"checkpoint__load": "/nowhere/at/all"}, "(checkpoint.load=/nowhere/at/all): there is no such file or folder"),
     ],
 )
 def test_missing(mode: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
