@@ -44,7 +44,7 @@ def test_every_tool(tool: str) -> None:
     """While it imports the first of its own modules, or failing that json."""
     text = (ROOT / "tools" / tool).read_text()
     behind = text.partition("end_at_interrupts()\n")[2]
-    module = next(line.split()[1] for line in behind.splitlines() if line.startswith(("from common", "import common")))
+    module = next(line.split()[1] for line in behind.splitlines() if line.startswith(("from common.", "import common.")))
     done = interrupted_at(module, f"tools/{tool}", "--help")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 

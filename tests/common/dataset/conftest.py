@@ -46,7 +46,7 @@ class ByteTokenizer:
 def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
     """Registers the tokenizer kind ``Byte`` for this process."""
     monkeypatch.setitem(TOKENIZERS, "Byte", lambda vocab_file, merge_file, backend: ByteTokenizer())
-    return TokenizerChoice(kind="Byte", vocab_file=Path("none"), merge_file=None, backend="auto")
+    return TokenizerChoice(kind="Byte", vocab_file=Path(__file__), merge_file=None, backend="auto")
 
 
 Preprocess = Callable[..., list[str]]

@@ -93,7 +93,7 @@ def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
         with pytest.raises(ValueError):
             unseal(text)
     with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-        unseal(b'{"a":' * 5000)
+        unseal(b'{"a":' * 5000 + b"1" + b"}" * 5000)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
