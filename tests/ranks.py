@@ -167,7 +167,7 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
                 getattr(import_module(f"{package}.{run}"), run)(config, process)
         except GPT2Error as error:
             print(f"error: {error}")
-            sys.exit(error.exit_code)
+            import_module("common.training.stop").end_process(error.exit_code)
 
 
 if __name__ == "__main__":

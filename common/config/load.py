@@ -19,6 +19,7 @@ from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
+from common.paths import looked_in
 from common.structured_files import MAX_DEPTH, MalformedError
 from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
@@ -99,6 +100,8 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
     tree: dict[str, Any] = {}
     sources: Sources = {}
     for base in bases:
+        if "\0" not in base and not os.path.lexists(path.parent / base):
+            raise ConfigError(f"{own_sources.get(('base',), path)}: base: {_absent(path.parent / base)}")
         base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, real), known)
         _merge(tree, base_tree)
         sources |= base_sources
@@ -109,13 +112,18 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
 
 def read_yaml(path: Path) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises ConfigError, also for a key given twice."""
-    with reading(path, ConfigError):  # the name may be too long
-        looks_beside = not os.path.lexists(path) and path.parent.is_dir()
-    names = [other.name for other in path.parent.glob("*.yaml")] if looks_beside else []
-    if near := difflib.get_close_matches(path.name, names, n=1):
-        raise ConfigError(f"{path}: no such file; did you mean {path.parent / near[0]}?")
+    if "\0" not in str(path) and not os.path.lexists(path):
+        raise ConfigError(_absent(path))
     tree, lines = read_yaml_lines(path)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
+
+
+def _absent(path: Path) -> str:
+    """Return the message for a config that is not there, with the name that may be meant."""
+    with reading(path, ConfigError):  # the name may be too long
+        names = [other.name for other in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else f"{looked_in(path)}; check the path")
 
 
 def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -> None:

@@ -10,6 +10,8 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +125,7 @@ def _store(target: Path, index: EpochIndex) -> None:
                 np.save(file, getattr(index, name), allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        sums = {name: _checksum(temporary / f"{name}.npy") for name in _FIELDS}
+        sums = {name: _sum_of(temporary / f"{name}.npy") for name in _FIELDS}
         with (temporary / _CHECKSUMS).open("w", encoding="utf-8") as text:
             json.dump(sums, text)
             text.flush()
@@ -132,11 +134,15 @@ def _store(target: Path, index: EpochIndex) -> None:
         os.rename(temporary, target)
 
 
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes. Raises OSError, and ValueError for an empty one and for what is not a regular file."""
-    if not path.is_file():  # opening a pipe would wait for a writer
-        raise ValueError(f"{path} is not a regular file")
-    return zlib.crc32(np.memmap(path, dtype=np.uint8, mode="r").data)
+def _sum_of(path: Path) -> dict[str, int]:
+    """Return the size and the CRC-32 of a file. Raises OSError, and ValueError for an empty one."""
+    return {"bytes": path.stat().st_size, "crc32": zlib.crc32(np.memmap(path, dtype=np.uint8, mode="r").data)}
+
+
+def _is_unchanged(path: Path, stored: Any) -> bool:
+    """Compare sizes first: opening a pipe would wait for a writer, and a sparse file of any size would be read whole."""
+    found = path.stat()
+    return S_ISREG(found.st_mode) and isinstance(stored, dict) and stored.get("bytes") == found.st_size and stored == _sum_of(path)
 
 
 def _load(target: Path, fits: Callable[[EpochIndex], bool]) -> EpochIndex | None:
@@ -145,7 +151,7 @@ def _load(target: Path, fits: Callable[[EpochIndex], bool]) -> EpochIndex | None
         return None
     try:
         sums = read_json_mapping(target / _CHECKSUMS, error=DataError)
-        if any(_checksum(target / f"{name}.npy") != sums.get(name) for name in _FIELDS):
+        if not all(_is_unchanged(target / f"{name}.npy", sums.get(name)) for name in _FIELDS):
             return None
         arrays = {name: np.asarray(np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in _FIELDS}
         index = EpochIndex(**arrays)

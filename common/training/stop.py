@@ -64,7 +64,8 @@ def end_process(code: int) -> NoReturn:
     """``sys.exit``; but a rank of MindSpore on a CPU that our launcher has started leaves without MindSpore's exit handlers.
 
     These take leave of its scheduler, and ended three of about twenty starts of four ranks with signal 11 when all was done. Our launcher
-    ends the scheduler after the ranks; msrun's would wait for them to take leave.
+    ends the scheduler after the ranks; msrun's would wait for them to take leave. A rank of torch that ends after an error, while its
+    group is open, leaves without destructors: gloo's could abort the process when another rank has gone.
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
@@ -73,6 +74,9 @@ def end_process(code: int) -> NoReturn:
             stream.flush()
     end_at_interrupts()
     if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
+        leave_now(code)
+    distributed = sys.modules.get("torch.distributed")
+    if code and distributed is not None and distributed.is_available() and distributed.is_initialized():
         leave_now(code)
     sys.exit(code)
 

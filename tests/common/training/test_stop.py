@@ -42,7 +42,9 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
 LEAVING = """
 import atexit, sys, types
 from common.training.stop import end_process
-if sys.argv[1] != "none":
+if sys.argv[1] == "torch":
+    sys.modules["torch.distributed"] = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+elif sys.argv[1] != "none":
     sys.modules["mindspore"] = types.SimpleNamespace(get_context=lambda key: sys.argv[1])
 atexit.register(lambda: print("handlers", flush=True))
 print("said")
@@ -57,9 +59,10 @@ end_process(3)
         ("CPU", {"MS_ROLE": "MS_WORKER"}, True),  # under msrun, whose scheduler waits for them
         ("Ascend", {"MS_ROLE": "MS_WORKER", "GPT2_LAUNCHER_PID": "1"}, True),
         ("none", {"GPT2_LAUNCHER_PID": "1"}, True),
+        ("torch", {}, False),  # its group is open, so an error ends it
     ],
 )
-def test_a_rank_of_mindspore_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
+def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
     clean = {name: value for name, value in os.environ.items() if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
     done = subprocess.run(
         [sys.executable, "-c", LEAVING, target],
