@@ -16,6 +16,12 @@ from tests.ranks import end_ranks, run_ranks, start_ranks
 # float32 sums of the same terms in another order: 12 steps of SGD differed by 1e-7, bounds leave a factor of ten
 TOLERANCE = 1e-6
 
+# Half precision rounds the float32 weights before each use. Until the first update they are the same bits on all ranks. Afterwards a weight
+# that differs in its last bit may round to the neighbour, which is two units of roundoff away. Few weights do, with random signs, so the
+# bounds are at most one unit: 2^-8 in bfloat16 (half of it here, as in test_layouts.py), 2^-11 in float16. Seen: 2.6e-5 and 4.1e-6 with
+# ATEN_CPU_CAPABILITY=default, below 1e-6 with AVX2 and AVX-512. A missing micro batch or a scale wrong by 1 % is far beyond.
+ROUNDED = {"adamw in bf16": 2.0**-9, "bf16 weights": 2.0**-9, "fp16 that overflows": 2.0**-11}
+
 PLAIN = {"optimizer__clip_grad": 0.0}
 CLIPPED = {"optimizer__clip_grad": 2.1}  # the norms go from 3.3 to 1.7: acts on some steps
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,9 +66,11 @@ def test_ranks_equal_one_process(runs: Path, ranks: int, name: str) -> None:
     assert len(one) == 15  # 12 steps and 3 validations
     for key in ("step", "sample_hash", "consumed_samples", "learning_rate", "loss_scale", "skipped", "outlier", "validation_tokens"):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
-    for key in ("loss", "grad_norm", "validation_loss"):
-        # a norm that overflowed is null
-        assert [row.get(key) for row in many] == [value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)]
+    first = next(row["step"] for row in one if "loss" in row and not row["skipped"])
+    for row, other in zip(one, many, strict=True):
+        bound = ROUNDED.get(name, TOLERANCE) if row["step"] > first else TOLERANCE
+        for key in ("loss", "grad_norm", "validation_loss"):  # a norm that overflowed is null
+            assert other.get(key) == (row.get(key) and pytest.approx(row[key], rel=bound)), (row["step"], key)
 
 
 def test_the_variants_do_what_their_names_say(runs: Path) -> None:
