@@ -66,10 +66,14 @@ def _without_arrays(path: Path) -> bytes:
     """The pickle with the place of every long string of bytes instead of it, as torch's pickles name storages; what is left is small."""
     program = bytearray()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        start = 0
+        start, frame_end = 0, 0
         for opcode, argument, position in pickletools.genops(cast(IO[bytes], mapped)):  # it stops at the end of the file, whatever is asked
             end, size = mapped.tell(), len(argument) if isinstance(argument, bytes) else 0
-            if size < _LONG and opcode.name != "FRAME":  # frames, which tell the size of what follows, are left out
+            if opcode.name == "FRAME":
+                frame_end = end + int(argument or 0)
+            elif (position or 0) < frame_end < end or (opcode.name == "STOP" and end < frame_end):
+                raise ValueError("bytes of it are missing or too many: it does not end where its frames do")
+            if size < _LONG and opcode.name != "FRAME":  # frames tell the size of what follows: checked above, and left out
                 continue
             program += mapped[start:position]
             if size:

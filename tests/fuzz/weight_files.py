@@ -52,9 +52,11 @@ def damaged_record(path: Path) -> str | None:
         return None
     for record in records:
         at = record.header_offset
-        first = at + 30 + sum(struct.unpack("<HH", content[at + 26 : at + 30]))
         is_read = "/data/" in record.filename or record.filename.endswith("/data.pkl")
-        if is_read and record.CRC and zlib.crc32(content[first : first + record.file_size]) != record.CRC:
+        if not is_read or at + 30 > len(content):
+            continue
+        first = at + 30 + sum(struct.unpack("<HH", content[at + 26 : at + 30]))
+        if record.CRC and zlib.crc32(content[first : first + record.file_size]) != record.CRC:
             return record.filename
     return None
 

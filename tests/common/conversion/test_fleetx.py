@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from common.conversion.convert import convert, detect  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.weights.formats import open_tensors  # noqa: E402
+from common.weights.paddle_files import open_paddle  # noqa: E402
 
 FIXTURE = Path(__file__).parents[1] / "weights" / "data" / "fleetx"
 YAML = """\
@@ -155,3 +156,15 @@ def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config.unlink()
     (source / "other.yaml").write_text("Optimizer: {}")
     fails(ConfigError, "no YAML with a section Model")
+
+
+def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:
+    """A pickle has no checksum, but its frames tell their sizes."""
+    path = tmp_path / "model.pdparams"
+    path.write_bytes(pickle.dumps({"a": np.arange(300, dtype=np.float32), "b": np.arange(7, dtype=np.float32)}, protocol=4))
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        for changed in (whole[:place] + whole[place + 1 :], whole[:place] + b"\0" + whole[place:]):
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointError), open_paddle(path):
+                pass
