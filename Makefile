@@ -15,7 +15,7 @@ campaign:  ## long fault and size runs, numerical tests with other kernels; read
 	$(PYTHON) -m pytest -m campaign -s
 
 golden:  ## rewrite the golden files after a wanted change of a default
-	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_engine.py tests/common/config/test_parallel_mode.py
+	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py
 
 benchmark:  ## speed beside transformers, tokenizers and cp, half an hour or more; data: tools/fetch_quickstart_data.py
 	$(PYTHON) benchmarks/run.py

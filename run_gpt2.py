@@ -131,9 +131,9 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     from common.cluster.environment import ALONE, find_process, is_scheduler
     from common.cluster.rank_environment import rank_command
     from common.config.load import load_config
-    from common.config.resolve import ONE_DEVICE_MODES, resolve_mode
+    from common.log import LOG, start_log
     from common.modelarts import files, job as platform
-    from common.training.log import LOG, start_log
+    from common.resolve.derive import ONE_DEVICE_MODES, resolve_mode
 
     raise_interrupts()
     if arguments.run_mode == "plan":
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
     config = load_config(arguments.config, arguments.overrides)
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         if config.backend == "mindspore" and arguments.run_mode not in ONE_DEVICE_MODES:
-            importlib.import_module("mindformers_gpt2.world").serve_as_scheduler()
+            importlib.import_module("mindformers_gpt2.parallel.world").serve_as_scheduler()
         return 0
     output_url = files.output_url(config, job.output_url)
     ranks = () if output_url is None else platform.ranks_to_copy(process, environ, one_process=job.one_process)
@@ -169,23 +169,23 @@ def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> 
 
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be: of the processes that a launcher announces, else of those that the layout needs."""
+    from common.accelerators import require_accelerator
     from common.cluster.environment import announced_world_size
     from common.config.load import load_config
-    from common.config.resolve import resolve_config
-    from common.device import require_accelerator
     from common.parallel.topology import Topology
+    from common.resolve.derive import resolve_config
 
     config = load_config(arguments.config, arguments.overrides)
     written = Topology.from_config(config.parallel)
     device = require_accelerator(arguments.accelerator) if arguments.accelerator else None
     config = resolve_config(config, world_size=announced_world_size(environ) or written.world_size)
     if arguments.devices is not None and device is not None:
-        from common.parallel.suggest import describe_suggestions, suggest
+        from common.planner.suggest import describe_suggestions, suggest
 
         text = describe_suggestions(suggest(config, arguments.devices, device), arguments.devices, device)
     elif environ.get("RANK_TABLE_FILE"):
         from common.cluster import read_table
-        from common.cluster.plan import describe_cluster, places_of_plan
+        from common.planner.cluster import describe_cluster, places_of_plan
 
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
         table = read_table(path)
@@ -200,8 +200,8 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
             device=device,
         )
     else:
-        from common.parallel.planner import describe_plan, make_plan
-        from common.parallel.room import fits_machine
+        from common.planner.plan import describe_plan, make_plan
+        from common.planner.room import fits_machine
 
         found = make_plan(config)
         text = describe_plan(found, config, all_ranks=arguments.all_ranks, device=device)
@@ -212,13 +212,13 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
-    from common.config.engine import check_here
-    from common.config.resolve import ONE_DEVICE_MODES, export_format
     from common.errors import ConfigError, RunError
-    from common.parallel.room import out_of_memory
+    from common.inputs import check_inputs
+    from common.log import LOG
     from common.parallel.topology import Topology
-    from common.training.inputs import check_inputs
-    from common.training.log import LOG
+    from common.planner.room import out_of_memory
+    from common.resolve.derive import ONE_DEVICE_MODES, export_format
+    from common.resolve.engine_checks import check_here
     from common.training.stop import receive_interrupts
 
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have

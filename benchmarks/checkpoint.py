@@ -27,7 +27,7 @@ def make_engine(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     import torch
 
     from common.config.load import load_config
-    from common.config.resolve import resolve_config, resolve_length
+    from common.resolve.derive import resolve_config, resolve_length
     from torch_gpt2.device import open_device
     from torch_gpt2.engine import Engine
     from torch_gpt2.model import build_model

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.interleaved import median_ratio
 from benchmarks.table import report
-from benchmarks.turns import median_ratio
 
 # What preprocessing is measured against: one process, one document after the other, ids written as uint16.
 BASELINE = """

@@ -23,8 +23,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
 from benchmarks.table import report
-from benchmarks.turns import Answer, answer_turns, median_ratio, take_turns
 
 SYSTEMS = ("torch", "transformers")
 TOP_K = 40
@@ -34,7 +34,7 @@ Turn = Callable[[], Any]
 def work(arguments: argparse.Namespace) -> None:
     """Answer each turn with the seconds of a call, its tokens (B, new tokens) and the most memory so far."""
     from common.config.load import load_config
-    from common.config.resolve import resolve_config
+    from common.resolve.derive import resolve_config
     from torch_gpt2.device import open_device
     from torch_gpt2.model import build_model, initialise
 

@@ -24,8 +24,8 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.interleaved import median_ratio, take_turns
 from benchmarks.table import report
-from benchmarks.turns import median_ratio, take_turns
 
 SYSTEMS = ("native", "bare")
 
@@ -58,10 +58,10 @@ def work(arguments: argparse.Namespace) -> None:
     others = start_others(arguments.ranks) if "RANK" not in os.environ else []
     from common.cluster.environment import find_process
     from common.config.load import load_config
-    from common.config.resolve import resolve_config, resolve_length
-    from common.training.log import start_log
+    from common.log import start_log
+    from common.resolve.derive import resolve_config, resolve_length
     from torch_gpt2.device import open_device
-    from torch_gpt2.world import open_world
+    from torch_gpt2.parallel.world import open_world
 
     process = find_process(os.environ)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
@@ -101,7 +101,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
     from common.training.state import TrainState
     from torch_gpt2.engine import Engine
     from torch_gpt2.model import initialise
-    from torch_gpt2.parallel import build_parts
+    from torch_gpt2.parallel.layout import build_parts
 
     engine = Engine(build_parts(config, device, world), config, device, world=world)
     initialise(engine.master.tensors, config)

@@ -22,8 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
 from benchmarks.table import report
-from benchmarks.turns import Answer, answer_turns, median_ratio, take_turns
 
 SYSTEMS = ("torch", "torch-compiled", "mindspore", "transformers", "transformers-compiled")
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
@@ -35,7 +35,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     os.environ.setdefault("GLOG_v", "3")
     from common.config.load import load_config
-    from common.config.resolve import resolve_config, resolve_length
+    from common.resolve.derive import resolve_config, resolve_length
 
     system, _, compiled = arguments.worker.partition("-")
     backend = "mindspore" if system == "mindspore" else "torch"
@@ -113,7 +113,7 @@ def transformers_step(config: Any, device: Any) -> Any:
 
 def compare(arguments: argparse.Namespace) -> None:
     from common.config.load import load_config
-    from common.config.resolve import resolve_config
+    from common.resolve.derive import resolve_config
     from common.training.metrics import flops_per_token
     from common.weights.names import count_parameters
 

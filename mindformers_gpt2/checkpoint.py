@@ -16,11 +16,10 @@ from mindspore import Parameter, Tensor, ops
 
 from common.config.schema import ModelConfig
 from common.errors import StorageError
-from common.parallel.sharding import Piece
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_piece
 from common.training.state import TrainState
-from common.weights.pieces import to_rectangle
+from common.weights.pieces import Piece, to_rectangle
 
 if TYPE_CHECKING:
     from mindformers_gpt2.engine import Engine

@@ -10,13 +10,14 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
+from common.accelerators import accelerator_flops, find_accelerator
 from common.cluster.environment import ALONE, Process
-from common.config.auto_device import check_device_id, naming_auto
-from common.config.engine import check_mindspore
 from common.config.schema import RunConfig
-from common.config.vendor import mindspore_context
-from common.device import accelerator_flops, device_index, find_accelerator, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
+from common.resolve.auto_device import check_device_id, naming_auto
+from common.resolve.engine_checks import check_mindspore
+from common.resolve.vendor_settings import mindspore_context
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
 

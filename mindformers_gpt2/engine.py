@@ -26,9 +26,9 @@ from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer, global_norm
-from mindformers_gpt2.parallel import Sharing, own_dropout_keys
-from mindformers_gpt2.pipeline_parallel import Pipeline
-from mindformers_gpt2.world import World
+from mindformers_gpt2.parallel.layout import Sharing, own_dropout_keys
+from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
+from mindformers_gpt2.parallel.world import World
 
 
 class Engine:

@@ -23,14 +23,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from common import run_folder
 from common.cluster.environment import ALONE, Process
-from common.config.resolve import resolve_vocabulary
 from common.config.schema import RunConfig
 from common.errors import RunError
 from common.files import atomic_write, fsync_folder
+from common.log import LOG
+from common.resolve.derive import resolve_vocabulary
 from common.training import setup
 from common.training.export import export_folder
-from common.training.log import LOG
 from common.training.manifest import read_manifest
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
@@ -51,7 +52,7 @@ def export(config: RunConfig, process: Process = ALONE) -> None:
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     folder = Path(config.output_dir) / "export"
-    with setup.owned_folder(folder.parent), export_folder(folder) as temporary:
+    with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         graphs = {}
         for graph in _graphs(config):
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindformers_gpt2.collectives import AllGather, Group
+from mindformers_gpt2.parallel.collectives import AllGather, Group
 
 ROWS_AT_ONCE = 1024
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""

@@ -16,11 +16,11 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import DropoutExt
 from numpy.typing import NDArray
 
-from common.config.resolve import padded_vocabulary
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
-from common.parallel.sharding import Piece, own_piece, padded_shapes
+from common.parallel.sharding import own_piece, padded_shapes, padded_vocabulary
 from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
+from common.weights.pieces import Piece
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.loss import CrossEntropySum
 

@@ -11,7 +11,7 @@ from mindspore import profiler
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.training.log import LOG
+from common.log import LOG
 from common.training.profile import Trace, compress
 from mindformers_gpt2.device import MindSporeDevice
 

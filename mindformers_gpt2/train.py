@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common import run_folder
 from common.cluster.environment import ALONE, Process
-from common.config.parallel_mode import compiled_mode
 from common.config.schema import RunConfig
+from common.log import LOG
 from common.parallel.topology import Topology
+from common.resolve.parallel_mode import compiled_mode
 from common.training import setup
 from common.training.agreement import check_everywhere
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.data import open_data
-from common.training.log import LOG
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow
@@ -22,10 +23,10 @@ from mindformers_gpt2.data import training_batches
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import initialise
-from mindformers_gpt2.parallel import build_part
+from mindformers_gpt2.parallel.layout import build_part
+from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.profile import make_trace
-from mindformers_gpt2.semi_auto_engine import SemiAutoEngine
-from mindformers_gpt2.world import open_world
+from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
@@ -37,10 +38,10 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     data, config = open_data(config, rank=0 if whole else at.data, ranks=1 if whole else None, whole_validation=compiled)
     folder = Path(config.output_dir)
     writes = process.rank == 0
-    with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
+    with run_folder.owned_folder(folder, active=writes), open_world(config, process, device) as world:
         start = world.from_first(lambda: setup.where_to_start(config, data))
         check_everywhere(world, start.resume or start.weights)
-        holders = world.gather(setup.holder(folder))
+        holders = world.gather(run_folder.holder(folder))
         if len(set(holders)) > 1 and writes:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
@@ -76,7 +77,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
                 asynchronous=config.checkpoint.asynchronous,
                 active=writes,
                 patience=config.runtime.stall_limit,
-                require_folder=setup.keeper(folder, holders, process.rank),
+                require_folder=run_folder.keeper(folder, holders, process.rank),
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             training_batches(data, state) as batches,

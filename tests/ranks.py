@@ -94,8 +94,8 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
 def run_ranks(
     ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False, seconds: float = 20.0
 ) -> None:
-    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output (tests/watch.py). seconds: of
-    the time limit, by rank and job."""
+    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output
+    (tests/message_counters.py). seconds: of the time limit, by rank and job."""
     if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork; it compiles a graph for each job
         codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 3 * seconds * ranks * len(jobs))
         assert codes == [0] * ranks, "\n".join([str(codes), *texts])
@@ -147,9 +147,9 @@ def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: 
 def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
-    from common.config.resolve import resolve_mode
     from common.errors import GPT2Error
-    from common.training.log import start_log
+    from common.log import start_log
+    from common.resolve.derive import resolve_mode
 
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
     for port, tree in zip(ports, jobs, strict=True):
@@ -163,7 +163,7 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
         try:
             config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
             run = {"train": "train", "eval": "evaluate"}[mode]
-            with import_module("tests.watch").watch(note) if watched else contextlib.nullcontext():
+            with import_module("tests.message_counters").watch(note) if watched else contextlib.nullcontext():
                 getattr(import_module(f"{package}.{run}"), run)(config, process)
         except GPT2Error as error:
             print(f"error: {error}")

@@ -12,6 +12,22 @@ ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
 BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
+LAYERS = (
+    ("errors", "paths", "interrupts", "death_signal", "log"),
+    ("accelerators", "files", "whole_numbers", "run_folder"),
+    ("structured_files",),
+    ("yaml_files",),
+    ("config",),
+    ("cluster", "tokenizer", "weights"),
+    ("device", "dataset", "parallel"),
+    ("resolve", "launcher"),
+    ("planner",),
+    ("training", "doctor"),
+    ("generation", "evaluation", "conversion"),
+    ("inputs", "modelarts"),
+)
+"""The folders and files of common/, lower ones first. Each imports only what is below it."""
+
 
 def imported_packages(path: Path) -> set[str]:
     names = set()
@@ -34,6 +50,33 @@ def imported_packages(path: Path) -> set[str]:
 def test_a_package_imports_nothing_above_or_beside_it(package: str, forbidden: set[str]) -> None:
     found = {str(path.relative_to(ROOT)): imported_packages(path) & forbidden for path in (ROOT / package).rglob("*.py")}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The folders and files of common/ that a file imports, other than its own."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "common":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common."):
+            found.add((node.module or "").split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("common.")}
+    return found - {room_of(path)}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "common").parts[0].removesuffix(".py")
+
+
+def test_each_room_of_common_imports_only_lower_ones() -> None:
+    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+    files = [path for path in (ROOT / "common").rglob("*.py") if path != ROOT / "common" / "__init__.py"]
+    assert {room_of(path) for path in files} == set(level), "a new folder or file needs a place in LAYERS"
+    upwards = [
+        f"{path.relative_to(ROOT)} imports {room}" for path in files for room in rooms_imported(path) if level[room] >= level[room_of(path)]
+    ]
+    assert upwards == []
 
 
 def test_common_imports_with_every_framework_blocked() -> None:

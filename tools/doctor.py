@@ -42,7 +42,7 @@ from common.cluster.rank_environment import (
     rank_variables,
     scheduler_variables,
 )
-from common.doctor import machine, software, together
+from common.doctor import machine, multi_host as together, software
 from common.doctor.allreduce import LocalRanks, Trial
 from common.doctor.report import Check, as_json, as_table, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError, GPT2Error

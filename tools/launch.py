@@ -33,9 +33,8 @@ if __name__ == "__main__":
 
 import run_gpt2
 from common import whole_numbers
-from common.cluster.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
+from common.accelerators import require_accelerator
 from common.cluster.places import Places, find_places, parse_range, places_of_table
-from common.cluster.plan import describe_cluster, layout_remarks
 from common.cluster.rank_environment import (
     DEFAULT_PORT,
     FOREIGN,
@@ -49,19 +48,20 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.cluster.rank_table_formats import NotReadyError
-from common.config.engine import check_here
 from common.config.load import load_config
-from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
-from common.device import require_accelerator
 from common.doctor.machine import npu_numbers
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
-from common.launcher.second_run import require_free_folder
+from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
 from common.launcher.supervisor import Child, Job, supervise
 from common.launcher.terminal import tell
 from common.parallel.topology import Topology
+from common.planner.cluster import describe_cluster, layout_remarks
+from common.resolve.derive import resolve_mode
+from common.resolve.engine_checks import check_here
+from common.run_folder import require_free_folder
 from run_gpt2 import RUN_MODES
 
 NO_TABLE = ("none", "-")

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
-from common.parallel.sharding import Piece
 from common.training.checkpoint_writer import Part, Snapshot
-from common.training.lent import LentArrays
+from common.training.copy_on_write import LentArrays
 from common.training.snapshot import (
     STATE_NAMES,
     EngineState,
@@ -25,13 +24,13 @@ from common.training.snapshot import (
     true_piece,
 )
 from common.training.state import TrainState
-from common.weights.pieces import to_rectangle
+from common.weights.pieces import Piece, to_rectangle
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.optimizer import own_part
 
 if TYPE_CHECKING:
     from torch_gpt2.engine import Engine
-    from torch_gpt2.world import World
+    from torch_gpt2.parallel.world import World
 
 
 def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, Any]]) -> Snapshot:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
-from common.config.auto_device import check_device_id, naming_auto
 from common.config.schema import RunConfig
-from common.device import GIB, accelerator_flops, device_index, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
-from common.training.log import LOG
+from common.log import LOG
+from common.resolve.auto_device import check_device_id, naming_auto
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -28,10 +28,10 @@ from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.evaluate import sum_losses
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, own_part, scale_gradients
-from torch_gpt2.parallel import Sharing
-from torch_gpt2.pipeline_parallel import Pipeline
-from torch_gpt2.strategies import replicate
-from torch_gpt2.world import World
+from torch_gpt2.parallel.layout import Sharing
+from torch_gpt2.parallel.pipeline_parallel import Pipeline
+from torch_gpt2.parallel.replica_strategies import replicate
+from torch_gpt2.parallel.world import World
 
 
 class Engine:

@@ -20,13 +20,13 @@ from common.training.agreement import check_everywhere
 from common.training.loop import Tokens
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.data import inputs_and_targets
-from torch_gpt2.data_parallel import LossSum
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
-from torch_gpt2.parallel import build_parts
-from torch_gpt2.pipeline_parallel import Pipeline
-from torch_gpt2.world import World, open_world
+from torch_gpt2.parallel.data_parallel import LossSum
+from torch_gpt2.parallel.layout import build_parts
+from torch_gpt2.parallel.pipeline_parallel import Pipeline
+from torch_gpt2.parallel.world import World, open_world
 
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:

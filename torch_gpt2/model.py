@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.config.resolve import padded_vocabulary
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from common.parallel.sharding import Piece, own_piece, padded_shapes
+from common.parallel.sharding import own_piece, padded_shapes, padded_vocabulary
 from common.weights.initial import initial_rows
+from common.weights.pieces import Piece
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common import run_folder
 from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
+from common.log import LOG
 from common.parallel.topology import Topology
 from common.training import setup
 from common.training.agreement import check_everywhere
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.data import open_data
-from common.training.log import LOG
 from common.training.loop import Run, train as train_loop
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow
 from common.training.state import TrainState
 from torch_gpt2.checkpoint import load_weights, restore
-from torch_gpt2.deepspeed_engine import DeepSpeedEngine
+from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import initialise
-from torch_gpt2.parallel import build_parts, seed_offset
+from torch_gpt2.parallel.layout import build_parts, seed_offset
+from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
-from torch_gpt2.world import open_world
 
 
 def train(config: RunConfig, process: Process = ALONE) -> None:
@@ -33,10 +34,10 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     data, config = open_data(config, rank=at.data)
     folder = Path(config.output_dir)
     writes = process.rank == 0
-    with setup.owned_folder(folder, active=writes), open_world(config, process, device) as world:
+    with run_folder.owned_folder(folder, active=writes), open_world(config, process, device) as world:
         start = world.from_first(lambda: setup.where_to_start(config, data))
         check_everywhere(world, start.resume or start.weights)
-        holders = world.gather(setup.holder(folder))
+        holders = world.gather(run_folder.holder(folder))
         if len(set(holders)) > 1 and writes:
             LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
         record = {"tokenizer": data.tokenizer_record, "data": data.fingerprint, "samples_per_epoch": data.samples_per_epoch}
@@ -74,7 +75,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
                 asynchronous=config.checkpoint.asynchronous,
                 active=writes,
                 patience=config.runtime.stall_limit,
-                require_folder=setup.keeper(folder, holders, process.rank),
+                require_folder=run_folder.keeper(folder, holders, process.rank),
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=config.logging.tensorboard, active=writes) as metrics,
             data.training_batches(state) as batches,

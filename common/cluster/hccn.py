@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.cluster.rank_table import parse_address
+from common.death_signal import tied_to_this_process
 from common.errors import DataError
-from common.launcher.death import tied_to_this_process
 
 DEFAULT_CONF = Path("/etc/hccn.conf")
 _TOOL_SECONDS = 20.0

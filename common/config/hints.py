@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from common.config.aliases import Path_, Sources
 from common.config.foreign_names import ABSENT, HERE, HERE_IN
-from common.config.mindformers import Path_, Sources
 from common.config.schema import RunConfig
 
 _SAME_SECTION, _OTHER_SECTION = 0.75, 0.9

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from common.config.aliases import Path_, Sources, rename, rename_keys
 from common.config.hints import explain
-from common.config.mindformers import Path_, Sources, rename, rename_keys
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading

@@ -2,7 +2,7 @@
 
 A config is data: frozen, strict, with unknown keys refused. Values that follow from others
 (the data-parallel size, the accumulation, the inner size of the MLP) are None until
-``common.config.resolve`` fills them in.
+``common.resolve.derive`` fills them in.
 """
 
 from __future__ import annotations

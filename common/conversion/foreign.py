@@ -12,8 +12,9 @@ from common.conversion.convert import FORMATS, detect
 from common.conversion.mindformers import files_of
 from common.conversion.model_yaml import MODEL_YAML
 from common.conversion.weights import find_map
-from common.errors import UserError
+from common.errors import CheckpointError, UserError
 from common.paths import looked_in
+from common.training.checkpoint import NoCheckpointError
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING
 
@@ -29,6 +30,11 @@ _KINDS = {
     "openai": "a TensorFlow checkpoint of OpenAI's GPT-2",
     "fleetx": "a checkpoint of PaddleFleetX",
 }
+
+
+def explained(error: NoCheckpointError) -> CheckpointError:
+    """Return the error that says what is there instead of a checkpoint, and what to do about it."""
+    return CheckpointError(f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}")
 
 
 def explain(where: Path, why: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.config.schema import ModelConfig
-from common.training.log import LOG
+from common.log import LOG
 
 _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
 """By width: OpenAI's models, and MindFormers' of 52B, whose heads are 256 wide."""

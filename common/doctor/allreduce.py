@@ -14,8 +14,8 @@ from typing import Any
 
 from common.cluster.places import Place
 from common.cluster.rank_environment import FOREIGN
-from common.doctor.programs import kill_session
 from common.doctor.report import Check, error, ok
+from common.doctor.subprocesses import kill_session
 from common.launcher.heartbeat import DUMP_SIGNAL
 from common.structured_files import MalformedError, parse_json
 

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from common.accelerators import GIB
 from common.cluster import is_loopback
 from common.cluster.rank_environment import interface_of
-from common.device import GIB, processor_name
-from common.doctor.programs import run
+from common.device import processor_name
 from common.doctor.report import Check, error, ok, warning
+from common.doctor.subprocesses import run
 from common.whole_numbers import shortened, whole_number
 
 HCCL_PORTS = 16

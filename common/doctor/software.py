@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from common.doctor.programs import run
 from common.doctor.report import Check, error, ok, warning
+from common.doctor.subprocesses import run
 from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.config.schema import RunConfig
 from common.files import atomic_write
-from common.training.log import LOG
+from common.log import LOG
 
 
 @dataclass(frozen=True, kw_only=True)

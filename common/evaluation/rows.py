@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.launcher.heartbeat import beat
+from common.log import progress_bar
 from common.tokenizer.base import Ids
-from common.training.log import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,8 +14,8 @@ from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
+from common.log import LOG
 from common.tokenizer import Tokenizer
-from common.training.log import LOG
 
 
 def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 
-from common.launcher.death import die_with_parent
+from common.death_signal import die_with_parent
 from common.whole_numbers import whole_number
 
 ALIVE = "alive"

@@ -136,7 +136,7 @@ def _means_mindspore(words: Sequence[str]) -> bool:
     """Whether the words or the YAML ask for an Ascend, and neither names a backend. A YAML that names torch wins, with a remark."""
     # not above: --help of run_gpt2.py, which imports this file, loads no library
     from common.config.load import load_config
-    from common.training.log import LOG
+    from common.log import LOG
 
     if any(re.match("(--)?backend(=|$)", word) for word in words):
         return False

@@ -20,10 +20,10 @@ from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, DataError, StorageError
 from common.files import atomic_write
+from common.log import LOG
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
 from common.training.checkpoint import LATEST, point_latest, whole_checkpoints
-from common.training.log import LOG
 from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")

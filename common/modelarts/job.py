@@ -13,8 +13,8 @@ from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.log import LOG
 from common.modelarts.files import local_folder
-from common.training.log import LOG
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
+from common.log import LOG
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
 from common.structured_files import read_json_mapping
 from common.training.checkpoint import LATEST
-from common.training.log import LOG
 from common.training.manifest import MANIFEST
 
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.resolve import padded_vocabulary
 from common.config.schema import ParallelConfig, RunConfig
+from common.parallel.batch import pad_vocabulary
 from common.parallel.topology import Coordinates, Topology
 from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.pieces import Piece
 
 
 class Role(StrEnum):
@@ -57,16 +57,9 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
     return (*shape[:dim], shape[dim] // tensor, *shape[dim + 1 :])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector has no columns."""
-
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+def padded_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding table under the config's tensor-parallel size."""
+    return pad_vocabulary(config.model.vocab_size, config.model.vocab_multiple, config.parallel.model_parallel)
 
 
 def padded_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:

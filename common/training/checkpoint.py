@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import CheckpointError
 from common.files import atomic_write
-from common.training.log import LOG
+from common.log import LOG
 from common.training.manifest import MANIFEST, read_manifest
 
 LATEST = "latest"
@@ -90,13 +90,19 @@ def _remedy(folder: Path) -> str:
     )
 
 
+class NoCheckpointError(CheckpointError):
+    """Nothing at ``where`` is a whole checkpoint. why: the key that asked for one, or its purpose."""
+
+    def __init__(self, where: Path, why: str) -> None:
+        super().__init__(f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints folder or a step_... folder")
+        self.where, self.why = where, why
+
+
 def require_checkpoint(where: Path, why: str) -> Path:
-    """find_checkpoint, or CheckpointError saying what was wanted."""
+    """Return what find_checkpoint finds. Raises NoCheckpointError where it finds nothing."""
     found = find_checkpoint(where)
     if found is None:
-        from common.conversion.foreign import explain  # which imports this module
-
-        raise CheckpointError(f"{where}: no whole checkpoint here ({why}): {explain(Path(where), why)}")
+        raise NoCheckpointError(Path(where), why)
     return found
 
 

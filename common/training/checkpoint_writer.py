@@ -28,10 +28,11 @@ from typing import Any
 
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
+from common.log import LOG
+from common.run_folder import LostFolderError
 from common.structured_files import MalformedError, parse_json
 from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
-from common.training.lent import LentArrays
-from common.training.log import LOG
+from common.training.copy_on_write import LentArrays
 from common.training.manifest import write_manifest
 from common.weights.files import Tensors, write_safetensors
 from common.weights.names import parameter_of
@@ -39,10 +40,6 @@ from common.weights.pieces import Rectangle, file_of_rank
 
 PATIENCE_AFTER_FAILURE = 60.0
 """Seconds that rank 0 waits for the parts of others once its own run has failed: they may be dead."""
-
-
-class LostFolderError(StorageError):
-    """The run folder was removed, or replaced by another one, under the run: nothing more is written or removed there."""
 
 
 @dataclass(frozen=True, kw_only=True)

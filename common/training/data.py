@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.config.resolve import require_length, resolve_length, resolve_vocabulary
 from common.config.schema import RunConfig, TokenizerConfig
 from common.dataset import (
     Batch,
@@ -28,9 +27,10 @@ from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
+from common.log import LOG
 from common.paths import looked_in
+from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.training.log import LOG
 from common.training.loop import Tokens
 from common.training.state import TrainState
 from common.weights.names import count_parameters

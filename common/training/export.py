@@ -9,11 +9,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from common.config.resolve import resolve_vocabulary
+from common import run_folder
 from common.config.schema import RunConfig
 from common.files import whole_folder
+from common.log import LOG
+from common.resolve.derive import resolve_vocabulary
 from common.training import setup
-from common.training.log import LOG
 from common.training.manifest import read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, read_weights
 from common.weights.arrays import TensorKind
@@ -29,7 +30,7 @@ def export(config: RunConfig) -> None:
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in parameter_shapes(config.model).items()}
     folder = Path(config.output_dir) / "weights"
-    with setup.owned_folder(folder.parent), export_folder(folder) as temporary:
+    with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
         checksum = stream_safetensors(file, kinds, (values for _, values in read_weights(checkpoint, config.model)))
         size = file.stat().st_size

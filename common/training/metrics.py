@@ -13,8 +13,8 @@ from typing import IO, Any
 from common.config.schema import ModelConfig
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
+from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
-from common.training.log import LOG
 from common.training.tensorboard import EventFile
 from common.weights.names import count_parameters
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.config.schema import LoggingConfig
-from common.training.log import LOG
+from common.log import LOG
 from common.training.state import TrainState
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.training.log import LOG
+from common.log import LOG
 from common.training.state import TrainState
 
 Trace = Callable[[Path], AbstractContextManager[None]]

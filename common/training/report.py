@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from common.accelerators import GIB
 from common.config.schema import RunConfig
-from common.device import GIB
-from common.training.log import LOG
+from common.log import LOG
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.launcher.heartbeat import beat
+from common.log import LOG
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.log import LOG
 from common.training.state import TrainState
 
 SANE_LOSS = 10.0

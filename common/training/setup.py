@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.cluster.environment import Process
 from common.config.load import flatten, save_config
-from common.config.resolve import padded_vocabulary
 from common.config.schema import RunConfig
 from common.device import Device
 from common.errors import CheckpointError, ConfigError
 from common.files import clean_up
-from common.parallel.room import check_room
+from common.log import LOG
+from common.parallel.sharding import padded_vocabulary
 from common.parallel.topology import Topology
+from common.planner.room import check_room
 from common.training.checkpoint import find_checkpoint, point_latest, read_or_name_older, require_checkpoint, step_of
-from common.training.checkpoint_writer import LostFolderError
 from common.training.data import TrainingData
 from common.training.fits import require_same_model
-from common.training.log import LOG
 from common.training.plot import plot_loss
 from common.training.report import make_report, use_style
 from common.training.state import TrainState
@@ -45,34 +41,6 @@ class Start:
         return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
 
 
-LOCK = ".lock"
-
-
-@contextmanager
-def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
-    """Make the run folder and hold it against a second run, for all ranks. The hold ends with the process, however it ends."""
-    if not active:
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be written") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"output_dir={folder}: another run is writing here; wait for it or choose another folder") from None
-        except OSError as error:
-            LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
-        lock.truncate(0)
-        lock.write(uuid.uuid4().hex)  # by which other ranks see whether theirs is the same folder
-        lock.flush()
-        os.fsync(lock.fileno())
-        yield
-
-
 def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
     """Hold the plan's memory against what is there, before anything is allocated. Raises ConfigError where it cannot fit."""
     warning = check_room(
@@ -85,40 +53,6 @@ def check_memory(config: RunConfig, process: Process, device: Device, *, trainin
     )
     if warning is not None and process.rank == 0:
         LOG.warning(warning)
-
-
-def holder(folder: Path) -> str:
-    """What the run that holds the folder wrote into it; empty where the folder is another one, of the same name on another host."""
-    try:
-        return (folder / LOCK).read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None]:
-    """Return a function that raises LostFolderError once the run folder is no longer the one that this run holds.
-
-    holders: what ``holder`` has told each rank at the start. A rank that does not see rank 0's folder has nothing to compare.
-    Another folder's lock differs in its text and in its inode: an export of this run may change the one, some file systems the other.
-    """
-    token = holders[rank] if holders[rank] == holders[0] else ""
-    inode = (folder / LOCK).stat().st_ino if token else 0
-
-    def require() -> None:
-        try:
-            is_ours = not token or (folder / LOCK).stat().st_ino == inode
-            is_ours = is_ours or (folder / LOCK).read_text(encoding="utf-8", errors="replace") == token
-        except (FileNotFoundError, NotADirectoryError):
-            is_ours = False
-        except OSError:  # a disk that does not answer says nothing about whose folder it is; what is written next will tell
-            is_ours = True
-        if not is_ours:
-            raise LostFolderError(
-                f"output_dir={folder}: the folder was removed, or replaced by another run's, while this run was writing there; it stops,"
-                " and writes nothing more; give every run an output_dir of its own"
-            )
-
-    return require
 
 
 def require_writable(checkpoints: Path) -> None:

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig, RunConfig
 from common.errors import CheckpointError
-from common.parallel.sharding import Piece, own_piece
+from common.parallel.sharding import own_piece
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
 from common.training.state import TrainState
 from common.weights.files import Tensors
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.pieces import open_stored
+from common.weights.pieces import Piece, open_stored
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

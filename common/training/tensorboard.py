@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.training.log import LOG
+from common.log import LOG
 
 SECONDS_BETWEEN_FLUSHES = 10.0
 

@@ -7,6 +7,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.parallel.sharding import Piece
 from common.weights.files import check_tensors, open_safetensors, shapes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector has no columns."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]

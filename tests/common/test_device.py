@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.device import ACCELERATORS, find_accelerator, require_accelerator
+from common.accelerators import ACCELERATORS, find_accelerator, require_accelerator
 from common.errors import ConfigError
 
 

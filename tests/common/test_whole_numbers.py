@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from common.cluster.environment import find_process
-from common.cluster.host_list import divide
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
+from common.launcher.host_list import divide
 from common.modelarts.job import find_places
 from common.whole_numbers import argument, whole_number
 

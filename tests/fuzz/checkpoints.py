@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
+from common.log import LOG
+from common.resolve.derive import resolve_config
 from common.training import setup
-from common.training.log import LOG
 from common.training.loss_scale import LossScale
 from common.training.snapshot import EngineState, make_snapshot, read_moments, read_states, read_weights
 from common.training.state import TrainState

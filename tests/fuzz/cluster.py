@@ -12,10 +12,10 @@ from typing import Any
 
 from common.cluster import device_addresses, merge_tables, read_table, remarks, to_json
 from common.cluster.environment import Process, announced_world_size, find_process, first_node, torch_variables
-from common.cluster.host_list import divide, parse_hosts
 from common.cluster.places import find_places, parse_range, places_of_table
 from common.cluster.rank_environment import given_port, parse_master
 from common.cluster.rank_table import RankTable
+from common.launcher.host_list import divide, parse_hosts
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case, Differs
 from tests.fuzz.mutations import (

@@ -15,10 +15,10 @@ import yaml
 from pydantic import BaseModel
 
 from common.config.load import load_config, save_config
-from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
-from common.parallel.planner import describe_plan, make_plan
 from common.parallel.topology import Topology
+from common.planner.plan import describe_plan, make_plan
+from common.resolve.derive import resolve_mode
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import ROOT, Case
 from tests.fuzz.mutations import (

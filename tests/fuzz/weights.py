@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 from common.config.schema import ModelConfig
 from common.conversion.convert import FORMATS, convert
 from common.conversion.weights import Weight, Weights
-from common.training.log import LOG
+from common.log import LOG
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case

@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("GLOG_v", "3")
 ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
-from common.config.vendor import mindspore_context  # noqa: E402
 from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
+from common.resolve.vendor_settings import mindspore_context  # noqa: E402
 from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
 

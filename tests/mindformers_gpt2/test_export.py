@@ -28,16 +28,16 @@ import torch_gpt2.device  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import PredictConfig, RunConfig  # noqa: E402
 from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, StorageError  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
+from common.run_folder import owned_folder  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
-from common.training.setup import owned_folder  # noqa: E402
 from common.weights.files import write_safetensors  # noqa: E402
-from tests.changes import changed  # noqa: E402
+from tests.config_overrides import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, WINDOW, POSITIONS = 101, 16, 20

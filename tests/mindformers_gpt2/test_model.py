@@ -14,11 +14,11 @@ os.environ.setdefault("GLOG_v", "3")
 ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_config, resolve_length  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
+from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.model import GELU, Dropout, build_model, dropout_keys, initialise  # noqa: E402
-from tests.changes import changed  # noqa: E402
+from tests.config_overrides import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

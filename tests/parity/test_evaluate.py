@@ -20,9 +20,9 @@ import torch_gpt2.evaluate  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.evaluation import Row, score_rows  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 
 
 def make_config(folder: Path, model: dict[str, Any], **sections: Any) -> RunConfig:

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_mode  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
+from common.resolve.derive import resolve_mode  # noqa: E402
 from common.tokenizer.bpe_files import byte_alphabet  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
 from tools.convert_weight import main  # noqa: E402

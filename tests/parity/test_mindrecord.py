@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 import mindformers_gpt2.train
 import torch_gpt2.train
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
+from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from mindformers_gpt2.data import write_mindrecord
-from tests.changes import changed
+from tests.config_overrides import changed
 
 STEPS = 6
 

@@ -8,14 +8,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 ONE_SIDED_FILES = {
-    "deepspeed_engine.py": "DeepSpeed is torch's",
-    "deepspeed_state.py": "DeepSpeed is torch's",
+    "deepspeed/__init__.py": "DeepSpeed is torch's",
+    "deepspeed/engine.py": "DeepSpeed is torch's",
+    "deepspeed/state.py": "DeepSpeed is torch's",
     "export.py": "MindIR is MindSpore's; weights alone are exported without a framework",
-    "collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
+    "parallel/collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
-    "semi_auto.py": "MindSpore's compiler splits graphs; torch's does not",
-    "semi_auto_engine.py": "MindSpore's compiler splits graphs; torch's does not",
-    "strategies.py": "they compare with torch's own DDP",
+    "semi_auto/__init__.py": "MindSpore's compiler splits graphs; torch's does not",
+    "semi_auto/network.py": "MindSpore's compiler splits graphs; torch's does not",
+    "semi_auto/engine.py": "MindSpore's compiler splits graphs; torch's does not",
+    "parallel/replica_strategies.py": "they compare with torch's own DDP",
 }
 
 DIFFERENCES = {
@@ -30,7 +32,7 @@ DIFFERENCES = {
         "TorchDevice": "the device record, under the framework's name",
         "MindSporeDevice": "the device record, under the framework's name",
     },
-    "data_parallel.py": {
+    "parallel/data_parallel.py": {
         "LossSum": "what DDP wraps",
         "data_mesh": "FSDP2's",
         "shard_model": "FSDP2's",
@@ -62,15 +64,15 @@ DIFFERENCES = {
         "add_gradients": "torch sums gradients itself",
         "scale_gradients": "MindSpore's update multiplies by the factor itself",
     },
-    "parallel.py": {
+    "parallel/layout.py": {
         "build_part": "a MindSpore rank has one stage",
         "build_parts": "a torch rank may have several stages",
         "own_dropout_keys": "what MindSpore's masks follow from",
         "seed_offset": "what torch's masks follow from",
         "tensor_group": "with sequence parallel, which is torch's",
     },
-    "pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over", "Stage": "of torch's schedules"},
-    "tensor_parallel.py": {
+    "parallel/pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over", "Stage": "of torch's schedules"},
+    "parallel/tensor_parallel.py": {
         "TensorGroup": "with sequence parallel, which is torch's",
         "Enter": "torch's are autograd functions",
         "Leave": "torch's are autograd functions",
@@ -78,8 +80,12 @@ DIFFERENCES = {
         "SplitMLP": "torch hooks into the region instead",
         "NormBeforeHead": "torch hooks behind the norm instead",
     },
-    "world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
+    "parallel/world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
 }
+
+
+def files_of(backend: str) -> set[str]:
+    return {path.relative_to(ROOT / backend).as_posix() for path in (ROOT / backend).rglob("*.py")}
 
 
 def public_names(path: Path) -> set[str]:
@@ -93,11 +99,11 @@ def public_names(path: Path) -> set[str]:
 
 
 def test_same_files() -> None:
-    torch, mindspore = ({path.name for path in (ROOT / folder).glob("*.py")} for folder in ("torch_gpt2", "mindformers_gpt2"))
+    torch, mindspore = files_of("torch_gpt2"), files_of("mindformers_gpt2")
     assert torch ^ mindspore == set(ONE_SIDED_FILES)
 
 
-@pytest.mark.parametrize("name", sorted({path.name for path in (ROOT / "torch_gpt2").glob("*.py")} - set(ONE_SIDED_FILES)))
+@pytest.mark.parametrize("name", sorted(files_of("torch_gpt2") - set(ONE_SIDED_FILES)))
 def test_same_public_names(name: str) -> None:
     different = public_names(ROOT / "torch_gpt2" / name) ^ public_names(ROOT / "mindformers_gpt2" / name)
     assert different == set(DIFFERENCES.get(name, {}))

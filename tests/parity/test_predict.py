@@ -18,10 +18,10 @@ import torch_gpt2.device  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.predict  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import PredictConfig  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 
 VOCABULARY, POSITIONS = 101, 24
 

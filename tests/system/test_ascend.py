@@ -12,7 +12,7 @@ import pytest
 
 import run_gpt2
 from common.config.load import load_config
-from common.config.resolve import resolve_mode
+from common.resolve.derive import resolve_mode
 from tests.cluster_tables import write_tutorial_table
 from tests.system.test_readme import commands
 from tools import doctor, hccl_tools, launch, merge_hccl

@@ -18,7 +18,7 @@ from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.training.snapshot import read_weights
 from tests.cluster_tables import write_tutorial_table
-from tests.launching import listening_addresses, pids_with, run_words, start_script, wait_until
+from tests.run_scripts import listening_addresses, pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 

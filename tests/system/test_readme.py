@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config
-from common.config.resolve import resolve_config, resolve_mode
+from common.resolve.derive import resolve_config, resolve_mode
 from run_gpt2 import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]

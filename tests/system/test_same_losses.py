@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.training.metrics import read_metrics
-from tests.launching import ROOT, clean_environment, run_words, start_script
+from tests.run_scripts import ROOT, clean_environment, run_words, start_script
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 KEYS: dict[str, object] = {"train__max_steps": 10, "validation__interval": 5}

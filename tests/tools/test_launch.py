@@ -17,9 +17,9 @@ import pytest
 
 from common.config.load import load_config
 from common.launcher.supervisor import Job
-from common.training.setup import owned_folder
+from common.run_folder import owned_folder
 from tests.cluster_tables import write_tutorial_table
-from tests.launching import clean_environment
+from tests.run_scripts import clean_environment
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]

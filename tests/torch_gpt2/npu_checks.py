@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config, load_config
-from common.config.resolve import resolve_config
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, RunConfig
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
+from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
-from tests.changes import changed
+from tests.config_overrides import changed
 from torch_gpt2.device import open_device, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate

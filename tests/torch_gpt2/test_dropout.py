@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.parallel.topology import Topology
+from common.resolve.derive import resolve_config
 from torch_gpt2.device import select_device
-from torch_gpt2.parallel import build_parts, seed_offset
-from torch_gpt2.world import World, _make_groups
+from torch_gpt2.parallel.layout import build_parts, seed_offset
+from torch_gpt2.parallel.world import World, _make_groups
 
 RATE, RANKS, BATCH, LENGTH, WIDTH, HEADS = 0.25, 4, 4, 32, 64, 8
 HEAD_SIZE = WIDTH // HEADS

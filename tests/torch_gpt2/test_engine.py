@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config, resolve_length
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.resolve.derive import resolve_config, resolve_length
 from common.training.outliers import Limits
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from common.weights.names import decays
-from tests.changes import changed
+from tests.config_overrides import changed
 from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine

@@ -11,9 +11,9 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
+from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
-from tests.changes import changed
+from tests.config_overrides import changed
 from tests.ranks import ROOT, run_ranks
 from torch_gpt2.train import train
 

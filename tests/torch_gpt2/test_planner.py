@@ -18,18 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import padded_vocabulary, resolve_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
-from common.parallel.activations import LOSS_ROWS  # noqa: E402
-from common.parallel.planner import make_plan  # noqa: E402
-from common.parallel.sharding import local_shape  # noqa: E402
+from common.parallel.sharding import local_shape, padded_vocabulary  # noqa: E402
 from common.parallel.topology import GroupKind, Topology  # noqa: E402
-from torch_gpt2.data_parallel import DataParallel, data_mesh, shard_model  # noqa: E402
+from common.planner.activations import LOSS_ROWS  # noqa: E402
+from common.planner.plan import make_plan  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 from torch_gpt2.device import select_device  # noqa: E402
 from torch_gpt2.loss import ROWS_AT_ONCE  # noqa: E402
 from torch_gpt2.model import GPT2, Linear, set_recompute  # noqa: E402
-from torch_gpt2.tensor_parallel import TensorGroup, split_model  # noqa: E402
-from torch_gpt2.world import World  # noqa: E402
+from torch_gpt2.parallel.data_parallel import DataParallel, data_mesh, shard_model  # noqa: E402
+from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model  # noqa: E402
+from torch_gpt2.parallel.world import World  # noqa: E402
 
 HALF = {"parameters": "bfloat16", "compute": "bfloat16"}
 PRECISIONS: dict[str, Any] = {

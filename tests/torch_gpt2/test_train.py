@@ -16,14 +16,14 @@ import torch
 from safetensors.numpy import load_file
 
 from common.config.load import build_config, load_config
-from common.config.resolve import resolve_config
 from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from common.log import LOG, start_log
+from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
-from common.training.log import LOG, start_log
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
-from tests.changes import changed
+from tests.config_overrides import changed
 from torch_gpt2.checkpoint import restore
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.train import train
@@ -274,7 +274,7 @@ def test_gradients_that_stay_infinite_stop_the_run(start: Any, tmp_path: Path) -
 
 
 def test_a_second_run_in_the_same_folder_is_refused(start: Any, tmp_path: Path) -> None:
-    from common.training.setup import owned_folder
+    from common.run_folder import owned_folder
 
     with owned_folder(tmp_path / "run"), pytest.raises(ConfigError, match="another run is writing here"):
         start("run")
@@ -337,7 +337,7 @@ def test_what_changes_the_function_but_no_shape_is_refused(start: Any, tmp_path:
 def test_ranks_compare_their_weights_and_moments(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = start("run", steps=3)
     facts: dict[str, Any] = {}
-    monkeypatch.setattr("torch_gpt2.world.World.require_equal", lambda self, found, models=None: facts.update(found))
+    monkeypatch.setattr("torch_gpt2.parallel.world.World.require_equal", lambda self, found, models=None: facts.update(found))
     start("run", steps=4)
     saved = folder / "checkpoints" / "step_00000003"
     for fact, file in (("norm of the weights", "model.safetensors"), ("norm of the optimizer's state", "optimizer.safetensors")):

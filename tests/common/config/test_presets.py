@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from common.config.load import flatten, load_config
-from common.config.resolve import padded_vocabulary, resolve_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.parallel.sharding import padded_vocabulary
+from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
 from tools.config_schema import config_schema
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.conversion.convert import convert, convert_as_mindformers_did
+from common.conversion.foreign import explained
 from common.conversion.model_yaml import MODEL_YAML
 from common.conversion.project import write_project
 from common.conversion.weights import Weight, Weights, checked_model
-from common.errors import CheckpointError
-from common.training.checkpoint import read_manifest, require_checkpoint
+from common.training.checkpoint import NoCheckpointError, read_manifest, require_checkpoint
 from common.weights.names import parameter_shapes
 from tools.convert_weight import main
 
@@ -34,10 +34,11 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fault_of(where: str, why: str = "checkpoint.init_from") -> str:
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(NoCheckpointError) as caught:
         require_checkpoint(Path(where), why)
-    assert str(caught.value).startswith(f"{where}: no whole checkpoint here ({why}): ")
-    return str(caught.value)
+    message = str(explained(caught.value))
+    assert message.startswith(f"{where}: no whole checkpoint here ({why}): ")
+    return message
 
 
 def obey(message: str) -> Path:

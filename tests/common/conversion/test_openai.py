@@ -14,7 +14,7 @@ from common.conversion.convert import convert, detect
 from common.conversion.heads import warn_of_heads
 from common.conversion.openai import open_openai
 from common.errors import CheckpointError, ConfigError, GPT2Error
-from common.training.log import LOG
+from common.log import LOG
 from common.weights.formats import open_tensors
 from tools.convert_weight import main
 

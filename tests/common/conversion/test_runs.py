@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.resolve import resolve_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import FORMATS, convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402

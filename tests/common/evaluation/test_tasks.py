@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
 from common.evaluation.corpus import read_evaluation_file
@@ -17,6 +16,7 @@ from common.evaluation.lambada import LambadaTask
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
 from common.evaluation.text import TextTask
+from common.resolve.derive import resolve_config
 from tests.common.evaluation.characters import Characters
 
 

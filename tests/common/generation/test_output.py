@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
-from common.training.log import LOG, start_log
+from common.log import LOG, start_log
+from common.resolve.derive import resolve_config
 
 END = 256
 

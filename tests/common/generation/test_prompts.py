@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
 from common.generation.prompts import encode_prompts, read_prompts
+from common.resolve.derive import resolve_config
 
 
 class Letters:

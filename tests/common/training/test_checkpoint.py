@@ -18,12 +18,11 @@ from safetensors.numpy import load_file
 
 import common.training.checkpoint_writer as module
 from common.errors import CheckpointError, StorageError
-from common.parallel.sharding import Piece
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
-from common.training.lent import LentArrays
+from common.training.copy_on_write import LentArrays
 from common.training.manifest import read_manifest
-from common.weights.pieces import open_stored
+from common.weights.pieces import Piece, open_stored
 
 ROOT = Path(__file__).resolve().parents[3]
 

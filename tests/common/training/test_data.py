@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.errors import TokenizerError
+from common.log import LOG, start_log
+from common.resolve.derive import resolve_config
 from common.training import data as module
 from common.training.data import open_data, open_tokenizer
-from common.training.log import LOG, start_log
 
 SIZE = 101
 

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from common.config.load import build_config
-from common.config.resolve import resolve_mode
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
+from common.resolve.derive import resolve_mode
 from common.training.checkpoint import find_checkpoint
 from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from common.training.export import export

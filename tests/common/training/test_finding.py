@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.errors import CheckpointError, ConfigError, UserError
+from common.log import LOG
+from common.resolve.derive import resolve_config
 from common.training import setup
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.log import LOG
 
 TREE: dict[str, Any] = {
     "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config, resolve_length
 from common.dataset import Batch
+from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.loop import Run, StepResult, Tokens, perplexity, train
@@ -21,7 +21,7 @@ from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
 from common.training.state import TrainState
-from tests.changes import changed
+from tests.config_overrides import changed
 
 
 class FakeEngine:

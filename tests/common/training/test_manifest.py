@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
 from common.errors import CheckpointError
+from common.resolve.derive import resolve_config
 from common.training.checkpoint import read_or_name_older
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.manifest import MANIFEST, read_manifest, seal, unseal, write_manifest

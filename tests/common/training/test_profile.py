@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config, resolve_length
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.training.log import LOG
+from common.log import LOG
+from common.resolve.derive import resolve_config, resolve_length
 from common.training.profile import ProfileWindow
 from common.training.state import TrainState
 

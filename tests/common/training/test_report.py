@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config, resolve_length
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.training.log import LOG, start_log
+from common.log import LOG, start_log
+from common.resolve.derive import resolve_config, resolve_length
 from common.training.report import STYLES, make_report, use_style
-from tests.changes import changed
+from tests.config_overrides import changed
 
 
 def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common import run_folder
 from common.config.load import build_config
-from common.config.resolve import resolve_config, resolve_length
 from common.dataset import Batch
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
-from common.training import setup
+from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.loop import Run, StepResult, Tokens, train
@@ -26,7 +26,7 @@ from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.snapshot import EngineState, make_snapshot, read_states
 from common.training.state import TrainState
-from tests.changes import changed
+from tests.config_overrides import changed
 
 NAN = math.nan
 
@@ -89,7 +89,7 @@ def start(
         "checkpoint": {"interval": 5, "keep": 2},
     }
     config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
-    with setup.owned_folder(folder):
+    with run_folder.owned_folder(folder):
         found = find_checkpoint(folder)
         state = TrainState() if found is None else read_states(found, config, LossScale(config.loss_scale))[0]
         with (
@@ -97,7 +97,7 @@ def start(
                 folder / "checkpoints",
                 keep=config.checkpoint.keep,
                 asynchronous=config.checkpoint.asynchronous,
-                require_folder=setup.keeper(folder, [setup.holder(folder)], 0),
+                require_folder=run_folder.keeper(folder, [run_folder.holder(folder)], 0),
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
         ):
@@ -219,7 +219,7 @@ def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool) -
         if step == 7:
             shutil.rmtree(folder)
             if replaced:
-                with setup.owned_folder(folder):
+                with run_folder.owned_folder(folder):
                     (folder / "checkpoints").mkdir()
 
     with pytest.raises(StorageError, match=r"output_dir=.*run: the folder was removed, or replaced by another run's"):
@@ -236,8 +236,8 @@ def test_a_run_without_saves_notices_at_its_end(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_answer_is_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with setup.owned_folder(tmp_path):
-        require = setup.keeper(tmp_path, [setup.holder(tmp_path)], 0)
+    with run_folder.owned_folder(tmp_path):
+        require = run_folder.keeper(tmp_path, [run_folder.holder(tmp_path)], 0)
 
         def silent(*_: Any, **__: Any) -> str:
             raise OSError(5, "Input/output error")
@@ -255,7 +255,7 @@ def test_a_disk_that_does_not_answer_is_no_other_folder(tmp_path: Path, monkeypa
         (tmp_path / "copy").replace(tmp_path / ".lock")
         with pytest.raises(StorageError):
             require()
-        setup.keeper(tmp_path, ["rank 0's", "of another disk"], 1)()
+        run_folder.keeper(tmp_path, ["rank 0's", "of another disk"], 1)()
 
 
 # ---- rows of metrics ----

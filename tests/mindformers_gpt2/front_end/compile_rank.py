@@ -26,10 +26,10 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.ops.operations import comm_ops
 
 from common.config.load import build_config
-from common.config.resolve import resolve_config
-from common.config.vendor import semi_auto_settings
 from common.parallel.topology import Topology
-from mindformers_gpt2.semi_auto import build_network, build_step
+from common.resolve.derive import resolve_config
+from common.resolve.vendor_settings import semi_auto_settings
+from mindformers_gpt2.semi_auto.network import build_network, build_step
 
 LIBRARIES = Path(ms.__file__).parent / "lib"
 KEPT: list[Any] = []

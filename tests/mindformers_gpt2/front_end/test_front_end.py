@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config, load_config
-from common.config.resolve import resolve_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import Role, own_piece, padded_shapes, role_of
 from common.parallel.topology import GroupKind, Topology
+from common.resolve.derive import resolve_config
 from common.weights.names import EMBEDDING
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,79 @@
+"""What a run needs from its user, looked for before a framework is imported: a path that is not there is said within a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.config.schema import RunConfig
+from common.conversion.foreign import explained
+from common.dataset import parse_blend, require_data
+from common.errors import CheckpointError, ConfigError, DataError
+from common.generation.prompts import encode_prompts, given_prompts
+from common.paths import looked_in
+from common.resolve.derive import require_length
+from common.tokenizer import require_files
+from common.training.checkpoint import NoCheckpointError, find_checkpoint, require_checkpoint
+from common.training.data import open_tokenizer, require_entries, tokenizer_source
+from common.training.setup import checkpoint_to_use
+
+
+def check_inputs(run_mode: str, config: RunConfig) -> None:
+    """Raises ConfigError, DataError, TokenizerError or CheckpointError naming what is not given, or not there and where it was looked for.
+
+    What the files hold is checked when they are opened.
+    """
+    try:
+        _check(run_mode, config)
+    except NoCheckpointError as error:
+        raise explained(error) from None
+
+
+def _check(run_mode: str, config: RunConfig) -> None:
+    if run_mode in ("train", "finetune"):
+        _check_training(run_mode, config)
+        return
+    if run_mode == "predict":
+        given_prompts(config)
+    if run_mode == "predict" or (run_mode == "eval" and config.evaluation.task != "validation"):
+        _check_tokenizer(config)
+    if run_mode == "eval":
+        _check_evaluation(config)
+    try:
+        checkpoint_to_use(config)
+    except CheckpointError:
+        if run_mode == "predict":  # a fault in the prompts comes first, as it does where there is a checkpoint
+            tokenizer, config = open_tokenizer(config)
+            encode_prompts(config, tokenizer)
+        raise
+
+
+def _check_training(run_mode: str, config: RunConfig) -> None:
+    settings = config.checkpoint
+    if run_mode == "finetune" and settings.init_from is None:
+        raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
+    require_length(config)
+    _check_data(require_entries(config.data.train))
+    if config.data.validation is not None:
+        _check_data(config.data.validation)
+    if settings.resume not in ("auto", "never"):
+        where = config.output_dir if settings.resume == "latest" else settings.resume
+        require_checkpoint(Path(where), f"checkpoint.resume={settings.resume}")
+    elif settings.init_from is not None and find_checkpoint(Path(config.output_dir)) is None:
+        require_checkpoint(Path(settings.init_from), "checkpoint.init_from")
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    if config.evaluation.task == "validation":
+        _check_data(require_entries(config.data.validation or config.data.train))
+    elif config.evaluation.file is not None and not Path(config.evaluation.file).exists():
+        raise DataError(f"evaluation.file={config.evaluation.file}: not found{looked_in(config.evaluation.file)}; check the path")
+
+
+def _check_data(entries: list[str | float]) -> None:
+    for _, prefix in parse_blend([str(entry) for entry in entries]):
+        require_data(prefix)
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    wish, source = tokenizer_source(config)
+    require_files(source, wish.merge_file)

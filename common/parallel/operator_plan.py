@@ -1,0 +1,184 @@
+"""How MindSpore's compiler splits each operator of the model: a plan as data, which mindformers_gpt2/semi_auto/network.py applies.
+
+A strategy gives, for each input of an operator, the number of parts of each dim. Those of products with weights follow from the roles of
+common/parallel/sharding.py; what lies between them is split so that neighbours agree, and the compiler has to insert no communication but
+Megatron's (arXiv 1909.08053, and with sequence parallel arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from common.config.schema import RunConfig
+from common.parallel.sharding import Role, local_shape, own_piece, padded_shapes, role_of
+from common.parallel.topology import Coordinates, Topology
+from common.weights.arrays import NUMPY_TYPES
+from common.weights.names import EMBEDDING
+from common.weights.pieces import Piece
+
+Parts = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """inputs: parts of each dim of each input. output: of the result, where a sum over ranks is to leave each a part of it."""
+
+    inputs: tuple[Parts, ...]
+    output: Parts | None = None
+
+
+def operator_strategies(config: RunConfig) -> dict[str, Strategy]:
+    """Operator of the training graph -> its strategy; ``h.*`` stands for every block. Needs a resolved config.
+
+    Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V); B, T, C, nh, hs and V as in the models.
+    """
+    at = Topology.from_config(config.parallel)
+    data, tensor = at.data, at.tensor
+    rows = data * tensor if config.parallel.sequence_parallel else data
+    heads, stream = (data, tensor, 1, 1), (rows, 1)
+    plan = {
+        "wte.gather": Strategy(inputs=((tensor if splits_vocabulary(config) else 1, 1), (data, 1))),
+        "wpe.gather": Strategy(inputs=((1, 1), (1,))),
+        "embed.add": Strategy(inputs=((data, 1, 1), (1, 1))),
+        "embed.dropout": Strategy(inputs=(stream,)),
+        "h.*.dropout": Strategy(inputs=(stream,)),
+        "h.*.add": Strategy(inputs=(stream, stream)),
+        "h.*.attn.split_heads": Strategy(inputs=((data, 1, tensor, 1),)),
+        "h.*.attn.core.multiply": Strategy(inputs=(heads, ())),
+        "h.*.attn.core.scores": Strategy(inputs=(heads, heads)),
+        "h.*.attn.core.add": Strategy(inputs=(heads, (1, 1))),
+        "h.*.attn.core.softmax": Strategy(inputs=(heads,)),
+        "h.*.attn.core.dropout": Strategy(inputs=(heads,)),
+        "h.*.attn.core.mix": Strategy(inputs=(heads, heads)),
+        "h.*.attn.join_heads": Strategy(inputs=(heads,)),
+        "h.*.mlp.gelu": Strategy(inputs=((data, tensor),)),
+    }
+    for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
+        plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
+    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        plan |= _linear(name, data, tensor, rows)
+    return plan | _loss(config, data, tensor)
+
+
+def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]:
+    if role_of(f"h.0.{name}.weight") is Role.COLUMN:
+        product = Strategy(inputs=((data, 1), (tensor, 1)))
+        add = Strategy(inputs=((data, tensor), (tensor,)))
+    else:
+        product = Strategy(inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None)
+        add = Strategy(inputs=((rows, 1), (1,)))
+    return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
+
+
+def _loss(config: RunConfig, data: int, tensor: int) -> dict[str, Strategy]:
+    """Rows of a whole vocabulary are split over all ranks of a stage, so that none computes another's logits."""
+    columns = tensor if splits_vocabulary(config) else 1
+    rows = data * tensor // columns
+    logits, row = (rows, columns), (rows,)
+    return {
+        "head.matmul": Strategy(inputs=((rows, 1), (columns, 1))),
+        "loss.mask": Strategy(inputs=(logits, (columns,))),
+        "loss.largest": Strategy(inputs=(logits,)),
+        "loss.subtract": Strategy(inputs=(logits, (rows, 1))),
+        "loss.exp": Strategy(inputs=(logits,)),
+        "loss.sum": Strategy(inputs=(logits,)),
+        "loss.log": Strategy(inputs=(row,)),
+        "loss.one_hot": Strategy(inputs=(logits, (), ())),
+        "loss.multiply": Strategy(inputs=(logits, logits)),
+        "loss.difference": Strategy(inputs=(row, row)),
+        "loss.total": Strategy(inputs=(row,)),
+        "head.divide": Strategy(inputs=((), ())),
+    }
+
+
+def splits_vocabulary(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2. With a pipeline they always do, as in
+    MindFormers r0.3, which then takes ``vocab_emb_dp`` for false and says nothing."""
+    parallel = config.parallel
+    return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
+
+
+def stage_of(name: str, config: RunConfig) -> int:
+    """Pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
+    topology = Topology.from_config(config.parallel)
+    if name == "embed":
+        return 0
+    if name == "head":
+        return topology.stages - 1
+    return topology.stage_of_layer(int(name.removeprefix("h.")), config.model.num_layers)
+
+
+def fusion_of(layer: int, config: RunConfig) -> int:
+    """Number of the group, from 1, with which a block's gradients are communicated. With a pipeline there is one, as in MindFormers:
+    gradients are communicated once, after the last micro batch."""
+    if config.parallel.pipeline_stage > 1:
+        return 1
+    return layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
+
+
+def stages_of_parameter(name: str, config: RunConfig) -> tuple[int, ...]:
+    """Pipeline stages that use a parameter; the first of them holds it."""
+    if name == EMBEDDING:
+        return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
+    if name.startswith("h."):
+        return (stage_of(".".join(name.split(".")[:2]), config),)
+    return (stage_of("head" if name.startswith("ln_f") else "embed", config),)
+
+
+def splits_state(name: str, config: RunConfig) -> bool:
+    """Whether ZeRO splits a parameter, with its state, over data-parallel ranks.
+
+    Not what has too few rows, is too small to be worth it, or is whole on every tensor-parallel rank; nor the embedding that a pipeline's
+    last stage uses too: where it is sent there, the compiler adds gradients of unlike shapes.
+    """
+    parallel = config.parallel
+    if not parallel.zero_stage or role_of(name) is Role.REPLICATED or (parallel.model_parallel > 1 and not _is_split(name, config)):
+        return False
+    if len(stages_of_parameter(name, config)) > 1:
+        return False
+    shape = _local_shape(name, config)
+    size = math.prod(shape) * NUMPY_TYPES[config.precision.parameters].itemsize
+    return shape[0] % _shards(config) == 0 and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
+
+
+def held_shape(name: str, config: RunConfig) -> tuple[int, ...]:
+    """What one rank holds of a parameter, padding included."""
+    rows, *others = _local_shape(name, config)
+    return (rows // _shards(config) if splits_state(name, config) else rows, *others)
+
+
+def held_piece(name: str, config: RunConfig, at: Coordinates) -> Piece:
+    """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel ranks, then over those of ZeRO."""
+    shards = _shards(config) if splits_state(name, config) else 1
+    tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
+    shape = padded_shapes(config)[name]
+    return own_piece(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
+
+
+def speaks_for(name: str, config: RunConfig, at: Coordinates) -> bool:
+    """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold the same part, one does."""
+    shards = _shards(config) if splits_state(name, config) else 1
+    first = stages_of_parameter(name, config)[0]
+    return at.pipeline == first and at.data < shards and (at.tensor == 0 or _is_split(name, config))
+
+
+def copies_of(name: str, config: RunConfig) -> int:
+    """Ranks that hold the same part of a parameter as this one, itself among them."""
+    topology = Topology.from_config(config.parallel)
+    data = topology.data // (_shards(config) if splits_state(name, config) else 1)
+    return data * (1 if _is_split(name, config) else topology.tensor)
+
+
+def _local_shape(name: str, config: RunConfig) -> tuple[int, ...]:
+    tensor = config.parallel.model_parallel if _is_split(name, config) else 1
+    return local_shape(name, padded_shapes(config)[name], tensor)
+
+
+def _is_split(name: str, config: RunConfig) -> bool:
+    role = role_of(name)
+    return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
+
+
+def _shards(config: RunConfig) -> int:
+    return config.parallel.shard_size or config.parallel.data_parallel or 1

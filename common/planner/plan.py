@@ -1,0 +1,227 @@
+"""What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and how long a step may take.
+
+Arithmetic on a resolved config alone: no framework, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+
+from common.accelerators import GIB, Accelerator
+from common.cluster.places import Place
+from common.config.schema import RunConfig
+from common.parallel.batch import BatchPlan, plan_batch
+from common.parallel.pipeline import bubble, schedule_error
+from common.parallel.sharding import padded_vocabulary
+from common.parallel.topology import GroupKind, Topology
+from common.planner.communication import Traffic, traffic_of
+from common.planner.memory import Memory, memory_of, shard_ranks, units_of
+from common.planner.timing import StepTime, step_time
+from common.weights.names import count_parameters
+
+_LISTED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel ranks do equally much."""
+
+    stages: tuple[int, ...]
+    layers: tuple[range, ...]
+    """Of each stage, in the order of ``stages``."""
+    parameters: int
+    """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO splits anything."""
+    memory: Memory
+    traffic: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run's arithmetic. ``parameters`` are the model's: no padding, nothing counted twice."""
+
+    topology: Topology
+    batch: BatchPlan
+    tokens_per_step: int
+    parameters: int
+    stages: tuple[StagePlan, ...]
+    """By place on the pipeline axis."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(stage.memory.peak for stage in self.stages)
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Needs a config that resolve_config returned. Raises ConfigError where layers do not divide into stages."""
+    topology, train = Topology.from_config(config.parallel), config.train
+    batch = plan_batch(
+        global_batch=train.global_batch_size,
+        micro_batch=train.micro_batch_size,
+        accumulation=train.accumulation_steps,
+        data_parallel=topology.data,
+    )
+    return Plan(
+        topology=topology,
+        batch=batch,
+        tokens_per_step=batch.global_batch * config.model.seq_length,
+        parameters=count_parameters(config.model),
+        stages=tuple(_plan_place(config, topology, place) for place in range(topology.pipeline)),
+    )
+
+
+def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
+    return StagePlan(
+        stages=topology.stages_of(place),
+        layers=tuple(topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)),
+        parameters=sum(unit.elements * unit.count for unit in units_of(config, topology, place)),
+        memory=memory_of(config, topology, place),
+        traffic=traffic_of(config, topology, place),
+    )
+
+
+def time_of(plan: Plan, config: RunConfig, device: Accelerator) -> StepTime:
+    return step_time(config, plan.topology, device, [(stage.memory, stage.traffic) for stage in plan.stages])
+
+
+def describe_plan(
+    plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[Place] = (), device: Accelerator | None = None
+) -> str:
+    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
+
+    places: of every rank in order, where they are known: its host and device are shown too. device: whose step time to estimate.
+    """
+    topology, batch = plan.topology, plan.batch
+    lines = [
+        f"world: {topology}",
+        f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
+        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {padded_vocabulary(config)}",
+    ]
+    if topology.pipeline > 1:
+        lines += _pipeline_lines(plan, config)
+    lines += ["", *_memory_lines(plan, config), *_room(plan, config, device), "", *_traffic_lines(plan)]
+    if device is not None:
+        lines += ["", *_time_lines(plan, config, device)]
+    lines += [
+        "",
+        *table((*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks, places)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _pipeline_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+    schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
+    waits = bubble(schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full")
+    yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
+    if error := schedule_error(schedule, plan.topology, micro_batches):
+        yield f"warning: {error}; change the accumulation, or take parallel.pipeline_schedule=gpipe"
+
+
+def _memory_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+    train, parallel, precision = config.train, config.parallel, config.precision
+    zero = f"ZeRO stage {parallel.zero_stage}" + (f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else "")
+    yield (
+        f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters}, gradients and {config.optimizer.name}'s"
+        f" state float32; {zero}; recompute {train.recompute}):"
+    )
+    yield from table(("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"), _stage_rows(plan))
+    if plan.batch.accumulation == 1:
+        yield "(with one micro batch a step, gradients take the room of activations as these go)"
+    if config.backend == "mindspore":
+        yield "(activations and what follows as torch would keep them; MindSpore's graph decides for itself)"
+
+
+def _room(plan: Plan, config: RunConfig, device: Accelerator | None) -> list[str]:
+    """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as both backends read it, or the
+    device's."""
+    limit = memory_limit(config, device)
+    if limit is None:
+        return []
+    given = config.context.max_device_memory
+    what = f"context.max_device_memory={given}" if given is not None else f"{device.name if device else ''}, {limit / GIB:.1f} GiB"
+    room = limit - plan.peak
+    if room > 0:
+        return [f"fits: {what} leaves {room / GIB:.2f} GiB on the fullest rank"]
+    return [f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage or zero_stage, or recompute more"]
+
+
+RESERVED = 0.06
+"""Part of a device's memory that the driver, the libraries and gaps between tensors take."""
+
+
+def memory_limit(config: RunConfig, device: Accelerator | None) -> float | None:
+    """Bytes that a rank may take: context.max_device_memory, else the device's but for what is RESERVED."""
+    given = config.context.max_device_memory
+    if given is not None:
+        return float(given.removesuffix("GB")) * GIB
+    return None if device is None else device.memory * (1 - RESERVED)
+
+
+def _traffic_lines(plan: Plan) -> Iterable[str]:
+    sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
+    text = ", ".join(f"{axis} {size / GIB:.3g}" for axis, size in sent.items() if size)
+    yield f"A rank sends in a step at most (GiB, ring algorithms): {text}" if text else "No rank sends anything"
+
+
+def _time_lines(plan: Plan, config: RunConfig, device: Accelerator) -> Iterable[str]:
+    time = time_of(plan, config, device)
+    parts = ", ".join(f"{field.name} {part / time.total:.0%}" for field in fields(StepTime) if (part := getattr(time, field.name)))
+    speed = plan.tokens_per_step / time.total
+    yield f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated from peak rates): {parts}"
+
+
+_RANK = ("rank", "stage", "data", "tensor")
+_PLACE = ("host", "device")
+_SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
+
+
+def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+    size = plan.topology.data * plan.topology.tensor
+    for place, stage in enumerate(plan.stages):
+        sizes = stage.memory.parts.values()
+        ranks = range(place * size, (place + 1) * size)
+        numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _joined(stage.layers)))
+        yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak))
+
+
+def _joined(parts: Sequence[range]) -> list[range]:
+    """Ascending ranges, those without a gap between them as one."""
+    joined: list[range] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = range(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[Place]) -> Iterable[tuple[str, ...]]:
+    world, cut = topology.world_size, _LISTED // 2
+    shorten = world > _LISTED and not all_ranks
+    for rank in chain(range(cut), (None,), range(world - cut, world)) if shorten else range(world):
+        if rank is None:
+            yield ("...",)
+            continue
+        at = topology.coordinates(rank)
+        groups = (_ranks(topology.group(kind, rank)) for kind in _SHOWN)
+        where = (places[rank].host, str(places[rank].device_id)) if places else ()
+        yield str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """``0-7`` without gaps, else ``0 2 4 6``; of more than four with equal gaps ``0 2 .. 14``."""
+    if not numbers:
+        return "-"
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1 > 0:
+        return f"{first}-{last}"
+    return f"{first} {numbers[1]} .. {last}" if len(numbers) > 4 else " ".join(map(str, numbers))
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Columns aligned to the right."""
+    cells = [head, *rows]
+    widths = [max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in cells]

@@ -1,0 +1,99 @@
+"""How long an optimizer step may take: arithmetic on a device's peak rates, to compare layouts with each other rather than to foretell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from common.accelerators import Accelerator
+from common.config.schema import RunConfig
+from common.parallel.pipeline import bubble
+from common.parallel.topology import GroupKind, Topology
+from common.planner import activations
+from common.planner.activations import Sizes
+from common.planner.communication import Traffic
+from common.planner.memory import Memory
+
+PRODUCTS = 0.65
+"""Part of the peak that large matrix products reach. With the rest counted below, layouts of 18 to 1000 billion parameters come out within
+15 % of what Megatron reached on A100 (arXiv 2104.04473, table 1)."""
+PASSES = 4
+"""How often memory sees what a block keeps: written and read forward, read and followed by its gradient backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step, on the rank that takes longest. What overlaps is counted by its longer part."""
+
+    products: float
+    """Matrix products."""
+    elements: float
+    """Everything else of a layer, which memory bandwidth limits."""
+    waiting: float
+    """The pipeline's bubble."""
+    tensor: float
+    """Communication within layers, which nothing hides."""
+    data: float
+    """Gradients and parameters that the last backward pass does not hide."""
+    pipeline: float
+    """Messages between stages, and the tied embedding's gradients."""
+    optimizer: float
+    """Reading and writing the state."""
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def step_time(config: RunConfig, topology: Topology, device: Accelerator, held: list[tuple[Memory, Traffic]]) -> StepTime:
+    """Of the slowest pipeline rank. held: what ``memory_of`` and ``traffic_of`` say of each."""
+    times = [_of_place(config, topology, device, place, *both) for place, both in enumerate(held)]
+    return max(times, key=lambda time: time.total)
+
+
+def _of_place(config: RunConfig, topology: Topology, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
+    micro_batches, schedule = config.train.accumulation_steps or 1, config.parallel.pipeline_schedule
+    layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
+    peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
+    products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
+    elements = layers * activations.of_block(config, "none") * (PASSES + (mode == "full")) / device.bandwidth
+    if place == topology.place_of_stage(topology.stages - 1):
+        sizes = Sizes.of(config)
+        elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth  # float32 logits, there and back twice
+    work = products + elements
+    waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full") if topology.pipeline > 1 else 0.0
+    within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
+    all_work = micro_batches * work + within
+    hidden = work * 2 / 3 * (micro_batches if config.parallel.zero_stage > 1 else 1)
+    data = max(0.0, traffic.data / _speed(device, topology, GroupKind.DATA) - hidden)
+    between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
+    # read and write weights, state and gradients once
+    update = 2 * (memory.weights + memory.gradients + memory.optimizer) / device.bandwidth
+    return StepTime(
+        products=micro_batches * products,
+        elements=micro_batches * elements,
+        waiting=all_work * waiting / (1 - waiting),
+        tensor=within,
+        data=data,
+        pipeline=between,
+        optimizer=update,
+    )
+
+
+def flops_of_micro_batch(config: RunConfig, topology: Topology, place: int) -> float:
+    """Of forward and backward pass on one rank: 6 per weight and token and 12 h T of attention (common.training.metrics), a third more
+    of what is recomputed."""
+    sizes = Sizes.of(config)
+    matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
+    attention = 4 * sizes.seq_length * sizes.hidden
+    block = 3 * (matrices + attention) + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]
+    flops = block * topology.layer_count(place, config.model.num_layers)
+    if place == topology.place_of_stage(topology.stages - 1):
+        flops += 6 * sizes.vocabulary * sizes.hidden
+    return sizes.tokens * flops / sizes.tensor
+
+
+def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
+    """Bytes per second of a group whose ranks lie one after another on servers: the network's where it leaves a server."""
+    group = topology.group(kind, 0)
+    within = {rank // device.server_devices for rank in group}
+    return device.link if len(within) == 1 else device.network

@@ -1,0 +1,305 @@
+"""Fill in what follows from other values, and refuse values that contradict each other.
+
+``resolve_config`` runs before any framework is imported, so that a bad config fails in a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.config.schema import MOST, ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
+from common.errors import ConfigError
+from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
+from common.parallel.topology import Topology
+from common.resolve.auto_device import check_device_id
+from common.resolve.engine_checks import check_engine
+
+ONE_DEVICE_MODES = ("eval", "predict", "export")
+"""Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows with torch."""
+
+
+def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
+    """The same run with every derived value filled in. Raises ConfigError naming both values of a contradiction and a fix."""
+    _check_model(config)
+    _check_optimizer(config)
+    _check_length(config)
+    _check_precision(config)
+    _check_backend(config)
+    _check_observation(config)
+    model, parallel = config.model, config.parallel
+    data_parallel = plan_data_parallel(
+        world_size=world_size,
+        model_parallel=parallel.model_parallel,
+        pipeline_stage=parallel.pipeline_stage,
+        data_parallel=parallel.data_parallel,
+    )
+    batch = plan_batch(
+        global_batch=config.train.global_batch_size,
+        micro_batch=config.train.micro_batch_size,
+        accumulation=_accumulation(config),
+        data_parallel=data_parallel,
+    )
+    scale_mode = config.loss_scale.mode
+    if scale_mode == "auto":
+        scale_mode = "dynamic" if "float16" in (config.precision.compute, config.precision.parameters) else "none"
+    resolved = _with(
+        config,
+        model={
+            "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+            "max_positions": model.max_positions or model.seq_length,
+            "embedding_dropout": _given(model.embedding_dropout, model.dropout),
+            "attention_dropout": _given(model.attention_dropout, model.dropout),
+            "hidden_dropout": _given(model.hidden_dropout, model.dropout),
+        },
+        train={
+            "micro_batch_size": batch.micro_batch,
+            "global_batch_size": batch.global_batch,
+            "accumulation_steps": batch.accumulation,
+        },
+        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation, **_optimizer_split(parallel)},
+        validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
+        loss_scale={"mode": scale_mode},
+        device=_TARGETS.get(config.context.device_target or "", config.device),
+    )
+    check_engine(resolved)
+    return resolved
+
+
+def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunConfig:
+    """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes.
+
+    An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline and ZeRO-3.
+    """
+    if run_mode not in ONE_DEVICE_MODES:
+        return resolve_config(config, world_size=world_size)
+    parallel, micro = config.parallel, config.train.micro_batch_size or 1
+    shared = run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
+    plain = dict(ParallelConfig())
+    if shared:
+        kept = {name: getattr(parallel, name) for name in ("model_parallel", "pipeline_stage", "sequence_parallel")}
+        one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
+        plain |= kept | {"stage_layers": parallel.stage_layers if one_stage else None, "zero_stage": parallel.zero_stage // 3 * 3}
+        copies = world_size // (parallel.model_parallel * parallel.pipeline_stage)
+        if copies == 1:
+            plain["zero_stage"] = 0
+    batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
+    batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
+    alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
+    return resolve_config(_with(config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
+
+
+_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+
+
+_MINDSPORE_ONLY = (
+    *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
+    *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
+    *(
+        f"parallel.{name}"
+        for name in (
+            "parallel_mode", "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean",
+            "enable_alltoall", "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
+        )
+    ),
+    "checkpoint.ckpt_prefix",
+    "export.batch_size",
+)  # fmt: skip
+
+
+def _check_backend(config: RunConfig) -> None:
+    """Refuse what the backend cannot honour whatever the device."""
+    context, train = config.context, config.train
+    target = _TARGETS.get(context.device_target or "", config.device)
+    if config.export.batch_size is not None and config.export.format == "safetensors":
+        raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
+    if config.device not in ("auto", target):
+        raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
+    check_device_id(config, target)
+    if config.backend == "mindspore":
+        if train.compile:
+            raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
+        if train.recompute != "none" and context.mode == "pynative":
+            raise ConfigError(f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise")
+        if context.graph_kernel_flags and not context.enable_graph_kernel:
+            raise ConfigError("context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave the flags out")
+        if train.parallel_optimizer_comm_recompute:
+            raise ConfigError(
+                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 takes no notice of it; leave it out. parallel.zero_stage=3"
+                " gathers parameters again in the backward pass, on several Ascends"
+            )
+        if train.recompute_slice_activation and config.parallel.model_parallel == 1:
+            raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
+        return
+    if config.export.format == "mindir":
+        raise ConfigError("export.format=mindir is for backend mindspore; set export.format=safetensors, or backend=mindspore")
+    for dotted in _MINDSPORE_ONLY:
+        section, _, name = dotted.partition(".")
+        given = getattr(config, section)
+        if getattr(given, name) != type(given).model_fields[name].default:
+            raise ConfigError(f"{dotted}={getattr(given, name)} is for backend mindspore; leave it out with backend torch")
+
+
+def _check_observation(config: RunConfig) -> None:
+    train, profile = config.train, config.profile
+    if profile.stop is not None and (profile.start is None or profile.stop < profile.start):
+        raise ConfigError(
+            f"profile.stop={profile.stop} is before profile.start={profile.start}; give a start that is not after it"
+            if profile.start is not None
+            else f"profile.stop={profile.stop} needs profile.start, the first step to trace"
+        )
+    if profile.memory and profile.start is None:
+        raise ConfigError("profile.memory=true needs profile.start, the first step to trace")
+    if not train.skip_outliers:
+        return
+    if not config.logging.outlier_deviations:
+        raise ConfigError("train.skip_outliers=true needs to know what an outlier is; set logging.outlier_deviations=6")
+    if train.sink_size > 1:
+        raise ConfigError(
+            f"train.skip_outliers=true decides by the steps before, train.sink_size={train.sink_size} starts a step before it knows them;"
+            " set sink_size=1"
+        )
+
+
+def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
+    """The run's length in steps, and the schedule's, from epochs or tokens. Needs a config that resolve_config returned."""
+    train, optimizer = config.train, config.optimizer
+    batch = train.global_batch_size
+    assert batch is not None
+    if train.max_steps is not None:
+        steps = train.max_steps
+    elif train.max_epochs is not None:
+        steps = max(1, int(train.max_epochs * samples_per_epoch) // batch)
+        if steps > MOST:
+            raise ConfigError(
+                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps} steps; lower it to at most {MOST} steps"
+            )
+    else:
+        assert train.max_tokens is not None
+        steps = max(1, train.max_tokens // (batch * config.model.seq_length))
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
+    if warmup is None:
+        warmup = int((optimizer.warmup_fraction or 0.0) * (decay or steps))
+    if decay is None:
+        decay = max(steps, warmup)  # a run shorter than its warm-up is a trial, not a mistake
+    elif warmup > decay:
+        raise ConfigError(
+            f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower it or raise optimizer.decay_steps"
+        )
+    return _with(
+        config,
+        train={"max_steps": steps, "max_epochs": None, "max_tokens": None},
+        optimizer={"decay_steps": decay, "warmup_steps": warmup, "warmup_fraction": None},
+    )
+
+
+def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: str) -> RunConfig:
+    """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is replaced by the true one."""
+    model = config.model
+    if tokenizer_size > model.vocab_size:
+        raise ConfigError(
+            f"{tokenizer_name} has {tokenizer_size} tokens but model.vocab_size={model.vocab_size};"
+            f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of {model.vocab_multiple} by itself)"
+        )
+    if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
+        return _with(config, model={"vocab_size": tokenizer_size})
+    return config
+
+
+def export_format(config: RunConfig) -> str:
+    """What --run_mode export writes. Left open in a resolved config, which the other backend may read."""
+    return config.export.format or {"torch": "safetensors", "mindspore": "mindir"}[config.backend]
+
+
+def _check_model(config: RunConfig) -> None:
+    model, parallel = config.model, config.parallel
+    check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+    check_divides("parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads)
+    Topology.from_config(parallel).layers_of_stage(0, model.num_layers)
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
+    if parallel.sequence_parallel:
+        check_divides("parallel.model_parallel", parallel.model_parallel, "model.seq_length", model.seq_length)
+    if model.max_positions is not None and model.seq_length > model.max_positions:
+        raise ConfigError(
+            f"model.seq_length={model.seq_length} is longer than model.max_positions={model.max_positions};"
+            " shorten the window or leave max_positions out"
+        )
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps is not None and optimizer.warmup_fraction is not None:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction={optimizer.warmup_fraction}"
+            " say the same thing twice; keep one"
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise ConfigError(
+            f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above optimizer.learning_rate={optimizer.learning_rate};"
+            " lower the first"
+        )
+    if optimizer.momentum and optimizer.name != "sgd":
+        raise ConfigError(
+            f"optimizer.momentum={optimizer.momentum} means nothing to optimizer.name={optimizer.name};"
+            " use optimizer.beta1, or optimizer.name=sgd"
+        )
+
+
+def _check_precision(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.parameters != "float32" and precision.reduction not in ("float32", precision.parameters):
+        raise ConfigError(
+            f"precision.reduction={precision.reduction} is neither float32 nor precision.parameters={precision.parameters};"
+            " choose one of these"
+        )
+
+
+def _check_length(config: RunConfig) -> None:
+    train = config.train
+    given = {
+        f"train.{name}": getattr(train, name) for name in ("max_steps", "max_epochs", "max_tokens") if getattr(train, name) is not None
+    }
+    if len(given) > 1:
+        raise ConfigError(" and ".join(f"{k}={v}" for k, v in given.items()) + " both set the length of the run; keep one")
+
+
+def require_length(config: RunConfig) -> None:
+    """Training needs an end; evaluation and generation do not."""
+    train = config.train
+    if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
+        raise ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")
+
+
+def _accumulation(config: RunConfig) -> int | None:
+    steps, alias = config.train.accumulation_steps, config.parallel.micro_batch_num
+    if steps is not None and alias is not None and steps != alias:
+        raise ConfigError(
+            f"train.accumulation_steps={steps} and parallel.micro_batch_num={alias} are two names of one number;"
+            " make them equal or drop one"
+        )
+    return steps if steps is not None else alias
+
+
+def _optimizer_split(parallel: ParallelConfig) -> dict[str, Any]:
+    """zero_stage, which MindFormers has other names for. Raises ConfigError where they contradict each other."""
+    wish, stage = parallel.enable_parallel_optimizer, parallel.zero_stage
+    if wish is False and stage:
+        raise ConfigError(
+            f"parallel.enable_parallel_optimizer=false and parallel.zero_stage={stage} contradict each other; keep one of them"
+        )
+    stage = max(stage, int(wish or False))
+    if stage and parallel.parallel_optimizer_config.gradient_accumulation_shard:
+        stage = max(stage, 2)
+    return {"zero_stage": stage, "enable_parallel_optimizer": None}
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _with(config: RunConfig, **sections: Any) -> RunConfig:
+    """With new values: a mapping updates a section."""
+    changed = {
+        name: getattr(config, name).model_copy(update=values) if isinstance(values, dict) else values for name, values in sections.items()
+    }
+    return config.model_copy(update=changed)

@@ -1,0 +1,138 @@
+"""Pipeline parallel: the layers of a stage, and the order in which the micro batches of a step go through it (GPipe, 1F1B).
+
+Stages are compiled; between them the host sends and receives. Each keeps of a micro batch its input alone, and does the forward pass
+again for the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from common.config.schema import RunConfig
+from common.parallel.pipeline import Pass, order_of_rank
+from common.parallel.topology import GroupKind, Topology
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.gradients import LossGradients, StageGradients
+from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.optimizer import DeviceLossScale, add_gradients
+from mindformers_gpt2.parallel.collectives import receive, send
+from mindformers_gpt2.parallel.world import World
+
+Keys = tuple[Tensor, ...]
+"""Of the dropouts of a micro batch on this stage; empty where nothing drops."""
+
+
+def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
+    """Leave of a model what one stage holds, under the names that it has in the whole. It takes and gives hidden states where token ids,
+    or what the head needs, are another stage's."""
+    names = {parameter.name: parameter for parameter in model.get_parameters()}
+    model.h = nn.CellList([model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)])
+    for name, parameter in names.items():  # the list has numbered them anew
+        parameter.name = name
+    first, last = stage == 0, stage == topology.stages - 1
+    if not first:
+        del model.wpe
+        model.__class__ = _LaterStage
+    if not last:
+        model.ln_f = _Unchanged()
+    if not first and not last:
+        del model.wte
+
+
+class _LaterStage(GPT2):
+    def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+        return ids
+
+
+class _Unchanged(nn.Cell):
+    def construct(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Pipeline:
+    """The stage of this rank, and how a step goes through it. All pipeline ranks give ``step`` and ``evaluate`` the same batch."""
+
+    def __init__(self, model: GPT2, config: RunConfig, world: World, device: MindSporeDevice, loss_scale: DeviceLossScale) -> None:
+        line, place = list(world.topology.group(GroupKind.PIPELINE, world.rank)), world.at.pipeline
+        self._before = line[place - 1] if place > 0 else None
+        self._after = line[place + 1] if place + 1 < len(line) else None
+        self.has_loss = self._after is None
+        self._width, self._dtype = config.model.hidden_size, model.compute_dtype
+        assert config.train.accumulation_steps is not None
+        self._order = order_of_rank(config.parallel.pipeline_schedule, world.topology, place, config.train.accumulation_steps)
+        of_input = self._before is not None
+        self._forward = device.compile(model)
+        self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
+        self._gradients = device.compile(
+            LossGradients(model, config, loss_scale, of_input=of_input)
+            if self.has_loss
+            else StageGradients(model, config, of_input=of_input)
+        )
+        self._add = device.compile(add_gradients)
+        self._meet = world.meet
+        self._new = True
+        self._evaluated: set[tuple[int, ...]] = set()
+
+    def step(self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys]) -> tuple[Tensor, ...]:
+        """The loss, 0 where the head is not, and the gradients of this stage's weights, summed over the micro batches (ids, targets)."""
+        if self._new:
+            self._compile(*batch[0], keys(0))
+            self._new = False
+        inputs: dict[int, Tensor] = {}
+        on_their_way: list[Any] = []
+        summed: tuple[Tensor, ...] | None = None
+        for action in self._order:
+            number = action.micro_batch
+            ids, targets = batch[number]
+            if action.what is Pass.FORWARD:
+                inputs[number] = ids if self._before is None else self._receive(ids, self._before)
+                if self._after is not None:
+                    on_their_way.append(send(self._forward(inputs[number], *keys(number)), self._after))
+                continue
+            slope = targets if self._after is None else self._receive(ids, self._after)
+            found = list(self._gradients(inputs.pop(number), slope, *keys(number)))
+            if self._before is not None:
+                on_their_way.append(send(found.pop(0 if self._after is not None else 1), self._before))
+            summed = tuple(found) if summed is None else self._add(*summed, *found)
+        for message in on_their_way:
+            message.wait()
+        assert summed is not None
+        return summed if self.has_loss else (Tensor(0.0, ms.float32), *summed)
+
+    def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of one batch of any size, 0 where the head is not."""
+        if ids.shape not in self._evaluated:
+            self._compile_evaluation(ids, targets)
+            self._evaluated.add(ids.shape)
+        x = ids if self._before is None else self._receive(ids, self._before)
+        if self._loss_sum is not None:
+            loss: Tensor = self._loss_sum(x, targets)
+            return loss
+        assert self._after is not None
+        send(self._forward(x), self._after).wait()
+        return Tensor(0.0, ms.float32)
+
+    def _compile(self, ids: Tensor, targets: Tensor, keys: Keys) -> None:
+        """All stages at once, before the first message: whoever waits for one may give up after half a minute."""
+        hidden = ops.zeros((*ids.shape, self._width), self._dtype)
+        x = ids if self._before is None else hidden
+        if self._after is not None:
+            self._forward(x, *keys)
+        self._gradients(x, targets if self._after is None else hidden, *keys)
+        self._meet()
+
+    def _compile_evaluation(self, ids: Tensor, targets: Tensor) -> None:
+        """The same for batches of one shape."""
+        x = ids if self._before is None else ops.zeros((*ids.shape, self._width), self._dtype)
+        if self._loss_sum is None:
+            self._forward(x)
+        else:
+            self._loss_sum(x, targets)
+
+    def _receive(self, ids: Tensor, rank: int) -> Tensor:
+        """Hidden states of these ids, or their gradient."""
+        return receive((*ids.shape, self._width), self._dtype, rank)

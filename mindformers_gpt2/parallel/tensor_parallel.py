@@ -1,0 +1,124 @@
+"""Tensor parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section 3).
+
+Between the split regions every rank of the group has all activations (B, T, C). A region is entered once and left once: its input is
+copied, its partial results are summed.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from common.parallel.sharding import Role, local_shape, role_of
+from mindformers_gpt2.loss import CrossEntropySum, VocabularyShard
+from mindformers_gpt2.model import GPT2, MLP, Attention, Embedding, LayerNorm, Linear, empty
+from mindformers_gpt2.parallel.collectives import Group, all_reduce
+
+
+class Enter(nn.Cell):
+    """Into a region whose weights are split: the gradient is the sum of those that the ranks have found."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.all_reduce = all_reduce(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x
+
+    def bprop(self, x: Tensor, out: Tensor, slope: Tensor) -> tuple[Tensor]:
+        return (self.all_reduce(slope),)
+
+
+class Leave(nn.Cell):
+    """Out of it: the sum of the ranks' partial results."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.all_reduce = all_reduce(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x)
+
+    def bprop(self, x: Tensor, out: Tensor, slope: Tensor) -> tuple[Tensor]:
+        return (slope,)
+
+
+class RowLinear(Linear):
+    """Weight (out, in / group): the results are summed over the group before the bias, which every rank has whole, is added."""
+
+    leave: Leave
+
+    def construct(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        product = self.leave(self.matmul(x.reshape((-1, self.in_features)), ops.cast(self.weight, x.dtype)))
+        return self.add(product, ops.cast(self.bias, x.dtype)).reshape((*shape[:-1], self.out_features))
+
+
+class VocabularyEmbedding(Embedding):
+    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has all."""
+
+    leave: Leave
+    first: int
+    rows: int
+
+    def construct(self, ids: Tensor) -> Tensor:
+        local = ids - self.first
+        here = ops.logical_and(local >= 0, local < self.rows)
+        found = self.gather(self.weight, local * ops.cast(here, ms.int32), 0)
+        return self.leave(found * ops.expand_dims(ops.cast(here, found.dtype), -1))
+
+
+class SplitAttention(Attention):
+    """This rank's heads."""
+
+    enter: Enter
+
+    def construct(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        key: Tensor = None,
+        keys: Tensor = None,
+        values: Tensor = None,
+        at: Tensor = None,
+    ) -> tuple[Tensor, ...]:
+        return Attention.construct(self, self.enter(x), mask, key, keys, values, at)
+
+
+class SplitMLP(MLP):
+    """This rank's part of the inner width."""
+
+    enter: Enter
+
+    def construct(self, x: Tensor) -> Tensor:
+        return MLP.construct(self, self.enter(x))
+
+
+class NormBeforeHead(LayerNorm):
+    enter: Enter
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.enter(LayerNorm.construct(self, x))
+
+
+def split_model(model: GPT2, group: Group) -> None:
+    """Replace each parameter of a model without memory by this rank's part, and join the regions by communication."""
+    for _, cell in list(model.cells_and_names()):
+        for part, parameter in list(cell.parameters_and_names(expand=False)):
+            name = parameter.name  # that of its place in the whole model, of which this may be a stage
+            setattr(cell, part, empty(name, local_shape(name, tuple(parameter.shape), group.size)))
+            if part == "weight" and isinstance(cell, Linear):
+                cell.out_features, cell.in_features = cell.weight.shape
+                if role_of(name) is Role.ROW:
+                    cell.__class__, cell.leave = RowLinear, Leave(group)
+            elif role_of(name) is Role.VOCABULARY:
+                cell.__class__, cell.leave = VocabularyEmbedding, Leave(group)
+                cell.rows = cell.weight.shape[0]
+                cell.first = group.rank * cell.rows
+                model.cross_entropy = CrossEntropySum(model.config.vocab_size, VocabularyShard(group=group, first=cell.first))
+    for block in model.h:
+        block.attn.heads //= group.size
+        block.attn.__class__, block.attn.enter = SplitAttention, Enter(group)
+        block.mlp.__class__, block.mlp.enter = SplitMLP, Enter(group)
+    if isinstance(model.ln_f, LayerNorm):
+        model.ln_f.__class__, model.ln_f.enter = NormBeforeHead, Enter(group)

@@ -1,0 +1,134 @@
+"""The processes of a run: the groups they form, and what they agree on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mindspore.communication import get_group_size, get_rank, init
+
+from common.cluster.environment import Process
+from common.config.schema import RunConfig
+from common.errors import ConfigError, RunError
+from common.parallel.tcp_barrier import Host, Meeting, join
+from common.parallel.topology import GroupKind, Topology
+from common.parallel.world import CommonWorld, leaving_together
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
+
+T = TypeVar("T")
+_KINDS = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.EMBEDDING)
+_LOST = re.compile(
+    r"launch kernel failed, name:\S*(all_?reduce|all_?gather|reduce_?scatter)|(recv|send) failed|heartbeat|scheduler|hccl", re.IGNORECASE
+)
+"""What MindSpore 2.10 says when another rank has gone, or has let it wait for half a minute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World(CommonWorld):
+    groups: Mapping[GroupKind, Group] = field(default_factory=dict)
+    """Those of several ranks to which this one belongs."""
+    everyone: Group | None = None
+    meeting: Meeting | None = None
+    """Where this device's messages give up after a time."""
+
+    def meet(self) -> None:
+        """Wait for all ranks, where it is needed, so that none comes too late for the others' patience."""
+        if self.meeting is not None:
+            self.meeting.wait()
+
+    def leave(self) -> None:
+        """Wait for all ranks. Not by a message: on a CPU those of a rank fail when another has gone that is done with them."""
+        if self.meeting is not None:
+            self.meeting.wait()
+        else:
+            self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        if self.everyone is None:
+            return [value]
+        self.meet()
+        return [pickle.loads(data) for data in exchange(self.everyone, pickle.dumps(value))]  # noqa: S301  (of this run's own ranks)
+
+    def largest(self, value: int) -> int:
+        if self.everyone is None:
+            return value
+        self.meet()
+        return max(exchange_numbers(self.everyone, value))
+
+
+@contextmanager
+def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> Iterator[World]:
+    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot be reached, also later on."""
+    if process.world_size == 1:
+        yield World()
+        return
+    if device.kind == "cpu" and not os.environ.get("MS_SCHED_HOST"):
+        raise ConfigError(
+            f"rank {process.rank}: MindSpore's processes meet through its scheduler, and {process.launcher} has not named one"
+            " (MS_SCHED_HOST); start them with scripts/run_distribute.sh or msrun"
+        )
+    try:
+        init()
+        if (get_rank(), get_group_size()) != (process.rank, process.world_size):
+            raise ConfigError(
+                f"rank {process.rank} of {process.world_size} is rank {get_rank()} of {get_group_size()} for MindSpore; the variables of"
+                f" two launchers contradict each other: start it in a clean shell"
+            )
+        topology = Topology.from_config(config.parallel)
+        everyone = make_group(range(process.world_size), process.rank, process.world_size, native=device.native_collectives)
+        if topology.pipeline > 1:
+            prepare_messages(process.world_size)
+        world = World(
+            rank=process.rank,
+            size=process.world_size,
+            topology=topology,
+            groups=_make_groups(topology, process.rank, native=device.native_collectives),
+            everyone=everyone,
+            # a little longer than the launcher waits, which knows better whom to blame
+            meeting=_meeting(everyone, config.runtime.stall_limit + 30) if not device.native_collectives else None,
+        )
+        with leaving_together(world.leave):
+            yield world
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        reason = next(line for line in str(error).splitlines() if line.strip(" -"))
+        raise RunError(
+            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
+        ) from error
+
+
+_meetings: dict[str, Meeting] = {}
+"""A process meets the others once, however many runs it makes."""
+
+
+def _meeting(everyone: Group, seconds: float) -> Meeting:
+    if everyone.name not in _meetings:
+        host = Host(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
+        port, token = pickle.loads(exchange(everyone, pickle.dumps(host and (host.port, host.token)))[0])  # noqa: S301
+        _meetings[everyone.name] = (
+            host.receive(everyone.size) if host is not None else join(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
+        )
+    _meetings[everyone.name].limit(seconds)
+    return _meetings[everyone.name]
+
+
+def serve_as_scheduler() -> None:
+    """Of the process with MS_ROLE=MS_SCHED: bring the ranks together. It is done, at the end of the process, when they are."""
+    init()
+
+
+def _make_groups(topology: Topology, rank: int, *, native: bool) -> dict[GroupKind, Group]:
+    """MindSpore wants to hear of a group from its members alone."""
+    found = {}
+    for kind in _KINDS:
+        ranks = topology.group(kind, rank)
+        if len(ranks) > 1:
+            found[kind] = make_group(ranks, rank, topology.world_size, native=native)
+    return found

@@ -1,0 +1,131 @@
+"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run on an Ascend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
+
+from common.config.schema import RunConfig
+from common.dataset import Batch
+from common.errors import RunError
+from common.log import LOG
+from common.parallel.operator_plan import held_piece, held_shape, speaks_for, splits_vocabulary
+from common.parallel.sharding import padded_shapes
+from common.parallel.topology import GroupKind
+from common.resolve.vendor_settings import semi_auto_settings
+from common.training.loop import StepResult, Tokens
+from common.training.outliers import NO_LIMITS, Limits
+from common.training.schedule import learning_rate
+from common.weights.pieces import Piece
+from mindformers_gpt2.data import inputs_and_targets
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.engine import Engine, _QueuedStep
+from mindformers_gpt2.parallel.collectives import all_reduce
+from mindformers_gpt2.parallel.world import World
+from mindformers_gpt2.semi_auto.network import Network, build_network, build_step
+
+
+class SemiAutoEngine(Engine):
+    """Implements ``common.training.loop.Engine`` for one rank of several. Made within the world, before anything else of the model.
+
+    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is compiled each parameter is this rank's
+    part, and is filled, written to checkpoints and read from them as such, in the project's own format.
+    """
+
+    def __init__(self, config: RunConfig, device: MindSporeDevice, world: World, record: Mapping[str, Any] | None = None) -> None:
+        """Compiles the step, which takes minutes for a large model. Raises RunError where the compiler's parts are not the plan's."""
+        self.config, self.device, self.world, self.record = config, device, world, dict(record or {})
+        self.step, self.steps_per_run = 0, config.train.sink_size
+        settings = semi_auto_settings(config, world.rank)
+        Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
+        ms.set_auto_parallel_context(**settings)
+        if config.parallel.vocab_emb_dp and splits_vocabulary(config) and world.rank == 0:
+            LOG.warning("parallel.vocab_emb_dp=true has no effect with a pipeline: tensor-parallel ranks split the embedding table")
+        network = build_network(config)
+        self._step = build_step(network, config, world.rank)
+        self._evaluation, self._embedding = Evaluation(network), network.wte.weight
+        self.master, self.optimizer, self.loss_scale = self._step.master, self._step.optimizer, self._step.loss_scale
+        micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
+        assert micro is not None and accumulation is not None
+        self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
+        self._step.compile(*_no_tokens(self._rows * accumulation, config))
+        self.pieces: dict[str, Piece] = {name: held_piece(name, config, world.at) for name in self.master.tensors}
+        for name, tensor in self.master.tensors.items():
+            if tuple(tensor.shape) != held_shape(name, config):
+                raise RunError(
+                    f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name} {padded_shapes(config)[name]}, the plan"
+                    f" says {held_shape(name, config)}; set parallel.parallel_mode=1, since for other splits there are no checkpoints"
+                )
+
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+        ops.assign(self._step.limits, Tensor((limits.loss, limits.grad_norm), ms.float32))
+        queued = [self._train(next(batches).tokens) for _ in range(steps)]
+        return [step.read() for step in queued]
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        """Every rank reads the same windows. Too few for a batch are filled up with copies of one, which are then taken out again."""
+        self._share_embedding()
+        total, tokens, rows = 0.0, 0, self._rows
+        for batch in batches:
+            for start in range(0, len(batch), rows):
+                part = batch[start : start + rows]
+                missing = rows - len(part)
+                total += self._total(np.concatenate([part, *[part[:1]] * missing]))
+                if missing:
+                    total -= self._total(np.concatenate([part[:1]] * rows)) * missing / rows
+                tokens += part[:, 1:].size
+        return total, tokens
+
+    @property
+    def parts_are_split(self) -> bool:
+        return True
+
+    def writes(self, name: str) -> bool:
+        return speaks_for(name, self.config, self.world.at)
+
+    def _train(self, tokens: NDArray[np.int32]) -> _QueuedStep:
+        self.step += 1
+        rate = learning_rate(self.config.optimizer, self.step)
+        ops.assign(self._step.rate, Tensor(rate, ms.float32))
+        self._step.set_train()
+        loss, norm, applied, scale = self._step(*inputs_and_targets(tokens))
+        return _QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
+
+    def _share_embedding(self) -> None:
+        """Give the first stage's table to the last: a training graph sends it along, one without a backward pass does not."""
+        group = self.world.groups.get(GroupKind.EMBEDDING)
+        if group is None:
+            return
+        first = self.world.topology.holds_embedding(self.world.rank)
+        shared = all_reduce(group)(self._embedding * 1.0 if first else ops.zeros_like(self._embedding))
+        if not first:
+            ops.assign(self._embedding, shared)
+
+    def _total(self, tokens: NDArray[np.int32]) -> float:
+        assert self.config.train.global_batch_size is not None
+        self._evaluation.set_train(False)
+        mean = float(self._evaluation(*inputs_and_targets(tokens)).asnumpy())
+        copies = self.world.topology.data if self.config.parallel.full_batch is False else 1  # each rank gave the same rows
+        return mean * self.config.train.global_batch_size * self.config.model.seq_length / copies
+
+
+class Evaluation(nn.Cell):
+    """The forward pass; the last stage's result reaches all (pipeline_result_broadcast)."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.network(ids, targets)
+        return loss
+
+
+def _no_tokens(rows: int, config: RunConfig) -> tuple[Tensor, Tensor]:
+    return inputs_and_targets(np.zeros((rows, config.model.seq_length + 1), np.int32))

@@ -1,0 +1,288 @@
+"""The training step as one graph that MindSpore's compiler splits over Ascends, by the plan of common/parallel/operator_plan.py.
+
+The model's layers are used as they are; strategies, stages, recomputation and fusion are put on them from outside. Written from
+MindSpore's documentation and held against its compiler's front-end (tests/mindformers_gpt2/front_end); not run on an Ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from common.config.schema import RunConfig
+from common.parallel.operator_plan import copies_of, fusion_of, operator_strategies, splits_state, stage_of, stages_of_parameter
+from common.parallel.sharding import padded_vocabulary
+from common.parallel.topology import Topology
+from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
+
+# Added to the logits of the rows that pad the vocabulary. Not -inf, which times the zeros of a one-hot row is no number.
+_NEVER = -1e30
+
+
+class SplitDropout(nn.Cell):
+    """MindSpore's own dropout, whose masks the compiler draws alike where ranks hold the same and differently where they do not.
+
+    Its generator is the device's and is in no checkpoint: a run that is taken up again draws other masks.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.native = ops.Dropout(keep_prob=1.0 - rate)
+
+    def construct(self, x: Tensor, key: Any) -> Tensor:
+        """key: None drops nothing."""
+        if key is None or self.rate == 0.0:
+            return x
+        return self.native(x)[0]
+
+
+class Embed(nn.Cell):
+    """(B, T) token ids -> (B T, C), what the first block takes."""
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__(auto_prefix=False)
+        self.wte, self.wpe, self.dropout = model.wte, model.wpe, model.dropout
+        self.positions = Tensor(np.arange(model.config.seq_length), ms.int32)
+        self.add = ops.Add()
+        self.compute_dtype, self.size = model.compute_dtype, model.config.hidden_size
+
+    def construct(self, ids: Tensor, key: Any) -> Tensor:
+        # called as cells the two would be graphs of their own, and the compiler looks for the first stage's parameters in this one
+        x = self.add(self.wte.gather(self.wte.weight, ids, 0), self.wpe.gather(self.wpe.weight, self.positions, 0))
+        return self.dropout(ops.cast(x, self.compute_dtype).reshape((-1, self.size)), key)
+
+
+class SplitLoss(nn.Cell):
+    """Sum of the cross-entropy in operators that the compiler can split by rows and by columns."""
+
+    def __init__(self, vocab_size: int, vocab_rows: int) -> None:
+        super().__init__()
+        self.vocab_rows = vocab_rows
+        self.padding = Tensor(np.where(np.arange(vocab_rows) < vocab_size, 0.0, _NEVER), ms.float32)
+        self.one, self.zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
+        self.mask, self.subtract, self.multiply, self.difference = ops.Add(), ops.Sub(), ops.Mul(), ops.Sub()
+        self.largest = ops.ReduceMax(keep_dims=True)
+        self.exp, self.log, self.one_hot = ops.Exp(), ops.Log(), ops.OneHot()
+        self.sum, self.total = ops.ReduceSum(), ops.ReduceSum()
+
+    def construct(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (N, vocab_rows) float32, targets (N,) int32 -> float32 scalar, nats."""
+        logits = self.mask(logits, self.padding)
+        logits = self.subtract(logits, ops.stop_gradient(self.largest(logits, 1)))
+        log_sum = self.log(self.sum(self.exp(logits), 1))
+        picked = self.sum(self.multiply(logits, self.one_hot(targets, self.vocab_rows, self.one, self.zero)), 1)
+        return self.total(self.difference(log_sum, picked), 0)
+
+
+class Head(nn.Cell):
+    """The final layer norm, the tied head and the loss: a micro batch's part of the mean loss of the global batch."""
+
+    def __init__(self, model: GPT2, vocab_rows: int, predicted: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.ln_f = model.ln_f
+        self.loss = SplitLoss(model.config.vocab_size, vocab_rows)
+        self.matmul, self.divide = ops.MatMul(transpose_b=True), ops.RealDiv()
+        self.predicted = Tensor(predicted, ms.float32)
+
+    def construct(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.ln_f(x)
+        logits = ops.cast(self.matmul(hidden, ops.cast(weight, hidden.dtype)), ms.float32)
+        return self.divide(self.loss(logits, targets.reshape((-1,))), self.predicted)
+
+
+class Network(nn.Cell):
+    """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss of the global batch."""
+
+    def __init__(self, model: GPT2, config: RunConfig) -> None:
+        super().__init__(auto_prefix=False)
+        assert config.train.global_batch_size is not None
+        length = config.model.seq_length
+        self.drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
+        self.embed = Embed(model)
+        self.h = model.h
+        self.wte = model.wte
+        self.head = Head(model, model.wte.weight.shape[0], config.train.global_batch_size * length)
+        self.mask = Tensor(np.triu(np.full((length, length), -np.inf), 1), model.softmax_dtype)
+
+    def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
+        key = (True, True, True) if self.drops and self.training else None  # a SplitDropout asks only whether there is one
+        x = self.embed(ids, None if key is None else key[0])
+        for block in self.h:
+            x, _, _ = block(x, self.mask, key)
+        return self.head(x, self.wte.weight, targets)
+
+
+def apply_plan(network: Network, config: RunConfig) -> None:
+    """Tell each operator how it is split."""
+    for name, strategy in operator_strategies(config).items():
+        for primitive in _primitives(network, name):
+            primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
+
+
+def _set_stages(network: Network, config: RunConfig) -> None:
+    """Tell cells their pipeline stage, and parameters with which others their gradients are communicated and whether ZeRO splits them."""
+    if config.parallel.pipeline_stage > 1:
+        network.embed.pipeline_stage = stage_of("embed", config)
+        for layer, block in enumerate(network.h):
+            block.pipeline_stage = stage_of(f"h.{layer}", config)
+        network.head.pipeline_stage = stage_of("head", config)
+    for layer, block in enumerate(network.h):
+        block.set_comm_fusion(fusion_of(layer, config))
+    for parameter in network.get_parameters():
+        parameter.parallel_optimizer = splits_state(parameter.name, config)
+
+
+def _primitives(network: Network, name: str) -> Iterator[Any]:
+    """The operators that a name of the plan stands for."""
+    if name.startswith("h.*."):
+        for block in network.h:
+            yield _find(block, name.removeprefix("h.*."))
+        return
+    first, _, rest = name.partition(".")
+    cells = {"wte": network.wte, "wpe": network.embed.wpe, "embed": network.embed, "ln_f": network.head.ln_f}
+    yield _find(cells.get(first, network.head), rest if first in cells else name.removeprefix("head."))
+
+
+def _find(cell: nn.Cell, path: str) -> Any:
+    found: Any = cell
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found.native if isinstance(found, nn.Cell) else found
+
+
+def build_network(config: RunConfig) -> Network:
+    """The model with its plan, weights not yet filled in: call within the context of ``semi_auto_settings``, or they are made whole.
+
+    Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to the type of the computation, as the
+    rounded copies that one device holds are, and the compiler communicates it so.
+    """
+    model = GPT2(config.model, config.precision, padded_vocabulary(config), native=True)
+    for cell in (model, *model.h, *(block.attn.core for block in model.h)):
+        cell.dropout = SplitDropout(cell.dropout.rate)
+        cell.dropout.native.recompute(False)  # drawn again, a mask would be another
+    network = Network(model, config)
+    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (None, "sharding_propagation"):
+        apply_plan(network, config)
+    _set_stages(network, config)
+    _set_recompute(network, config)
+    return network
+
+
+def _set_recompute(network: Network, config: RunConfig) -> None:
+    train = config.train
+    switches = {"mp_comm_recompute": train.mp_comm_recompute, "recompute_slice_activation": train.recompute_slice_activation}
+    for block in network.h:
+        if train.recompute == "selective":
+            block.attn.core.recompute(**switches)
+            block.mlp.gelu.recompute(**switches)
+        elif train.recompute == "full" and not config.model.hidden_dropout:
+            block.recompute(**switches)
+        elif train.recompute == "full":
+            # Without the dropouts between: where an activation is whole on several ranks the compiler puts operators of its own in
+            # their place, and would draw their masks again.
+            for cell in (block.ln_1, block.attn, block.ln_2, block.mlp):
+                cell.recompute(**switches)
+
+
+class SplitMaster(MasterWeights):
+    """Moments are clones of the parameters, so that the compiler splits them as it splits those."""
+
+    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
+        assert shape is None
+        copy: Parameter = tensor.clone(init="zeros")
+        copy.name, copy.requires_grad = name, False
+        return copy
+
+
+class Norm(nn.Cell):
+    """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's operators alone: they see a rank's
+    part, so the squares are divided by the number of ranks that hold the same and summed over all. The last stage knows the loss.
+
+    Both go in one message, which waits for the gradients: of two, a rank could send either first, and a stage without a loss would send
+    its nothing before the hidden states that the last stage waits for.
+    """
+
+    def __init__(self, names: list[str], config: RunConfig, rank: int) -> None:
+        super().__init__(auto_prefix=False)
+        topology = Topology.from_config(config.parallel)
+        self.shares = tuple(1.0 / copies_of(name, config) for name in names)
+        self.has_loss = topology.holds_head(rank)
+        self.loss_share = 1.0 / (topology.data * topology.tensor)
+        self.all_reduce = ops.AllReduce()
+
+    def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        total = Tensor(0.0, ms.float32)
+        for index, gradient in enumerate(gradients):
+            total = total + squares(gradient) * self.shares[index]
+        part = loss * self.loss_share if self.has_loss else ops.zeros_like(total)
+        both = self.all_reduce(ops.stack((part, total)))
+        return both[0], ops.sqrt(both[1]), gradients
+
+
+class Step(nn.Cell):
+    """A whole step: micro batches, gradients, update."""
+
+    def __init__(self, network: Network, config: RunConfig, rank: int, loss_scale: DeviceLossScale) -> None:
+        super().__init__(auto_prefix=False)
+        stage = Topology.from_config(config.parallel).coordinates(rank).pipeline
+        parameters = list(network.get_parameters())
+        stages = {parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters}
+        own = {parameter.name: parameter for parameter in parameters if stages[parameter.name][0] == stage}
+        self.own = tuple(index for index, parameter in enumerate(parameters) if parameter.name in own)
+        self.sent = tuple(index for index, parameter in enumerate(parameters) if stage in stages[parameter.name][1:])
+        self.master = SplitMaster(own)
+        self.optimizer: Optimizer = build_optimizer(self.master, config.optimizer, loss_scale, Norm(list(own), config, rank))
+        self.loss_scale, self.scale = loss_scale, loss_scale.value
+        self.rate = Parameter(Tensor(0.0, ms.float32), name="rate", requires_grad=False)
+        self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
+        self.network = _in_micro_batches(network, config)
+        self.weights = ParameterTuple(parameters)  # of all stages: each rank's compiler takes its own out of them
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.accumulates = (config.train.accumulation_steps or 1) > 1
+        self.is_sharded = config.parallel.zero_stage > 0
+        self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+
+    def construct(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rate, limits = self.rate * 1.0, self.limits * 1.0
+        loss = self.network(ids, targets)
+        slope = ops.ones_like(loss) * ops.cast(self.scale, loss.dtype)
+        gradients = self.grad(self.network, self.weights)(ids, targets, slope)
+        for index in self.sent:  # the stage that holds it waits for this gradient, which is sent only if something depends on it
+            loss = ops.depend(loss, gradients[index])
+        found: tuple[Tensor, ...] = ()
+        for index in self.own:
+            gradient = gradients[index]
+            found = (*found, _take(self.is_sharded, gradient, self.sums[index]) if self.accumulates else gradient)
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(rate, limits, loss, *found)
+        return result
+
+
+def build_step(network: Network, config: RunConfig, rank: int) -> Step:
+    """The training step of a network, in the context of ``semi_auto_settings`` too."""
+    step = Step(network, config, rank, DeviceLossScale(config.loss_scale))
+    step.set_train()
+    return step
+
+
+def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
+    """A parameter's gradient over all micro batches, and the sum set to zero for the next step. The compiler adds to the sums and
+    communicates them at the end; with a split optimizer the result is the gradient itself, without one it is the sum."""
+    total = ops.depend(total, gradient)
+    found = gradient * 1.0 if is_sharded else total * 1.0
+    return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))
+
+
+def _in_micro_batches(network: Network, config: RunConfig) -> nn.Cell:
+    """Their losses are summed, and so are the gradients."""
+    parallel, accumulation = config.parallel, config.train.accumulation_steps or 1
+    if parallel.micro_batch_interleave_num > 1:
+        network = nn.MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
+    if parallel.pipeline_stage > 1:
+        return nn.PipelineCell(network, accumulation)
+    return nn.GradAccumulationCell(network, accumulation) if accumulation > 1 else network

@@ -1,0 +1,91 @@
+"""What the plan says of a layout on servers, for layouts whose answer is plain to see."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.cluster import read_table
+from common.cluster.places import find_places
+from common.cluster.rank_environment import find_meeting
+from common.config.load import load_config
+from common.launcher.children import make_children, make_hosts
+from common.parallel.topology import Topology
+from common.planner.cluster import describe_cluster, layout_remarks, places_of_plan
+from common.resolve.derive import resolve_config
+from tests.cluster_tables import write_tutorial_table
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("servers", "topology", "remark"),
+    [
+        (4, Topology(data=4, tensor=2, pipeline=4), None),
+        (4, Topology(data=2, tensor=8, pipeline=2), None),
+        (4, Topology(data=32), None),
+        (4, Topology(data=2, tensor=16), "the tensor group of ranks 0-15 lies on 10.155.111.140 and 10.155.111.141"),
+        (3, Topology(data=6, tensor=4), None),
+        (1, Topology(tensor=4, pipeline=2), "pipeline_stage=2 is more than 1 server"),
+        (2, Topology(tensor=2, pipeline=8), "pipeline_stage=8 is more than 2 servers"),
+        (3, Topology(data=12, pipeline=2), "10.155.111.141 holds ranks of the pipeline stages 0, 1"),
+    ],
+)
+def test_layouts_on_servers_of_8(tmp_path: Path, servers: int, topology: Topology, remark: str | None) -> None:
+    places = places_of_plan(read_table(write_tutorial_table(tmp_path / "table.json", servers=servers)))
+    found = layout_remarks(places, topology)
+    assert found == [] if remark is None else len(found) == 1 and found[0].startswith(remark)
+
+
+def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) -> None:
+    path = write_tutorial_table(tmp_path / "table.json", servers=1)
+    path.write_text(path.read_text().replace("10.155.111.140", "127.0.0.1"))
+    table, file = read_table(path), ROOT / "configs/gpt2/run_gpt2.yaml"
+    config = resolve_config(load_config(file, ["parallel.pipeline_stage=2", "train.micro_batch_size=1"]), world_size=8)
+    text = describe_cluster(config, places_of_plan(table), config_path=file, overrides=["seed=7"], table=(path, table), environ={})
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in text
+    assert "warning: pipeline_stage=2 is more than 1 server" in text and "warning: server_id 127.0.0.1 is a loopback address" in text
+    assert text.count("run_gpt2.py") == 1 and text.endswith("--run_mode train seed=7\n")
+
+
+def test_children_of_the_second_host() -> None:
+    places = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1)
+    meeting = find_meeting(places, port=4000, table=None, backend="mindspore", environ={})
+    children = make_children(places, meeting, ("a", "b"), environ={}, pinned=False)
+    assert [(child.rank, child.name, child.cores, child.command) for child in children] == [
+        (2, "", (), ("a", "b")),
+        (3, "", (), ("a", "b")),
+    ]
+    hosts = make_hosts(places, meeting)
+    assert hosts is not None and (hosts.own, hosts.port) == (1, 4001)
+    assert [(host.address, host.ranks) for host in hosts.all] == [("127.0.0.1", (0, 1)), ("node 1", (2, 3))]
+
+
+def test_the_host_of_rank_0_starts_mindspores_scheduler_too() -> None:
+    places = find_places(range(2))
+    meeting = find_meeting(places, port=None, table=None, backend="mindspore", environ={})
+    assert [child.log_folder for child in make_children(places, meeting, ("a",), environ={})] == [
+        "mf_parallel0", "mf_parallel1", "mf_parallel_scheduler",
+    ]  # fmt: skip
+    assert make_hosts(places, meeting) is None
+
+
+@pytest.mark.parametrize("preset", ["run_gpt2_13b", "run_gpt2_175b"])
+def test_no_framework_is_loaded_for_a_plan(tmp_path: Path, preset: str) -> None:
+    path = write_tutorial_table(tmp_path / "table.json", servers=4 if preset.endswith("13b") else 16)
+    program = f"""
+import sys
+for name in ("torch", "mindspore", "deepspeed", "transformers"):
+    sys.modules[name] = None
+sys.path.insert(0, {str(ROOT)!r})
+from tools.launch import main
+size = sys.argv[1]
+raise SystemExit(main(["distribute", {str(path)!r}, {str(ROOT / f"configs/gpt2/{preset}.yaml")!r}, "[0,8]", "plan", size,
+    "--accelerator=Ascend 910A"]))
+"""
+    command = [sys.executable, "-c", program, "32" if preset.endswith("13b") else "128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("world: ") and done.stderr == ""
+    assert " s on Ascend 910A, " in done.stdout

@@ -1,0 +1,39 @@
+"""A refusal that follows from ``device: auto`` names its cause."""
+
+import pytest
+
+from common.config.load import build_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError, DeviceError
+from common.resolve.auto_device import check_device_id, naming_auto
+
+
+def config(device: str, device_id: int = 0) -> RunConfig:
+    return build_config(
+        {
+            "output_dir": "out",
+            "device": device,
+            "context": {"device_id": device_id},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 100},
+            "optimizer": {"learning_rate": 0.1},
+        }
+    )
+
+
+def test_the_cause_comes_first() -> None:
+    message = r"^device=auto became cpu because no GPU or NPU is seen here .* refuses this: no bfloat16$"
+    with pytest.raises(DeviceError, match=message), naming_auto(config("auto"), "cpu", "GPU or NPU"):
+        raise DeviceError("no bfloat16")
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("auto", "npu"), ("npu", "npu")])
+def test_other_refusals_stay_as_they_are(device: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"^refused$"), naming_auto(config(device), kind, "GPU"):
+        raise ConfigError("refused")
+
+
+def test_the_number_of_the_device_is_judged_once_auto_is_known() -> None:
+    check_device_id(config("auto", 3), "npu")
+    check_device_id(config("auto"), "cpu")
+    with pytest.raises(ConfigError, match=r"context.device_id=3: there is one CPU"):
+        check_device_id(config("auto", 3), "cpu")

@@ -1,0 +1,199 @@
+"""DeepSpeed's settings as generated, what a file of one's own may add to them, and which layouts are refused."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.load import build_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.resolve.derive import resolve_config
+from common.resolve.engine_checks import read_deepspeed_file
+from common.resolve.vendor_settings import deepspeed_settings
+from tests.config_overrides import changed
+
+GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero_0": {},
+    "zero_1_pipeline_bf16": {
+        "parallel__zero_stage": 1,
+        "parallel__pipeline_stage": 2,
+        "precision": {"parameters": "bfloat16", "compute": "bfloat16"},
+    },
+    "zero_2_fp16_offload": {
+        "parallel__zero_stage": 2,
+        "precision": {"parameters": "float16", "compute": "float16"},
+        "deepspeed__offload_optimizer": True,
+    },
+    "zero_3_kernels": {
+        "parallel__zero_stage": 3,
+        "deepspeed": {"offload_optimizer": True, "offload_parameters": True, "build_kernels": True},
+    },
+}
+
+
+def resolved(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "out",
+        "engine": "deepspeed",
+        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "vocab_size": 100},
+        "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    return resolve_config(build_config(changed(tree, changes)), world_size=4)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_golden(name: str) -> None:
+    text = json.dumps(deepspeed_settings(resolved(**CASES[name])), indent=1) + "\n"
+    golden = GOLDEN / f"{name}.json"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text(), "DeepSpeed's settings changed; if that is wanted: make golden"
+
+
+def own_file(folder: Path, tree: Any) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return str(path)
+
+
+def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
+    own = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "wall_clock_breakdown": True,
+    }
+    config = resolved(parallel__zero_stage=2, deepspeed__config_file=own_file(tmp_path, own))
+    plain = deepspeed_settings(resolved(parallel__zero_stage=2))
+    assert deepspeed_settings(config, read_deepspeed_file(config)) == plain | {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "wall_clock_breakdown": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"train_batch_size": 64}, "train_batch_size=64, but from the run's config follows 24; set train.global_batch_size"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2, but from the run's config follows 1; set parallel.zero_stage"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled=True, but from the run's config follows False; set precision.parameters"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "but from the run's config follows nothing of that name; set deepspeed.offload_optimizer",
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler has its place in this run's config (optimizer.schedule"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer has its place in this run's config"),
+        ({"curriculum_learning": {}}, "curriculum_learning is not taken over by this version"),
+        ("[]", "expected keys and values, found a list"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(parallel__zero_stage=1, deepspeed__config_file=own_file(tmp_path, own))
+    assert "ds_config.json" in str(caught.value)
+    assert message in str(caught.value)
+
+
+MATRIX = "engine=deepspeed goes with"
+NATIVE = "engine=native goes with"
+STAGE_1 = {"parallel__zero_stage": 1}
+PIPELINE = {"parallel__pipeline_stage": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (PIPELINE, ("parallel.zero_stage=0 with parallel.pipeline_stage=2", "does not clip", "set zero_stage=1", MATRIX)),
+        (PIPELINE | {"parallel__zero_stage": 2}, ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "refuses it", MATRIX)),
+        (PIPELINE | {"parallel__zero_stage": 3}, ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "refuses it", MATRIX)),
+        ({"parallel__model_parallel": 2}, ("parallel.model_parallel=2 needs engine=native", MATRIX)),
+        (PIPELINE | STAGE_1 | {"parallel__pipeline_schedule": "gpipe"}, ("parallel.pipeline_schedule=gpipe", "1f1b")),
+        (STAGE_1 | {"parallel__shard_size": 2}, ("parallel.shard_size=2", "data_parallel=4")),
+        (STAGE_1 | {"parallel__strategy": "horovod"}, ("parallel.strategy=horovod: DeepSpeed combines gradients itself",)),
+        ({"deepspeed__offload_optimizer": True}, ("deepspeed.offload_optimizer=true with parallel.zero_stage=0",)),
+        (STAGE_1 | {"deepspeed__offload_parameters": True}, ("deepspeed.offload_parameters=true with parallel.zero_stage=1",)),
+        ({"precision": {"parameters": "bfloat16"}}, ("precision.parameters=bfloat16 with parallel.zero_stage=0", "set zero_stage=1")),
+        ({"train__compile": True, "parallel__zero_stage": 3}, ("train.compile=true with parallel.zero_stage=3",)),
+        ({"train__skip_outliers": True, "logging__outlier_deviations": 6.0}, ("train.skip_outliers=true: DeepSpeed",)),
+        ({"backend": "mindspore"}, ("engine=deepspeed is for backend torch, not mindspore",)),
+        ({"deepspeed__config_file": "absent.json"}, ("deepspeed.config_file: absent.json: no such file",)),
+        ({"engine": "native", "deepspeed__build_kernels": True}, ("deepspeed.build_kernels=True needs engine=deepspeed",)),
+        (
+            {"engine": "native", "parallel": {"strategy": "parameter_server", "zero_stage": 1}},
+            ("parallel.strategy=parameter_server is data parallel alone, but parallel.zero_stage=1", NATIVE),
+        ),
+        ({"engine": "native", "parallel__sequence_parallel": True}, ("sequence_parallel=true needs parallel.model_parallel", NATIVE)),
+        ({"engine": "native", "parallel": {"model_parallel": 4, "zero_stage": 2}}, ("parallel.zero_stage=2 splits over", NATIVE)),
+        ({"engine": "native", "parallel__shard_size": 2}, ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE)),
+        ({"engine": "native", "train__compile": True} | PIPELINE, ("train.compile=true goes with data and tensor parallel", NATIVE)),
+        (
+            {
+                "engine": "native",
+                "parallel": {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"},
+                "train__accumulation_steps": 5,
+            },
+            ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
+        ),
+        ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),
+        (
+            {"engine": "native", "backend": "mindspore", "device": "cpu", "parallel__shard_size": 2},
+            ("parallel.shard_size=2 is for backend torch",),
+        ),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**changes)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parallel": {"model_parallel": 2, "sequence_parallel": True}},
+            "parallel.sequence_parallel=true is for backend torch; leave it out",
+        ),
+        ({"parallel__zero_stage": 2}, "parallel.zero_stage=2 is for backend torch; set 1"),
+        ({"parallel__zero_stage": 3}, "parallel.zero_stage=3 is for backend torch; set 1"),
+        (
+            {"parallel": {"pipeline_stage": 2, "pipeline_schedule": "zbv_zero_bubble"}},
+            "parallel.pipeline_schedule=zbv_zero_bubble is for backend torch",
+        ),
+    ],
+)
+def test_what_mindspore_does_not_run_is_refused_with_what_it_does(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**MINDSPORE, **changes)
+    assert message in str(caught.value) and "backend=mindspore goes with" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel__model_parallel": 2},
+        {"parallel__zero_stage": 1},
+        {"parallel": {"pipeline_stage": 2, "stage_layers": [3, 1], "zero_stage": 1}},
+        {"parallel": {"pipeline_stage": 2, "model_parallel": 2, "pipeline_schedule": "gpipe"}},
+    ],
+)
+def test_what_mindspore_runs(changes: dict[str, Any]) -> None:
+    resolved(**MINDSPORE, **changes)
+
+
+def test_mindspore_zero_needs_replicas() -> None:
+    with pytest.raises(ConfigError, match=r"zero_stage=1 splits over data-parallel ranks, and there is 1; set zero_stage=0"):
+        resolved(**MINDSPORE, parallel={"zero_stage": 1, "model_parallel": 4})

@@ -1,0 +1,53 @@
+"""What the messages of a rank take while it trains: how often parameters are gathered, and the buffers that a pipeline receives into."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from torch_gpt2.parallel.pipeline_parallel import Stage
+
+
+@contextmanager
+def watch(note: Path) -> Iterator[None]:
+    """Writes {"gathers": calls by ZeRO, "received": the most buffers there were during a pass}."""
+    counts = {"gathers": 0, "received": 0}
+    alive: set[int] = set()
+
+    def gather(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        counts["gathers"] += 1
+        return original(*args, **options)
+
+    def receive(original: Callable[..., Any], *args: Any) -> Any:
+        operations = original(*args)
+        for operation in operations:
+            buffer = operation.tensor
+            alive.add(id(buffer))
+            weakref.finalize(buffer, alive.discard, id(buffer))
+        return operations
+
+    def go(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        counts["received"] = max(counts["received"], len(alive))
+        return original(*args, **options)
+
+    with ExitStack() as patches:
+        for owner, name, watcher in (
+            (DefaultAllGather, "__call__", gather),
+            (Stage, "_get_recv_ops", receive),
+            (Stage, "forward_one_chunk", go),
+            (Stage, "backward_one_chunk", go),
+        ):
+            patches.enter_context(patch.object(owner, name, _watched(getattr(owner, name), watcher)))
+        yield
+    note.write_text(json.dumps(counts))
+
+
+def _watched(original: Callable[..., Any], watcher: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: watcher(original, *args, **options)

@@ -1,0 +1,136 @@
+"""The graph that MindSpore's compiler splits, on one device, where strategies mean nothing: against the model, its loss and its plan."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("GLOG_v", "3")
+ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
+from mindspore import ops  # noqa: E402
+
+from common.config.load import build_config  # noqa: E402
+from common.config.schema import RunConfig  # noqa: E402
+from common.dataset import Batch  # noqa: E402
+from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
+from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
+from common.training.schedule import learning_rate  # noqa: E402
+from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
+from mindformers_gpt2.device import open_device  # noqa: E402
+from mindformers_gpt2.engine import Engine  # noqa: E402
+from mindformers_gpt2.model import GPT2, build_model, initialise  # noqa: E402
+from mindformers_gpt2.semi_auto.network import Network, build_network, build_step  # noqa: E402
+from tests.config_overrides import changed  # noqa: E402
+
+
+def make_config(*, world_size: int = 8, **changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "backend": "mindspore",
+        "device": "npu",
+        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101, "vocab_multiple": 8},
+        "train": {"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
+        "parallel": {"model_parallel": 2, "pipeline_stage": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.3},
+    }
+    tree["model"]["initializer_range"] = 0.1
+    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
+
+
+def open_cpu() -> None:
+    open_device(make_config(world_size=1, device="cpu", parallel={"model_parallel": 1}, train__accumulation_steps=1))
+
+
+def test_loss_and_gradients_are_those_of_the_model() -> None:
+    open_cpu()
+    config = make_config()
+    network = build_network(config)
+    weights = {parameter.name: parameter for parameter in network.get_parameters()}
+    initialise(weights, config)
+    model = GPT2(config.model, config.precision, network.wte.weight.shape[0], native=False)
+    same = {parameter.name: parameter for parameter in model.get_parameters()}
+    assert list(same) == list(weights)
+    initialise(same, config)
+    tokens = np.random.default_rng(0).integers(0, 101, (4, 17)).astype(np.int32)
+    ids, targets = ms.Tensor(tokens[:, :-1].copy()), ms.Tensor(tokens[:, 1:].copy())
+    assert config.train.global_batch_size is not None
+    predicted = config.train.global_batch_size * 16
+    loss, gradients = ms.jit(ms.value_and_grad(network, None, ms.ParameterTuple(tuple(weights.values()))))(ids, targets)
+    expected, slopes = ms.jit(ms.value_and_grad(model.loss_sum, None, ms.ParameterTuple(tuple(same.values()))))(ids, targets)
+    np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy() / predicted, rtol=1e-6)
+    largest = max(float(np.abs(slope.asnumpy()).max()) for slope in slopes) / predicted
+    for name, found, slope in zip(weights, gradients, slopes, strict=True):  # float32, another order and another kernel of gelu
+        np.testing.assert_allclose(found.asnumpy(), slope.asnumpy() / predicted, rtol=0, atol=5e-6 * largest, err_msg=name)
+
+
+class Alone(ms.nn.Cell):
+    """An all-reduce where there is one rank."""
+
+    def construct(self, x: Any) -> Any:
+        return x
+
+
+def test_a_step_is_that_of_the_engine_of_one_device() -> None:
+    """Loss, gradient norm before clipping, clip, momentum, static loss scale, rate: six steps of SGD, of which the clip acts on some."""
+    changes: dict[str, Any] = {
+        "parallel": {},
+        "train": {"max_steps": 6, "micro_batch_size": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "weight_decay": 0.1, "clip_grad": 2.0, "warmup_steps": 2},
+        "loss_scale": {"mode": "static", "initial": 8.0},
+        "precision": {"parameters": "float32", "compute": "float32"},
+    }
+    one = resolve_length(make_config(world_size=1, device="cpu", **changes), 100)
+    device = open_device(one)
+    tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
+    batches = [Batch(tokens=rows, consumed_samples=2 * index, sample_hash="") for index, rows in enumerate(tokens, 1)]
+    engine = Engine(build_model(one, device), one, device)
+    initialise(engine.master.tensors, one)
+    expected = engine.run(iter(batches), 6)
+    network = build_network(one)
+    step = build_step(network, one, 0)
+    step.optimizer.sharing.all_reduce = Alone()
+    initialise(step.master.tensors, one)
+    ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
+    for number, (rows, wanted) in enumerate(zip(tokens, expected, strict=True), 1):
+        ms.ops.assign(step.rate, ms.Tensor(learning_rate(one.optimizer, number), ms.float32))
+        loss, norm, applied, scale = step(*inputs_and_targets(rows))
+        assert bool(applied.asnumpy()) and float(scale.asnumpy()) == 8.0
+        np.testing.assert_allclose(loss.asnumpy(), wanted.loss, rtol=1e-6)
+        np.testing.assert_allclose(norm.asnumpy(), wanted.grad_norm, rtol=1e-5)
+    norms = [result.grad_norm for result in expected]
+    assert min(norms) < 2.0 < max(norms)
+
+
+def operators(network: Network) -> dict[int, tuple[str, Any]]:
+    """Every operator that cells of the training graph hold."""
+    found = {}
+    for path, cell in network.cells_and_names():
+        for name, value in [*vars(cell).items(), *cell._primitives.items()]:
+            if isinstance(value, ops.Primitive):
+                found[id(value)] = f"{path}.{name}", value
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_operator_has_a_strategy(sequence_parallel: bool) -> None:
+    open_cpu()
+    config = make_config(parallel__sequence_parallel=sequence_parallel, model__dropout=0.1)
+    network = build_network(config)
+    unused = ("gelu.sigmoid",)  # the formula of devices without the kernel
+    without = [
+        name for name, primitive in operators(network).values() if "in_strategy" not in primitive.attrs and not name.endswith(unused)
+    ]
+    assert not without, "add these to common/parallel/operator_plan.py"
+    block = network.h[1]
+    assert block.attn.q_proj.matmul.in_strategy == ((2, 1), (2, 1)) and block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
+    assert block.add.in_strategy == (((4, 1), (4, 1)) if sequence_parallel else ((2, 1), (2, 1)))
+    assert block.pipeline_stage == 1 and network.h[0].pipeline_stage == 0 and network.head.pipeline_stage == 1
+
+
+def test_strategies_divide_what_they_split() -> None:
+    config = make_config(parallel__vocab_emb_dp=True, parallel__pipeline_stage=1)
+    assert not splits_vocabulary(config)
+    plan = operator_strategies(config)
+    assert plan["wte.gather"].inputs == ((1, 1), (4, 1)) and plan["head.matmul"].inputs == ((8, 1), (1, 1))

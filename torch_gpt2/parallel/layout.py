@@ -1,0 +1,87 @@
+"""A layout, put on the model from outside: this one function says what happens to it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.config.schema import RunConfig
+from common.parallel.sharding import Role, counts, padded_vocabulary, role_of
+from common.parallel.topology import GroupKind
+from common.weights.names import EMBEDDING
+from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.model import GPT2, set_recompute
+from torch_gpt2.optimizer import global_norm
+from torch_gpt2.parallel.data_parallel import data_mesh, shard_model, sum_over
+from torch_gpt2.parallel.pipeline_parallel import keep_stage
+from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model
+from torch_gpt2.parallel.world import World
+
+
+def build_parts(config: RunConfig, device: TorchDevice, world: World) -> list[GPT2]:
+    """What this rank holds of the model, with weights not yet filled in: one part, or one for each of its pipeline stages.
+
+    Parts are cut while they have no memory, so that a rank never holds more than its own.
+    """
+    topology = world.topology
+    mesh = data_mesh(config, world, device) if config.parallel.zero_stage else None
+    parts = []
+    for stage in topology.stages_of(world.at.pipeline):
+        with torch.device("meta"):
+            model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        if topology.stages > 1:
+            keep_stage(model, stage, topology)
+        if topology.tensor > 1:
+            split_model(model, tensor_group(config, world), device)
+        set_recompute(model, config.train.recompute)
+        if mesh is not None:
+            shard_model(model, config, mesh)
+        else:
+            model.to(DTYPES[config.precision.parameters])
+        parts.append(model.to_empty(device=device.torch_device))
+    if len(parts) > 1 and hasattr(parts[0], "wte") and hasattr(parts[-1], "wte"):
+        parts[-1].wte.weight = parts[0].wte.weight  # first and last stage on one rank share the table
+    return parts
+
+
+def tensor_group(config: RunConfig, world: World) -> TensorGroup:
+    return TensorGroup(
+        group=world.groups[GroupKind.TENSOR],
+        rank=world.at.tensor,
+        size=world.topology.tensor,
+        sequence=config.parallel.sequence_parallel,
+    )
+
+
+def seed_offset(config: RunConfig, world: World) -> int:
+    """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each has its own part of the sequence."""
+    return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
+
+
+class Sharing:
+    """What ranks owe each other for the gradients of a step, beyond the data axis, and the norm that they have together."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._world = world
+        self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
+        self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)
+        self.alone = config.parallel.zero_stage == 0 and world.topology.tensor == world.topology.pipeline == 1
+        self.counts = partial(counts, config.parallel, world.topology, world.at)
+        """Whether this rank speaks for its part of a parameter; others may hold the same."""
+
+    def complete(self, gradients: dict[str, Tensor]) -> None:
+        """Sum, in place, what ranks of the tensor and embedding groups hold in parts."""
+        if self._sequence:
+            parts = [gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED]
+            sum_over(self._world.groups[GroupKind.TENSOR], parts)
+        if self._copies_of_embedding is not None and EMBEDDING in gradients:
+            sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
+
+    def norm(self, gradients: dict[str, Tensor]) -> float:
+        """Euclidean norm over the gradients of all ranks, each element counted once."""
+        mine = [gradient for name, gradient in gradients.items() if self.counts(name) and gradient.numel()]
+        squared = float(global_norm(mine).double().square()) if mine else 0.0
+        return math.sqrt(self._world.sum(squared)[0])

@@ -1,0 +1,135 @@
+"""Other ways for replicas to meet than DDP, for comparing them: a parameter server, and Horovod. See parallel.strategy.
+
+Each has what ``DataParallel`` has (torch_gpt2/parallel/data_parallel.py), and is right in every precision: the gradients and weights of
+``MasterWeights`` travel in float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.model import GPT2
+from torch_gpt2.parallel.data_parallel import DataParallel, LossSum
+from torch_gpt2.parallel.world import World
+
+
+class ParameterServer:
+    """Rank 0 gets the sum of all gradients, updates, and hands out the weights; the optimizer's state is its alone."""
+
+    def __init__(self, loss_sum: LossSum, config: RunConfig, world: World, weights: Mapping[str, Tensor]) -> None:
+        self.loss_sum = loss_sum
+        self._world = world
+        self._weights = weights
+        self._dtype = DTYPES[config.precision.reduction]
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sum_gradients(self, gradients: list[Tensor]) -> None:
+        """Only rank 0 has them afterwards."""
+        for gradient in gradients:
+            sent = gradient.to(self._dtype)
+            dist.reduce(sent, 0)
+            if sent is not gradient:
+                gradient.copy_(sent)
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Rank 0's, from which all decide alike whether the step is applied."""
+        dist.broadcast(own, 0)
+        return own
+
+    @torch.no_grad()
+    def update(self, step: Callable[[], Any]) -> None:
+        if self._world.rank == 0:
+            step()
+        for tensor in self._weights.values():
+            dist.broadcast(tensor, 0)
+
+
+class Threads(DataParallel):
+    """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0 keeps weights and state."""
+
+    def __init__(self, model: GPT2, config: RunConfig, world: World, device: TorchDevice) -> None:
+        super().__init__([model], model.loss_sum, config, world)
+        replicas = nn.DataParallel(_LossSum(model), device_ids=list(range(device.count)) if device.count > 1 else None)
+        if len(replicas.device_ids) < 2:  # it would pass everything through, and say nothing
+            raise ConfigError(
+                f"parallel.strategy=parameter_server in one process needs several devices, found {device.count} x {device.name};"
+                " start several processes, or set strategy=ddp"
+            )
+        if config.train.compile:
+            raise ConfigError("train.compile=true: torch.nn.DataParallel copies the model anew in each step; leave it out")
+        self.loss_sum = lambda ids, targets: replicas(ids, targets).sum()
+
+
+class Horovod:
+    """Sums over all ranks by Horovod's all-reduce."""
+
+    def __init__(self, loss_sum: LossSum, config: RunConfig, world: World, weights: Mapping[str, Tensor]) -> None:
+        if importlib.util.find_spec("horovod") is None:
+            raise ConfigError(
+                "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1 pip install 'gpt2-toolkit[horovod]'"
+                " builds it (for torch 2.13, with CMAKE_CXX_STANDARD 17 in its two CMakeLists.txt), or set strategy=ddp"
+            )
+        self._horovod: Any = importlib.import_module("horovod.torch")
+        self._horovod.init()
+        theirs = (self._horovod.rank(), self._horovod.size())
+        if theirs != (world.rank, world.size):
+            raise ConfigError(
+                f"parallel.strategy=horovod: Horovod says rank {theirs[0]} of {theirs[1]}, this is rank {world.rank} of {world.size};"
+                " start the run with horovodrun or mpirun"
+            )
+        self.loss_sum = loss_sum
+        self._weights: Mapping[str, Tensor] | None = weights
+        self._half = DTYPES[config.precision.reduction]
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        if self._weights is not None:
+            self._horovod.broadcast_parameters(dict(self._weights), root_rank=0)
+            self._weights = None
+        return nullcontext()
+
+    def sum_gradients(self, gradients: list[Tensor]) -> None:
+        sent = [gradient.to(self._half) for gradient in gradients]
+        summed = self._horovod.grouped_allreduce(sent, op=self._horovod.Sum, name="gradients")
+        for gradient, total in zip(gradients, summed, strict=True):
+            gradient.copy_(total)
+
+    def norm(self, own: Tensor) -> Tensor:
+        return own
+
+    def update(self, step: Callable[[], Any]) -> None:
+        step()
+
+
+class _LossSum(nn.Module):
+    """Its forward uses the replica's model, which a bound method would not."""
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss_sum(ids, targets).reshape(1)
+
+
+def replicate(
+    parts: list[GPT2], loss_sum: LossSum, config: RunConfig, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
+) -> DataParallel | ParameterServer | Horovod:
+    """What parallel.strategy asks for. ``weights``: the float32 tensors that the optimizer updates. Raises ConfigError."""
+    if config.parallel.strategy == "horovod":
+        return Horovod(loss_sum, config, world, weights)
+    if config.parallel.strategy == "parameter_server":
+        return ParameterServer(loss_sum, config, world, weights) if world.size > 1 else Threads(parts[0], config, world, device)
+    return DataParallel(parts, loss_sum, config, world)
