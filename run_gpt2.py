@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from common.cluster.environment import Process
     from common.config.schema import RunConfig
-    from common.modelarts.arguments import Job
+    from common.modelarts.arguments import ModelArtsJob
 
 MODES = {
     "train": ("train, or go on with a run that was stopped", "data.train=data/own_text_document output_dir=output/own"),
@@ -126,7 +126,7 @@ def main(words: list[str] | None = None, *, program: str = "run_gpt2.py", more: 
         return 130
 
 
-def run(arguments: argparse.Namespace, job: Job, environ: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> int:
     """Find out who this process is, bring its input here, read the config, run the mode, bring the output back."""
     from common.cluster.environment import ALONE, find_process, is_scheduler
     from common.cluster.rank_environment import rank_command

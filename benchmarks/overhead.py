@@ -115,13 +115,13 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
         run = Run(
             config=config,
             engine=engine,
-            batches=(Batch(tokens=own_part(tokens, world), consumed_samples=0, sample_hash="") for tokens in turns),
+            batches=(Batch(tokens=local_shard(tokens, world), consumed_samples=0, sample_hash="") for tokens in turns),
             validation=None,
             checkpoints=checkpoints,
             metrics=metrics,
             peak_flops=0.0,
             peak_memory=device.peak_memory,
-            agree=world.largest,
+            agree=world.all_reduce_max,
         )
         train(run, TrainState())
 
@@ -152,7 +152,7 @@ def bare(config: Any, device: Any, world: Any, turns: Turns) -> None:
         loss_of = DistributedDataParallel(loss_of)
     micro = config.train.micro_batch_size
     for step, tokens in enumerate(turns, 1):
-        part = torch.from_numpy(own_part(tokens, world)).long().to(device.torch_device)
+        part = torch.from_numpy(local_shard(tokens, world)).long().to(device.torch_device)
         batches = part.split(micro)
         for number, batch in enumerate(batches, 1):
             with loss_of.no_sync() if world.size > 1 and number < len(batches) else nullcontext():
@@ -166,7 +166,7 @@ def bare(config: Any, device: Any, world: Any, turns: Turns) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def own_part(tokens: Any, world: Any) -> Any:
+def local_shard(tokens: Any, world: Any) -> Any:
     """The windows of a global batch that a data-parallel rank takes."""
     return tokens.reshape(world.size, -1, tokens.shape[1])[world.rank]
 

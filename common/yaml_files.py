@@ -21,7 +21,7 @@ from common.structured_files import MAX_DEPTH, MalformedError, parse_float, pars
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
 
-Place = tuple[str | int, ...]
+RankPlacement = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
 
 
@@ -30,9 +30,9 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
     return read_yaml_lines(path, error=error)[0]
 
 
-def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[Place, int]]:
+def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[RankPlacement, int]]:
     """Return what a YAML file with keys at its top holds, and the line of each key. Raises ``error``."""
-    lines: dict[Place, int] = {}
+    lines: dict[RankPlacement, int] = {}
     try:
         found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines)
     except MalformedError as reason:
@@ -84,7 +84,7 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def parse_yaml(text: str, lines: dict[Place, int] | None = None) -> Any:
+def parse_yaml(text: str, lines: dict[RankPlacement, int] | None = None) -> Any:
     """Return the value of a YAML text of one document; None where it is empty. Raises MalformedError.
 
     Keys become text. A key that is given twice is refused. lines: is filled with the line of each key.
@@ -111,11 +111,11 @@ def parse_yaml(text: str, lines: dict[Place, int] | None = None) -> Any:
 class _Plain:
     """Plain data of composed nodes. Aliases are followed, and each place gets a copy of its own."""
 
-    def __init__(self, lines: dict[Place, int] | None) -> None:
+    def __init__(self, lines: dict[RankPlacement, int] | None) -> None:
         self._lines = lines
         self._seen = 0
 
-    def value(self, node: yaml.Node, place: Place) -> Any:
+    def value(self, node: yaml.Node, place: RankPlacement) -> Any:
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
@@ -137,7 +137,7 @@ class _Plain:
         except (ValueError, KeyError):
             raise MalformedError(f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)) from None
 
-    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, place: RankPlacement) -> dict[str, Any]:
         found: dict[str, Any] = {}
         first: dict[str, int] = {}
         for key, child in node.value:

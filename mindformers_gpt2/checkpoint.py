@@ -17,9 +17,9 @@ from mindspore import Parameter, Tensor, ops
 from common.config.schema import ModelConfig
 from common.errors import StorageError
 from common.training.checkpoint_writer import Part, Snapshot
-from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_piece
+from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_slice
 from common.training.state import TrainState
-from common.weights.pieces import Piece, to_rectangle
+from common.weights.pieces import TensorSlice, to_rectangle
 
 if TYPE_CHECKING:
     from mindformers_gpt2.engine import Engine
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
     """Copy weights, optimizer state and counters to the host: all, or this rank's part where ranks hold different ones."""
     names = [name for name in engine.master.tensors if engine.writes(name)]
-    pieces = {name: true_piece(name, engine.pieces[name], engine.config.model) for name in names}
+    pieces = {name: true_slice(name, engine.pieces[name], engine.config.model) for name in names}
     names = [name for name in names if pieces[name].rows[0] < pieces[name].rows[1]]  # padding is not kept
 
     def cut(name: str, tensor: Parameter) -> Any:
@@ -49,7 +49,7 @@ def take_snapshot(engine: Engine, state: TrainState) -> Snapshot:
         ),
         versions={"backend": "mindspore", "mindspore": ms.__version__},
         record=engine.record,
-        part=Part(rank=rank, ranks=engine.world.size, rectangles=rectangles) if engine.parts_are_split else None,
+        part=Part(rank=rank, ranks=engine.world.size, rectangles=rectangles) if engine.is_sharded else None,
     )
     prefix = engine.config.checkpoint.ckpt_prefix
     if prefix is None:
@@ -103,7 +103,9 @@ def _epoch_and_step(engine: Engine, state: TrainState) -> tuple[int, int]:
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 
 
-def load_weights(tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, Piece] | None = None) -> None:
+def load_weights(
+    tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
+) -> None:
     """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
     every tensor is there with the model's shape."""
     for name, values in read_weights(checkpoint, model, pieces):

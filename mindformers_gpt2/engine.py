@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.dataset import Batch
-from common.parallel.sharding import own_pieces
+from common.parallel.sharding import slices_of_rank
 from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.outliers import NO_LIMITS, Limits
@@ -26,7 +26,7 @@ from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer, global_norm
-from mindformers_gpt2.parallel.layout import Sharing, own_dropout_keys
+from mindformers_gpt2.parallel.layout import GradientSync, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
 
@@ -59,11 +59,11 @@ class Engine:
         parameters = {parameter.name: parameter for parameter in model.get_parameters()}
         several = self.world.size > 1
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._sharing = Sharing(config, self.world, shapes, has_loss=self._has_loss) if several else None
+        self._sharing = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
         shares = self._sharing.data_parallel if self._sharing is not None and self._sharing.data_parallel.splits else None
         self.master = MasterWeights(parameters, shares)
         self.optimizer = build_optimizer(self.master, config.optimizer, self.loss_scale, self._sharing)
-        self.pieces = own_pieces(config, self.world.topology, self.world.at, parameters)
+        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         """Which part of each parameter this rank holds."""
         self._has_met = False
         self._drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
@@ -97,7 +97,7 @@ class Engine:
         return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
 
     @property
-    def parts_are_split(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ranks hold different parts of the weights, so that each writes its own."""
         topology = self.world.topology
         return topology.tensor > 1 or topology.pipeline > 1 or self.master.shares is not None
@@ -107,7 +107,7 @@ class Engine:
         return self._sharing is None or self._sharing.counts(name)
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        if self.world.rank and not self.parts_are_split:
+        if self.world.rank and not self.is_sharded:
             return None
         return take_snapshot(self, state)
 

@@ -17,10 +17,10 @@ from mindspore.ops.auto_generate import DropoutExt
 from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
-from common.parallel.sharding import own_piece, padded_shapes, padded_vocabulary
+from common.parallel.sharding import padded_shapes, padded_vocabulary, slice_of
 from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
-from common.weights.pieces import Piece
+from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.loss import CrossEntropySum
 
@@ -314,11 +314,11 @@ def build_model(config: RunConfig, device: MindSporeDevice) -> GPT2:
     return model
 
 
-def initialise(tensors: Mapping[str, Parameter], config: RunConfig, pieces: Mapping[str, Piece] | None = None) -> None:
+def initialise(tensors: Mapping[str, Parameter], config: RunConfig, pieces: Mapping[str, TensorSlice] | None = None) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
     for name, shape in padded_shapes(config).items():
         if name in tensors:
-            piece = pieces[name] if pieces else own_piece(name, shape)
+            piece = pieces[name] if pieces else slice_of(name, shape)
             values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
             ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
 

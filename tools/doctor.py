@@ -32,18 +32,18 @@ if __name__ == "__main__":
 
 from common import whole_numbers as whole
 from common.cluster import RankTable, read_table, remarks
-from common.cluster.places import HERE, Places, find_places, parse_range, places_of_table
+from common.cluster.places import HERE, Placement, find_places, parse_range, places_of_table
 from common.cluster.rank_environment import (
     DEFAULT_PORT,
-    find_meeting,
     given_port,
     is_own,
+    make_rendezvous,
     parse_master,
     rank_variables,
     scheduler_variables,
 )
 from common.doctor import machine, multi_host as together, software
-from common.doctor.allreduce import LocalRanks, Trial
+from common.doctor.allreduce import AllReduceTrial, TrialRanks
 from common.doctor.report import Check, as_json, as_table, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError, GPT2Error
 from common.whole_numbers import MOST_RANKS, whole_number
@@ -167,7 +167,7 @@ def read_rank_table(path: Path | None) -> tuple[list[Check], RankTable | None]:
     return [ok("rank table", found), *(warning("rank table", remark, "") for remark in remarks(table))], table
 
 
-def find_team(arguments: argparse.Namespace, table: RankTable | None, *, default: int) -> Places | None:
+def find_team(arguments: argparse.Namespace, table: RankTable | None, *, default: int) -> Placement | None:
     """The ranks to try and which of their hosts this is; None without any. Raises ConfigError."""
     if table is not None and table.version == "2.0":
         raise ConfigError(f"{arguments.rank_table}: a rank table of version 2.0 names no hosts; give --master, --nnodes and --node_rank")
@@ -180,11 +180,11 @@ def find_team(arguments: argparse.Namespace, table: RankTable | None, *, default
                 raise ConfigError(f"--node_rank {arguments.node_rank}: the rank table has servers 0 to {len(hosts) - 1}")
             own = [hosts[arguments.node_rank]]
         if len(hosts) == 1:
-            return Places(all=all_places, own_host=hosts[0], master=HERE)
+            return Placement(all=all_places, own_host=hosts[0], master=HERE)
         if len(own) != 1:
             which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
             raise ConfigError(f"{which} this machine's; say which server of the rank table this is with --node_rank 0 to {len(hosts) - 1}")
-        return Places(all=all_places, own_host=own[0], master=hosts[0])
+        return Placement(all=all_places, own_host=own[0], master=hosts[0])
     if arguments.devices is None and arguments.address is None:
         return None
     devices = arguments.devices or range(default)
@@ -193,7 +193,7 @@ def find_team(arguments: argparse.Namespace, table: RankTable | None, *, default
 
 def try_ranks(
     arguments: argparse.Namespace,
-    places: Places,
+    places: Placement,
     backend: str,
     device: str,
     *,
@@ -204,7 +204,7 @@ def try_ranks(
     """With the doctors of the other hosts, where there are any: the checks of them all, the all-reduce last."""
     limit = arguments.time_limit
     path = arguments.rank_table.resolve() if table is not None and device == "npu" else None
-    meeting = find_meeting(places, port=port, table=path, backend=backend, environ=os.environ)
+    meeting = make_rendezvous(places, port=port, table=path, backend=backend, environ=os.environ)
     cores = max(1, (os.cpu_count() or 1) // len(places.own))
     environments = {place.rank: rank_variables(place, places, meeting, cores=cores, environ=os.environ) for place in places.own}
     if meeting.scheduler and places.own_host == places.hosts[0]:
@@ -212,7 +212,9 @@ def try_ranks(
     # Libraries that give up first would fail on the ranks that wait, and hide the one that is missing.
     command = [sys.executable, str(ROOT / "tools" / "allreduce_check.py"), backend, device, str(int(limit) + 60)]
     library = "mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device]
-    trial = Trial(places=places.all, backend=backend, communication=library, address=f"{meeting.address}:{meeting.port}", limit=limit)
+    trial = AllReduceTrial(
+        places=places.all, backend=backend, communication=library, address=f"{meeting.address}:{meeting.port}", limit=limit
+    )
     job = {
         "hosts": list(places.hosts),
         "ranks": places.world_size,
@@ -221,7 +223,7 @@ def try_ranks(
         "rank table": sha256(arguments.rank_table) if table is not None else None,
     }
     folder = Path(tempfile.mkdtemp(prefix="gpt2_doctor_"))
-    ranks = LocalRanks(command, environments, folder)
+    ranks = TrialRanks(command, environments, folder)
     logs_are_wanted = False
     try:
         checks = together.all_reduce(ranks, trial, places, (meeting.address, meeting.port + 1), job, facts)

@@ -25,9 +25,9 @@ if __name__ == "__main__":
 
 from common import whole_numbers
 from common.cluster import (
-    Device,
     RankTable,
     Server,
+    TableDevice,
     device_addresses,
     is_loopback,
     parse_address,
@@ -101,7 +101,7 @@ def generate(arguments: argparse.Namespace) -> None:
     print("server_id:", server_id)
     print("device_num_list:", logical)
     addresses = device_addresses(physical, arguments.hccn_conf)
-    devices = tuple(Device(rank_id=rank, device_id=device, device_ip=addresses[device]) for rank, device in enumerate(physical))
+    devices = tuple(TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device]) for rank, device in enumerate(physical))
     table = RankTable(version="1.0", servers=(Server(server_id=server_id, devices=devices, host_nic_ip="reserve"),))
     validate(table, "the devices of this machine")
     if arguments.device_num_per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:

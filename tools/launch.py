@@ -34,13 +34,13 @@ if __name__ == "__main__":
 import run_gpt2
 from common import whole_numbers
 from common.accelerators import require_accelerator
-from common.cluster.places import Places, find_places, parse_range, places_of_table
+from common.cluster.places import Placement, find_places, parse_range, places_of_table
 from common.cluster.rank_environment import (
     DEFAULT_PORT,
     FOREIGN,
-    find_meeting,
     given_port,
     is_own,
+    make_rendezvous,
     parse_master,
     rank_command,
     shell_text,
@@ -55,7 +55,7 @@ from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
-from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.supervisor import Job, ProcessSpec, supervise
 from common.launcher.terminal import tell
 from common.parallel.topology import Topology
 from common.planner.cluster import describe_cluster, layout_remarks
@@ -85,7 +85,7 @@ nothing; DETACH=1 returns at once. Exit code 0: it ended well; 2: bad arguments;
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class LaunchRequest:
     """What the positional words ask for. table: its path, and None for none; numbers: devices, or with rank_size global ranks."""
 
     table: Path | None
@@ -197,7 +197,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
             write_table(table, table_path)
     _warn(places, config, table)
     on_cpu = kind == "cpu"
-    meeting = find_meeting(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=on_cpu)
+    meeting = make_rendezvous(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=on_cpu)
     command = rank_command(order.config, order.mode, order.overrides)
     children = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
@@ -225,14 +225,14 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
     if given[2] == "plan":
         return run_gpt2.main(list(command[2:]))  # in this process: one more would outlive a launcher that is killed
     places = find_places(range(device, device + 1))
-    meeting = find_meeting(places, port=None, table=None, backend=config.backend, environ=os.environ)
+    meeting = make_rendezvous(places, port=None, table=None, backend=config.backend, environ=os.environ)
     if not _asked("DRY_RUN"):
         _refuse_second_run(config, given[2], first_host=True)
     child = make_children(places, meeting, command, environ=os.environ, pinned=not arguments.no_pinning)[0]
     return _run(_job(arguments, config, given[2], (replace(child, folder="mf_standalone"),)), words)
 
 
-def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: tuple[Child, ...], hosts: Hosts | None = None) -> Job:
+def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: tuple[ProcessSpec, ...], hosts: Hosts | None = None) -> Job:
     return Job(
         children=children,
         log_folder=_log_folder(arguments, config),
@@ -243,7 +243,7 @@ def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: 
     )
 
 
-def _order(words: Sequence[str]) -> Order:
+def _order(words: Sequence[str]) -> LaunchRequest:
     """In the order of the checks that users of run_distribute.sh know."""
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
@@ -258,7 +258,7 @@ def _order(words: Sequence[str]) -> Order:
     more = list(words[4:])
     rank_size = whole_numbers.whole_number(more[0], most_digits=9) if more else None
     more = more if rank_size is None else more[1:]
-    return Order(table=table, config=config, numbers=numbers, mode=words[3], rank_size=rank_size, overrides=tuple(more))
+    return LaunchRequest(table=table, config=config, numbers=numbers, mode=words[3], rank_size=rank_size, overrides=tuple(more))
 
 
 def _config_path(word: str) -> Path:
@@ -303,7 +303,7 @@ def _log_folder(arguments: argparse.Namespace, config: RunConfig) -> Path:
     return _absolute(str(arguments.log_dir or config.output_dir))
 
 
-def _warn(places: Places, config: RunConfig, table: RankTable | None) -> None:
+def _warn(places: Placement, config: RunConfig, table: RankTable | None) -> None:
     found = layout_remarks(places, Topology.from_config(config.parallel))
     if table is not None and table.version != "2.0" and not is_own(places.own_host):
         found.append(f"{places.own_host} is no address of this machine: is this the range of another one, or the table of another cluster?")
@@ -313,7 +313,7 @@ def _warn(places: Places, config: RunConfig, table: RankTable | None) -> None:
         tell(f"warning: {remark}", error=True)
 
 
-def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable | None, kept: list[str]) -> int:
+def _start_hosts(arguments: argparse.Namespace, order: LaunchRequest, table: RankTable | None, kept: list[str]) -> int:
     """Show, or run over ssh, one run_distribute.sh a host."""
     if arguments.nnodes is not None or arguments.node_rank is not None:
         raise ConfigError("--nnodes and --node_rank follow from --hosts; leave them out")
@@ -344,9 +344,9 @@ def _start_hosts(arguments: argparse.Namespace, order: Order, table: RankTable |
     )
 
 
-def _over_ssh(node: int, command: HostCommand) -> Child:
+def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
     words = (sys.executable, str(Path(__file__).resolve()), "over_ssh", command.host, command.text)
-    return Child(rank=node, command=words, environment={}, folder=f"host_{command.host}", title=f"host {command.host}")
+    return ProcessSpec(rank=node, command=words, environment={}, folder=f"host_{command.host}", title=f"host {command.host}")
 
 
 def _run(job: Job, words: list[str]) -> int:

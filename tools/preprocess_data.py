@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
-from common.dataset.corpus import Format
+from common.dataset.corpus import CorpusFormat
 from common.dataset.indexed import with_extension
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
@@ -80,7 +80,7 @@ def _indexed(options: PreprocessOptions, display: _Display) -> str:
 def _how_split(options: PreprocessOptions, prefix: Path) -> str:
     """What separated the documents of plain text, which a count of documents does not tell."""
     metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
-    if metadata is None or all(source.format != Format.TEXT.value for source in metadata.sources):
+    if metadata is None or all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
         return ""
     others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
     return f"\nplain text: {_SEPARATORS[options.documents]} (--documents {options.documents.value}; the others: {others})"
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help=".txt, .jsonl, .json (array), each also .gz")
-    group.add_argument("--input-format", choices=[item.value for item in Format], help="do not judge the format by content")
+    group.add_argument("--input-format", choices=[item.value for item in CorpusFormat], help="do not judge the format by content")
     group.add_argument("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="keys to extract, one output each")
     group.add_argument(
         "--documents", choices=[rule.value for rule in DocumentRule], default="blank_line", help="what separates documents in plain text"
@@ -218,7 +218,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             kind=args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file, backend=args.tokenizer_backend
         ),
         json_keys=tuple(args.json_keys),
-        input_format=Format(args.input_format) if args.input_format else None,
+        input_format=CorpusFormat(args.input_format) if args.input_format else None,
         documents=DocumentRule(args.documents),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,

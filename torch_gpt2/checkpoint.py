@@ -12,7 +12,7 @@ from torch import Tensor
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
 from common.training.checkpoint_writer import Part, Snapshot
-from common.training.copy_on_write import LentArrays
+from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.snapshot import (
     STATE_NAMES,
     EngineState,
@@ -21,12 +21,12 @@ from common.training.snapshot import (
     read_moments,
     read_states,
     read_weights,
-    true_piece,
+    true_slice,
 )
 from common.training.state import TrainState
-from common.weights.pieces import Piece, to_rectangle
+from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.device import TorchDevice
-from torch_gpt2.optimizer import own_part
+from torch_gpt2.optimizer import local_shard
 
 if TYPE_CHECKING:
     from torch_gpt2.engine import Engine
@@ -47,13 +47,13 @@ def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, 
         for part in STATE_NAMES[engine.config.optimizer.name]:
             if values.get(part) is not None:
                 moments[f"{name}.{part}"] = _cut(engine, name, values[part])
-    rectangles = {name: to_rectangle(true_piece(name, engine.pieces[name], engine.config.model)) for name in weights}
-    several = Part(rank=engine.world.rank, ranks=engine.world.size, rectangles=rectangles) if engine.parts_are_split else None
+    rectangles = {name: to_rectangle(true_slice(name, engine.pieces[name], engine.config.model)) for name in weights}
+    several = Part(rank=engine.world.rank, ranks=engine.world.size, rectangles=rectangles) if engine.is_sharded else None
     return make_snapshot(
         engine.config,
         state,
-        weights=LentArrays(weights),
-        moments=LentArrays(moments),
+        weights=CopyOnWriteArrays(weights),
+        moments=CopyOnWriteArrays(moments),
         engine=EngineState(optimizer_steps=steps, loss_scale=engine.loss_scale.state(), rng={"torch": generators}),
         versions={"backend": "torch", "torch": torch.__version__},
         record=engine.record,
@@ -63,16 +63,18 @@ def take_snapshot(engine: Engine, state: TrainState, generators: list[dict[str, 
 
 def _cut(engine: Engine, name: str, tensor: Tensor) -> Any:
     """This rank's part of a tensor, without the rows that pad the vocabulary."""
-    piece = true_piece(name, engine.pieces[name], engine.config.model)
-    return _to_numpy(own_part(tensor.detach()))[: piece.rows[1] - piece.rows[0]]
+    piece = true_slice(name, engine.pieces[name], engine.config.model)
+    return _to_numpy(local_shard(tensor.detach()))[: piece.rows[1] - piece.rows[0]]
 
 
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, Piece] | None = None) -> None:
+def load_weights(
+    tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
+) -> None:
     """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
     every tensor is there with the model's shape."""
     for name, values in read_weights(checkpoint, model, pieces):
-        tensor = own_part(tensors[name])
+        tensor = local_shard(tensors[name])
         tensor.copy_(torch.from_numpy(padded_rows(values, len(tensor))))
 
 
@@ -85,7 +87,7 @@ def restore(engine: Engine, checkpoint: Path) -> TrainState:
         tensor = engine.master.tensors[name]
         moments = engine.optimizer.state[tensor]
         moments[part] = torch.zeros_like(tensor)
-        own_part(moments[part]).copy_(torch.from_numpy(values))
+        local_shard(moments[part]).copy_(torch.from_numpy(values))
         if engine.config.optimizer.name != "sgd":
             on = tensor.device if engine.device.fused_optimizer else "cpu"
             moments["step"] = torch.tensor(float(saved.optimizer_steps), dtype=torch.float32, device=on)

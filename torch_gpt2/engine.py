@@ -14,7 +14,7 @@ from torch import Tensor
 from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.dataset import Batch
-from common.parallel.sharding import own_pieces
+from common.parallel.sharding import slices_of_rank
 from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
 from common.training.loss_scale import LossScale, clip_factor
@@ -27,8 +27,8 @@ from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.evaluate import sum_losses
 from torch_gpt2.model import GPT2
-from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, own_part, scale_gradients
-from torch_gpt2.parallel.layout import Sharing
+from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, local_shard, scale_gradients
+from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
@@ -64,8 +64,8 @@ class Engine:
         """What the checkpoint writer may still be reading."""
         self._loss_sum = torch.compile(self.parts[0].loss_sum) if config.train.compile else self.parts[0].loss_sum
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
-        self._sharing = Sharing(config, self.world)
-        self.pieces = own_pieces(config, self.world.topology, self.world.at, parameters)
+        self._sharing = GradientSync(config, self.world)
+        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         """Which part of each parameter this rank holds."""
         self._pipeline = Pipeline(self.parts, config, self.world, device) if self.world.topology.pipeline > 1 else None
 
@@ -84,7 +84,7 @@ class Engine:
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     @property
-    def parts_are_split(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ranks hold different parts of the weights, so that each writes its own."""
         return not self._sharing.alone
 
@@ -92,13 +92,13 @@ class Engine:
         """Whether this rank is the one, of those that hold the same part of a parameter, that counts and writes it."""
         return self._sharing.counts(name)
 
-    def parts_of_tensors(self) -> dict[str, Tensor]:
+    def local_weights(self) -> dict[str, Tensor]:
         """What this rank holds of the weights that the optimizer updates."""
-        return {name: own_part(tensor.detach()) for name, tensor in self.master.tensors.items()}
+        return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         generators = self.world.gather(self.device.rng_state())
-        if self.world.rank and not self.parts_are_split:
+        if self.world.rank and not self.is_sharded:
             return None
         snapshot = take_snapshot(self, state, generators)
         self._lent = snapshot if self.device.kind == "cpu" else None  # other devices have copied
@@ -111,13 +111,13 @@ class Engine:
 
     def norm_of_weights(self) -> float:
         """Of this rank's part alone; ranks that hold the same part must have the same."""
-        return global_norm(list(self.parts_of_tensors().values())).item()
+        return global_norm(list(self.local_weights().values())).item()
 
     def norm_of_moments(self) -> float:
         """As norm_of_weights, of the optimizer's state; 0 before the first step."""
         parts = STATE_NAMES[self.config.optimizer.name]
         found = [state[part] for state in self.optimizer.state.values() for part in parts if state.get(part) is not None]
-        return global_norm([own_part(values) for values in found]).item() if found else 0.0
+        return global_norm([local_shard(values) for values in found]).item() if found else 0.0
 
     def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
         self.step += 1

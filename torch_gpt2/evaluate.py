@@ -13,7 +13,7 @@ from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
-from common.parallel.sharding import own_pieces
+from common.parallel.sharding import slices_of_rank
 from common.parallel.topology import Topology
 from common.training import setup
 from common.training.agreement import check_everywhere
@@ -37,12 +37,12 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
         process = replace(process, rank=0, world_size=1)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
-        checkpoint = world.from_first(lambda: setup.weights_to_use(config, task.tokenizer_record))
+        checkpoint = world.decide_on_rank_0(lambda: setup.weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
         parts = build_parts(config, device, world)
         parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-        load_weights(parameters, config.model, checkpoint, own_pieces(config, topology, world.at, parameters))
+        load_weights(parameters, config.model, checkpoint, slices_of_rank(config, topology, world.at, parameters))
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
             loss_sum, counts = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)

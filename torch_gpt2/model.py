@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from common.parallel.sharding import own_piece, padded_shapes, padded_vocabulary
+from common.parallel.sharding import padded_shapes, padded_vocabulary, slice_of
 from common.weights.initial import initial_rows
-from common.weights.pieces import Piece
+from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
 
@@ -174,11 +174,11 @@ def build_meta_model(config: RunConfig) -> GPT2:
 
 
 @torch.no_grad()
-def initialise(tensors: Mapping[str, Tensor], config: RunConfig, pieces: Mapping[str, Piece] | None = None) -> None:
+def initialise(tensors: Mapping[str, Tensor], config: RunConfig, pieces: Mapping[str, TensorSlice] | None = None) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
     for name, shape in padded_shapes(config).items():
         if name in tensors:
-            piece = pieces[name] if pieces else own_piece(name, shape)
+            piece = pieces[name] if pieces else slice_of(name, shape)
             values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
             tensors[name].copy_(torch.from_numpy(values))
 

@@ -39,7 +39,7 @@ class MasterWeights:
             parameter = self.model[name]
             if tensor is not parameter and parameter.grad is not None:
                 tensor.grad, parameter.grad = parameter.grad.float(), None
-        return {name: own_part(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
+        return {name: local_shard(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
@@ -54,7 +54,7 @@ def sum_in_float32(parameter: Tensor) -> None:
     parameter.grad_dtype = torch.float32
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that ZeRO has split, in the same memory; any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -35,7 +35,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
     folder = Path(config.output_dir)
     writes = process.rank == 0
     with run_folder.owned_folder(folder, active=writes), open_world(config, process, device) as world:
-        start = world.from_first(lambda: setup.where_to_start(config, data))
+        start = world.decide_on_rank_0(lambda: setup.where_to_start(config, data))
         check_everywhere(world, start.resume or start.weights)
         holders = world.gather(run_folder.holder(folder))
         if len(set(holders)) > 1 and writes:
@@ -56,7 +56,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
             elif start.weights is not None:
                 load_weights(engine.master.tensors, config.model, start.weights, engine.pieces)
             else:
-                initialise(engine.parts_of_tensors(), config, engine.pieces)
+                initialise(engine.local_weights(), config, engine.pieces)
             engine.master.write_back()
         if not config.parallel.zero_stage:
             norms = {"norm of the weights": engine.norm_of_weights()}
@@ -89,11 +89,11 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
                 checkpoints=checkpoints,
                 metrics=metrics,
                 peak_flops=device.peak_flops(config.precision.compute) * world.size,
-                taken_up=start.in_folder(folder),
+                resumed=start.in_folder(folder),
                 samples_per_epoch=data.samples_per_epoch,
                 peak_memory=device.peak_memory,
                 profile=profile,
-                agree=world.largest,
+                agree=world.all_reduce_max,
             )
             summary = train_loop(run, state)
         if writes:

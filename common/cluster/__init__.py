@@ -1,14 +1,14 @@
 """Which machines and chips a run has: rank tables, read, checked and written, and the addresses of this machine's devices."""
 
 from common.cluster.hccn import device_addresses
-from common.cluster.rank_table import Device, RankTable, Server, SuperPod, is_loopback, parse_address, remarks, validate
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, is_loopback, parse_address, remarks, validate
 from common.cluster.rank_table_files import merge_tables, read_table, to_json, wait_for_table, write_table
 
 __all__ = [
-    "Device",
     "RankTable",
     "Server",
     "SuperPod",
+    "TableDevice",
     "device_addresses",
     "is_loopback",
     "merge_tables",

@@ -15,7 +15,7 @@ HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Where a rank runs. local_rank: 0, 1, ... on its host. host: server_id, or an address, or ``node 1`` where none is known."""
 
     rank: int
@@ -25,10 +25,10 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class Placement:
     """Those of all ranks, in order, and of which host this is. ``hosts``: that of rank 0 first; ``master``: its address for the others."""
 
-    all: tuple[Place, ...]
+    all: tuple[RankPlacement, ...]
     own_host: str
     master: str
 
@@ -40,11 +40,11 @@ class Places:
     def hosts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(place.host for place in self.all))
 
-    def of_host(self, host: str) -> tuple[Place, ...]:
+    def of_host(self, host: str) -> tuple[RankPlacement, ...]:
         return tuple(place for place in self.all if place.host == host)
 
     @property
-    def own(self) -> tuple[Place, ...]:
+    def own(self) -> tuple[RankPlacement, ...]:
         return self.of_host(self.own_host)
 
 
@@ -72,11 +72,11 @@ def parse_range(text: str) -> range:
     return range(low, high)
 
 
-def places_of_table(table: RankTable) -> tuple[Place, ...]:
+def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     """Every rank's, in order. A version 2.0 table names networks, not machines: see ``find_places``."""
     local = {device.rank_id: index for server in table.servers for index, device in enumerate(server.devices)}
     return tuple(
-        Place(rank=device.rank_id, device_id=device.device_id, local_rank=local[device.rank_id], host=server.server_id)
+        RankPlacement(rank=device.rank_id, device_id=device.device_id, local_rank=local[device.rank_id], host=server.server_id)
         for server, device in table.places()
     )
 
@@ -89,7 +89,7 @@ def find_places(
     master: str | None = None,
     nodes: int | None = None,
     node_rank: int | None = None,
-) -> Places:
+) -> Placement:
     """The places of a run, from the words of ``run_distribute.sh``.
 
     numbers: devices of this machine, or with ``rank_size`` global ranks. master, nodes, node_rank: for several hosts without a table,
@@ -118,9 +118,9 @@ def find_places(
         raise ConfigError(f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}")
     hosts = _host_names(nodes, master)
     devices = numbers if rank_size is None else range(len(numbers))
-    return Places(
+    return Placement(
         all=tuple(
-            Place(rank=node * len(devices) + local, device_id=device, local_rank=local, host=host)
+            RankPlacement(rank=node * len(devices) + local, device_id=device, local_rank=local, host=host)
             for node, host in enumerate(hosts)
             for local, device in enumerate(devices)
         ),
@@ -129,7 +129,7 @@ def find_places(
     )
 
 
-def _in_table(numbers: range, rank_size: int | None, places: tuple[Place, ...], master: str | None) -> Places:
+def _in_table(numbers: range, rank_size: int | None, places: tuple[RankPlacement, ...], master: str | None) -> Placement:
     hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
     if rank_size is None:
@@ -153,10 +153,10 @@ def _in_table(numbers: range, rank_size: int | None, places: tuple[Place, ...], 
             raise ConfigError(
                 f"the ranks {_shown(numbers)} are not those of one server of the rank table: {servers}; start all ranks of a server at once"
             )
-    return Places(all=places, own_host=own, master=master or (hosts[0] if len(hosts) > 1 else HERE))
+    return Placement(all=places, own_host=own, master=master or (hosts[0] if len(hosts) > 1 else HERE))
 
 
-def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master: str | None) -> Places:
+def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master: str | None) -> Placement:
     """Version 2.0: equally many ranks on each host, as nothing says where a machine ends."""
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
@@ -171,9 +171,10 @@ def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master
         nodes, own = _node_of_ranks(numbers, rank_size, None, None)
         size = len(numbers)
     hosts = _host_names(nodes, master)
-    return Places(
+    return Placement(
         all=tuple(
-            Place(rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size]) for rank, device in enumerate(devices)
+            RankPlacement(rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size])
+            for rank, device in enumerate(devices)
         ),
         own_host=hosts[own],
         master=hosts[0],
@@ -213,7 +214,7 @@ def _host_names(nodes: int, master: str | None) -> list[str]:
     return [master or HERE, *(f"node {node}" for node in range(1, nodes))]
 
 
-def _of(places: Sequence[Place], host: str) -> list[Place]:
+def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
     return [place for place in places if place.host == host]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cluster.places import HERE, Place, Places
+from common.cluster.places import HERE, Placement, RankPlacement
 from common.errors import ConfigError
 from common.whole_numbers import shortened, whole_number
 
@@ -31,7 +31,7 @@ as they do with a launcher that dies."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where and how the ranks find each other. table: the rank table's absolute path. own_address: of this host, for the others;
     None where it needs none or none is known. interface: that which holds it. scheduler: MindSpore meets through its scheduler."""
 
@@ -43,8 +43,8 @@ class Meeting:
     scheduler: bool = False
 
 
-def find_meeting(
-    places: Places,
+def make_rendezvous(
+    places: Placement,
     *,
     port: int | None,
     table: Path | None,
@@ -52,7 +52,7 @@ def find_meeting(
     environ: Mapping[str, str],
     host: str | None = None,
     on_cpu: bool = False,
-) -> Meeting:
+) -> Rendezvous:
     """For this host; a plan asks for another ``host`` too, whose interface is not known here unless it is this machine's.
 
     on_cpu: MindSpore reads a rank table on Ascend alone; its processes on CPUs meet through the scheduler. port: else $MASTER_PORT, else
@@ -67,10 +67,12 @@ def find_meeting(
         own = _own_address(places) if host is None else host if is_ip(host) else None
     interface = interface_of(own) if own else None
     scheduler = backend == "mindspore" and table is None and places.world_size > 1
-    return Meeting(address=places.master, port=port, table=table, own_address=own, interface=interface, scheduler=scheduler)
+    return Rendezvous(address=places.master, port=port, table=table, own_address=own, interface=interface, scheduler=scheduler)
 
 
-def rank_variables(place: Place, places: Places, meeting: Meeting, *, cores: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(
+    place: RankPlacement, places: Placement, rendezvous: Rendezvous, *, cores: int | None, environ: Mapping[str, str]
+) -> dict[str, str]:
     """For MindSpore and for torch, whichever the config names. cores: how many the rank may use; None of a host that is not this.
 
     What only tunes the network or threads is left as the user set it in ``environ``.
@@ -78,31 +80,31 @@ def rank_variables(place: Place, places: Places, meeting: Meeting, *, cores: int
     several = len(places.hosts) > 1
     world, local_world = str(places.world_size), str(len(places.of_host(place.host)))
     found = {"RANK_ID": str(place.rank), "DEVICE_ID": str(place.device_id), "RANK_SIZE": world}
-    if meeting.table is not None:
-        found["RANK_TABLE_FILE"] = str(meeting.table)
-    if meeting.scheduler:
-        found |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(place.rank), **_scheduler_address(places, meeting)}
+    if rendezvous.table is not None:
+        found["RANK_TABLE_FILE"] = str(rendezvous.table)
+    if rendezvous.scheduler:
+        found |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(place.rank), **_scheduler_address(places, rendezvous)}
     found |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": local_world, "WORLD_SIZE": world}
-    found |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
+    found |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))
     if not several:
         tuning |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # closed to other hosts
-    if meeting.own_address and is_ip(meeting.own_address):
-        tuning["HCCL_IF_IP"] = meeting.own_address
-    if meeting.interface:
-        tuning |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}  # =: this name, no prefix
+    if rendezvous.own_address and is_ip(rendezvous.own_address):
+        tuning["HCCL_IF_IP"] = rendezvous.own_address
+    if rendezvous.interface:
+        tuning |= {"GLOO_SOCKET_IFNAME": rendezvous.interface, "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}"}  # =: this name, no prefix
     return found | {name: environ.get(name) or value for name, value in tuning.items()}
 
 
-def scheduler_variables(places: Places, meeting: Meeting) -> dict[str, str]:
+def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
     """Of MindSpore's scheduler, as msrun sets them."""
-    return {"RANK_ID": "0", "RANK_SIZE": str(places.world_size), "MS_ROLE": "MS_SCHED", **_scheduler_address(places, meeting)}
+    return {"RANK_ID": "0", "RANK_SIZE": str(places.world_size), "MS_ROLE": "MS_SCHED", **_scheduler_address(places, rendezvous)}
 
 
-def _scheduler_address(places: Places, meeting: Meeting) -> dict[str, str]:
-    return {"MS_WORKER_NUM": str(places.world_size), "MS_SCHED_HOST": meeting.address, "MS_SCHED_PORT": str(meeting.port)}
+def _scheduler_address(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
+    return {"MS_WORKER_NUM": str(places.world_size), "MS_SCHED_HOST": rendezvous.address, "MS_SCHED_PORT": str(rendezvous.port)}
 
 
 def rank_command(config: Path, mode: str, overrides: Sequence[str]) -> tuple[str, ...]:
@@ -158,7 +160,7 @@ def interface_of(address: str) -> str | None:
     return next((name for held, name in _interfaces() if held in wanted), None)
 
 
-def _own_address(places: Places) -> str | None:
+def _own_address(places: Placement) -> str | None:
     """By which the other hosts reach this one; where nothing names it, that from which it reaches them.
 
     A loopback address only where one was given: a name may stand for one in the /etc/hosts of its own host.

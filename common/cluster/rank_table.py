@@ -14,7 +14,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class TableDevice:
     """One chip. device_ip: address of its network port; None where the table names none (one server needs none).
 
     super_device_id: its number inside a super pod (version 1.2). extra: keys that this project does not know.
@@ -32,7 +32,7 @@ class Server:
     """One machine. server_id: usually its IP address; in version 2.0 the name of its innermost network instance."""
 
     server_id: str
-    devices: tuple[Device, ...]
+    devices: tuple[TableDevice, ...]
     host_nic_ip: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,11 +62,11 @@ class RankTable:
     def world_size(self) -> int:
         return sum(len(server.devices) for server in self.servers)
 
-    def places(self) -> list[tuple[Server, Device]]:
+    def places(self) -> list[tuple[Server, TableDevice]]:
         """The server and device of rank 0, 1, 2, ..."""
         return sorted(_pairs(self.servers), key=lambda pair: pair[1].rank_id)
 
-    def place(self, rank: int) -> tuple[Server, Device]:
+    def place(self, rank: int) -> tuple[Server, TableDevice]:
         """The server and device of ``rank``. Raises DataError when the table has no such rank."""
         if not 0 <= rank < self.world_size:
             raise DataError(f"rank {rank} is not in the rank table, which holds ranks 0 to {self.world_size - 1}")
@@ -144,7 +144,7 @@ def remarks(table: RankTable) -> list[str]:
     return found
 
 
-def _pairs(servers: Iterable[Server]) -> Iterator[tuple[Server, Device]]:
+def _pairs(servers: Iterable[Server]) -> Iterator[tuple[Server, TableDevice]]:
     return ((server, device) for server in servers for device in server.devices)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_table import Device, RankTable, Server, SuperPod, in_rank_order, is_loopback, validate
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, in_rank_order, is_loopback, validate
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
@@ -130,13 +130,13 @@ def _refuse_different_counts(tables: Sequence[tuple[Path, RankTable]]) -> None:
         raise DataError(f"servers hold different numbers of devices: {first} {usual}, but {'; '.join(odd)}; make those tables again")
 
 
-def _entry(known: Mapping[str, Any], record: RankTable | Server | SuperPod | Device) -> dict[str, Any]:
+def _entry(known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice) -> dict[str, Any]:
     """The known keys that have a value, then the others as they were read."""
     entry = {key: value for key, value in known.items() if value is not None}
     return entry | {key: value for key, value in record.extra.items() if key not in entry}
 
 
-def _device(device: Device) -> dict[str, Any]:
+def _device(device: TableDevice) -> dict[str, Any]:
     known = {"device_id": str(device.device_id), "device_ip": device.device_ip, "super_device_id": device.super_device_id}
     return _entry({**known, "rank_id": str(device.rank_id)}, device)
 

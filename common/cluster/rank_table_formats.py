@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.cluster.rank_table import Device, RankTable, Server, SuperPod, in_rank_order
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, in_rank_order
 from common.errors import DataError
 
 
@@ -54,7 +54,7 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
         for device, at in _items(server, "device", where):
             super_device_id = _number(device, "super_device_id", at) if "super_device_id" in device else None
             devices.append(
-                Device(
+                TableDevice(
                     rank_id=_number(device, "rank_id", at),
                     device_id=_number(device, "device_id", at),
                     device_ip=_text(device, "device_ip", at) if "device_ip" in device else None,
@@ -115,7 +115,7 @@ def _parse_0(data: dict[str, Any], place: str) -> RankTable:
             source, source_at = (device, at) if "rank_id" in device else (instance, where)
             own = "rank_id" in device or all(ranked)
             found.append(
-                Device(
+                TableDevice(
                     rank_id=_number(source, "rank_id", source_at) if own else rank,
                     device_id=_number(device, "device_id", at),
                     device_ip=_text(device, "device_ip", at) if "device_ip" in device else None,
@@ -163,7 +163,7 @@ def _parse_2(data: dict[str, Any], place: str) -> RankTable:
             for item, item_at in _items(level, "rank_addr_list", at)
             if item.get("addr_type") in ("IPV4", "IPV6")  # not EID, which is no IP address
         ]
-        device = Device(
+        device = TableDevice(
             rank_id=_number(entry, "rank_id", where),
             device_id=_number(entry, "device_id", where),
             device_ip=addresses[0] if addresses else None,

@@ -28,7 +28,7 @@ REPORT = "conversion.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class WeightFormat:
     is_here: Callable[[Path], bool]
     open: Callable[[Path], AbstractContextManager[Weights]]
     write: Callable[[Path, Weights, str | None], dict[str, int]]
@@ -43,19 +43,21 @@ def _refuse(folder: Path, weights: Weights, dtype: str | None, *, name: str) -> 
 
 
 FORMATS = {
-    "hf": Format(is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False),
-    "torch_gpt2": Format(is_here=project.is_here, open=project.open_project, write=project.write_project),
-    "mindformers": Format(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
-    "mindformers_r0.3": Format(
+    "hf": WeightFormat(
+        is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False
+    ),
+    "torch_gpt2": WeightFormat(is_here=project.is_here, open=project.open_project, write=project.write_project),
+    "mindformers": WeightFormat(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
+    "mindformers_r0.3": WeightFormat(
         is_here=partial(mindformers.is_here, format="mindformers_r0.3"),
         open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
         write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
     ),
-    "openai": Format(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai"), holds_run=False),
-    "fleetx": Format(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx"), holds_run=False),
+    "openai": WeightFormat(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai"), holds_run=False),
+    "fleetx": WeightFormat(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx"), holds_run=False),
 }
 FORMATS |= {
-    name: Format(
+    name: WeightFormat(
         is_here=partial(megatron.is_here, format=name),
         open=partial(megatron.open_megatron, format=name),
         write=partial(write_megatron, format=name),
@@ -87,7 +89,7 @@ def _require_source(path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ConversionResult:
     source_format: str
     parameters: int
     moments: int
@@ -112,7 +114,7 @@ def convert(
     model_parallel: int = 1,
     pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
-) -> Result:
+) -> ConversionResult:
     """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood. verify: read the
     target back and compare bit for bit, and by ``runners`` (of formats) the logits of both. model_parallel, pipeline_stage: ranks of a
     target that has a file for each.
@@ -151,7 +153,7 @@ def convert(
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         step = None if weights.run is None else weights.run["state"]["step"]
-        return Result(
+        return ConversionResult(
             source_format=source_format,
             parameters=len(weights.tensors),
             moments=len(weights.moments),
@@ -177,7 +179,7 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
     return lambda folder, weights, dtype: shards(folder, weights, dtype, tensor, stages)
 
 
-def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Result:
+def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
     """What MindFormers' convert_weight.py made of Hugging Face's ``pytorch_model.bin``: one ``.ckpt``, with names that its models have.
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
@@ -198,7 +200,7 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Resul
             raise StorageError(f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path") from error
         finally:
             temporary.unlink(missing_ok=True)
-        return Result(source_format="hf", parameters=len(weights.tensors), moments=0, step=None, ignored=weights.ignored)
+        return ConversionResult(source_format="hf", parameters=len(weights.tensors), moments=0, step=None, ignored=weights.ignored)
 
 
 def _folder(target: Path) -> AbstractContextManager[Path]:

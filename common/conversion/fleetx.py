@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config.schema import ModelConfig
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
-from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
+from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.weights.formats import open_tensors
 from common.yaml_files import read_yaml_mapping
@@ -29,9 +29,9 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     file = path if path.is_file() else _find(path)
     model = read_config(file)
     with open_tensors(file) as stored:
-        name_map = find_map(file, "fleetx", stored)
+        name_map = match_name_map(file, "fleetx", stored)
         ignored = padding_of(name_map, stored, model)
-        yield Weights(path=path, format="fleetx", model=model, tensors=by_our_names(file, name_map, stored, model), ignored=ignored)
+        yield Weights(path=path, format="fleetx", model=model, tensors=import_names(file, name_map, stored, model), ignored=ignored)
 
 
 def _find(folder: Path) -> Path:

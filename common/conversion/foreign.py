@@ -11,7 +11,7 @@ from common.conversion import hugging_face
 from common.conversion.convert import FORMATS, detect
 from common.conversion.mindformers import files_of
 from common.conversion.model_yaml import MODEL_YAML
-from common.conversion.weights import find_map
+from common.conversion.weights import match_name_map
 from common.errors import CheckpointError, UserError
 from common.paths import looked_in
 from common.training.checkpoint import NoCheckpointError
@@ -112,7 +112,7 @@ def _write_model_yaml(where: Path, format: str) -> str | None:
 def _sizes(file: Path, format: str) -> dict[str, Any]:
     """The section model as far as shapes tell it, with heads as wide as in OpenAI's models. Raises CheckpointError."""
     with open_tensors(file) as stored:
-        name_map = find_map(file, format, stored)
+        name_map = match_name_map(file, format, stored)
         layers = 0
         while any(row.theirs.format(layer=layers) in stored for row in name_map.layer):
             layers += 1

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from common.config.schema import ModelConfig
 from common.conversion.tokenizer_files import end_of_text
-from common.conversion.weights import Weights, by_our_names, check_tied, checked_model, find_map, in_their_names, padding_of
+from common.conversion.weights import Weights, check_tied, checked_model, export_names, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
-from common.weights.arrays import TensorFile, made_ahead
+from common.weights.arrays import TensorFile, prefetch_arrays
 from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
 from common.weights.safetensors_files import stream_shards
@@ -46,14 +46,14 @@ def open_hugging_face(path: Path) -> Iterator[Weights]:
         raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
     model = read_config(folder / CONFIG)
     with open_tensors(file) as stored:
-        yield _weights(path, stored, find_map(file, "hf", stored), model)
+        yield _weights(path, stored, match_name_map(file, "hf", stored), model)
 
 
 @contextmanager
 def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
     """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises CheckpointError."""
     with open_tensors(file) as stored:
-        name_map = find_map(file, "hf", stored)
+        name_map = match_name_map(file, "hf", stored)
         there = 1 + max((int(found[1]) for name in stored if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1)
         if there != layers:
             raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
@@ -78,7 +78,7 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
         ignored[name_map.head] = f"the head, which is {table}"
         check_tied(stored.path, name_map.head, tensors.pop(name_map.head), tensors[table])
     ignored |= padding_of(name_map, tensors, model)
-    return Weights(path=path, format="hf", model=model, tensors=by_our_names(stored.path, name_map, tensors, model), ignored=ignored)
+    return Weights(path=path, format="hf", model=model, tensors=import_names(stored.path, name_map, tensors, model), ignored=ignored)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -129,8 +129,8 @@ def write_config(path: Path, model: ModelConfig, dtype: str, end_of_text: int | 
 
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
-    entries = list(in_their_names(NAME_MAPS["hf"][0], weights.tensors, weights.model, dtype))
+    entries = list(export_names(NAME_MAPS["hf"][0], weights.tensors, weights.model, dtype))
     kinds = {name: kind for name, kind, _ in entries}
-    sums = stream_shards(folder, kinds, made_ahead(make for _, _, make in entries), limit=_SHARD_BYTES)
+    sums = stream_shards(folder, kinds, prefetch_arrays(make for _, _, make in entries), limit=_SHARD_BYTES)
     write_config(folder / CONFIG, weights.model, next(iter(kinds.values())).dtype, end_of_text(weights))
     return sums

@@ -30,18 +30,18 @@ from common.conversion.weights import (
     NO_SCALE,
     Weight,
     Weights,
-    by_our_names,
     check_tied,
     checked_model,
     checked_run,
-    find_map,
+    import_names,
+    match_name_map,
     padding_of,
     require_moments,
 )
 from common.errors import CheckpointError, ConfigError
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.arrays import StoredTensor, TensorFile
+from common.weights.arrays import FileTensor, TensorFile
 from common.weights.formats import open_tensors
 from common.weights.names import NAME_MAPS, Fusion, NameMap
 
@@ -82,7 +82,7 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
     """path: the root, one of its folders iter_... or release, or the file of a single rank. Raises CheckpointError and ConfigError."""
     with open_shards(path) as shards:
         names = [name.removeprefix("model.") for name in shards.first if name.startswith("model.")]
-        name_map = _in_version(shards, find_map(shards.folder, format, dict.fromkeys(names)))
+        name_map = _in_version(shards, match_name_map(shards.folder, format, dict.fromkeys(names)))
         saved = [[_read_optimizer(file) for file in stage] for stage in shards.files]
         stored = [[{n: t for n, t in rank.items() if not name_map.ignores(n)} for rank in stage] for stage in model_tensors(shards)]
         weights: RankTensors = stored
@@ -96,13 +96,13 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         table = name_map.outside[0].theirs
         model, run, told = _read_config(shards, tensors[table].shape[0] if table in tensors and tensors[table].shape else 0)
         ignored |= told | padding_of(name_map, tensors, model)
-        found = by_our_names(shards.folder, name_map, tensors, model, read=read_joined)
+        found = import_names(shards.folder, name_map, tensors, model, read=read_joined)
         moments: dict[str, Weight] = {}
         for part in saved[0][0].moments:
             there = _by_name(shards, stored, [[rank.moments.get(part, []) for rank in stage] for stage in saved])
             joined = join(shards.folder, there, name_map)
             joined.pop(name_map.head or "", None)
-            moments |= by_our_names(shards.folder, name_map, joined, model, suffix=f".{part}", read=read_joined)
+            moments |= import_names(shards.folder, name_map, joined, model, suffix=f".{part}", read=read_joined)
         step = shards.first.tree.get("iteration", shards.first.tree.get("total_iters", 0))
         if run is not None and step != run["state"]["step"]:
             raise CheckpointError(
@@ -184,8 +184,8 @@ def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any]
 class _Saved:
     """What a rank's file holds of its optimizer, in the order of the optimizer's parameters."""
 
-    moments: Mapping[str, Sequence[StoredTensor]]
-    copies: Sequence[StoredTensor] = ()
+    moments: Mapping[str, Sequence[FileTensor]]
+    copies: Sequence[FileTensor] = ()
     """Float32, of weights that are less precise."""
     steps: int | None = None
     scaler: Mapping[str, Any] | None = None
@@ -209,15 +209,15 @@ def _read_optimizer(file: TensorFile) -> _Saved:
         moments = {part: [state[number][part] for number in ids] for part in _PARTS if state and part in state[ids[0]]}
         steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)  # apex's place, and torch's
         whole = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
-        if not all(isinstance(tensor, StoredTensor) for tensor in whole):
+        if not all(isinstance(tensor, FileTensor) for tensor in whole):
             raise TypeError("no tensors")
-        steps = int(steps.read().reshape(-1)[0]) if isinstance(steps, StoredTensor) else steps
+        steps = int(steps.read().reshape(-1)[0]) if isinstance(steps, FileTensor) else steps
         return _Saved(moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler"))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         return _Saved(moments={}, why_not=f"state of the optimizer: of no form that is known ({error!r}): weights alone")
 
 
-def _by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequence[StoredTensor]]]) -> RankTensors:
+def _by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequence[FileTensor]]]) -> RankTensors:
     """What is in the optimizer's order by the names of its parameters, which are in the order of the modules in the file.
 
     Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of the modules:
@@ -231,8 +231,8 @@ def _by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Seque
     ]
 
 
-def _in_order(folder: Path, names: Mapping[str, StoredTensor], values: Sequence[StoredTensor]) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+def _in_order(folder: Path, names: Mapping[str, FileTensor], values: Sequence[FileTensor]) -> dict[str, FileTensor]:
+    found: dict[str, FileTensor] = {}
     for dims in (1, 2):
         named = {name: tensor for name, tensor in names.items() if len(tensor.shape) == dims}
         there = [tensor for tensor in values if len(tensor.shape) == dims]
@@ -254,7 +254,7 @@ def _counted(shards: Shards, saved: _Saved, step: int) -> dict[str, Any]:
     args, scale = shards.args, dict(NO_SCALE)
     if saved.scaler is not None:
         value = saved.scaler.get("scale", getattr(args, "loss_scale", None))
-        value = value.read().reshape(-1)[0] if isinstance(value, StoredTensor) else value
+        value = value.read().reshape(-1)[0] if isinstance(value, FileTensor) else value
         scale |= {"mode": "dynamic" if "scale" in saved.scaler else "static", "value": float(np.float32(value or 1.0))}
         hysteresis = getattr(args, "hysteresis", None) or 2
         scale |= {

@@ -23,9 +23,9 @@ from common.conversion.weights import MAX_LAYERS
 from common.errors import CheckpointError, ConfigError
 from common.parallel.sharding import split_dim
 from common.structured_files import read_bytes
-from common.weights.arrays import StoredTensor, TensorFile, TensorKind, same_bytes
+from common.weights.arrays import FileTensor, TensorFile, TensorKind, same_bytes
 from common.weights.formats import open_tensors
-from common.weights.names import NameMap, Row
+from common.weights.names import NameMap, NameRow
 from common.whole_numbers import whole_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,7 +40,7 @@ _OF_ALL = (
 """Of the args, what all ranks of a checkpoint have alike."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
-RankTensors = Sequence[Sequence[Mapping[str, StoredTensor]]]
+RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
 """[stage][tensor rank]: tensors by the names that the file has, without what stands before those of the model."""
 
 
@@ -188,7 +188,7 @@ def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
     return layers
 
 
-def _join(path: Path, name: str, parts: Sequence[StoredTensor], dim: int | None) -> Joined:
+def _join(path: Path, name: str, parts: Sequence[FileTensor], dim: int | None) -> Joined:
     first = parts[0]
     if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
         shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
@@ -205,11 +205,11 @@ def _join(path: Path, name: str, parts: Sequence[StoredTensor], dim: int | None)
 class Joined(TensorKind):
     """A tensor that the tensor ranks have in equal parts along ``dim``."""
 
-    parts: tuple[StoredTensor, ...]
+    parts: tuple[FileTensor, ...]
     dim: int = 0
 
 
-def read_joined(tensor: Joined, row: Row, part: int, heads: int) -> NDArray[Any]:
+def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
     """One of the parameters in it: each rank holds its own heads. A view of the file where one will do."""
     arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)

@@ -21,10 +21,10 @@ from common.conversion.model_yaml import write_model_yaml
 from common.conversion.weights import Weight, Weights, to_type
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
-from common.parallel.sharding import local_shape, own_piece
+from common.parallel.sharding import local_shape, slice_of
 from common.training.snapshot import STATE_NAMES, padded_rows
-from common.weights.arrays import made_ahead
-from common.weights.names import EMBEDDING, NAME_MAPS, Row, decays
+from common.weights.arrays import prefetch_arrays
+from common.weights.names import EMBEDDING, NAME_MAPS, NameRow, decays
 from common.weights.torch_pickle import TorchName
 from common.weights.torch_writer import TensorLeaf, stream_torch
 
@@ -44,7 +44,7 @@ class _Rank:
     def name(self) -> str:
         return f"mp_rank_{self.tensor_rank:02d}" + (f"_{self.stage:03d}" if self.stages > 1 else "")
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NameRow]:
         """Of its tensors in the order of Megatron's modules, layers numbered from 0."""
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
@@ -93,7 +93,7 @@ class _Leaves:
     rank: _Rank
     makers: dict[str, Callable[[], NDArray[Any]]] = field(default_factory=dict)
 
-    def add(self, row: Row, dtype: str | None, part: str = "") -> TensorLeaf:
+    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
         """part: of the optimizer's state. dtype: None is that of the source."""
         model, tensor = self.rank.weights.model, self.rank.tensor
         source = self.rank.weights.moments if part else self.rank.weights.tensors
@@ -113,7 +113,7 @@ def _padded_shape(name: str, shape: tuple[int, ...], model: ModelConfig, tensor:
 
 
 def _piece(name: str, weight: Weight, whole: tuple[int, ...], dtype: str, rank: _Rank) -> Callable[[], NDArray[Any]]:
-    piece = own_piece(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
+    piece = slice_of(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
     spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
     return lambda: padded_rows(to_type(weight.load()[spans], weight.dtype, dtype), piece.shape[0])
 
@@ -131,7 +131,7 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
     if weights.run is not None:
         tree["optimizer"] = _optimizer(leaves, rows, mixed=precision != "float32")
         tree |= _scheduler(weights.run)
-    stream_torch(path, tree, made_ahead(leaves.makers.values()))
+    stream_torch(path, tree, prefetch_arrays(leaves.makers.values()))
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _precision(weights: Weights, dtype: str | None) -> str:
     return str(compute if compute != "float32" else dtype or weights.tensors[EMBEDDING].dtype)
 
 
-def _optimizer(leaves: _Leaves, rows: list[Row], *, mixed: bool) -> dict[str, Any]:
+def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
     """Parameters are numbered group by group, those with decay first: ``megatron._by_name`` says where that is from."""
     weights = leaves.rank.weights
     run = weights.run

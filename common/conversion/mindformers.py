@@ -15,16 +15,16 @@ from common.conversion.weights import (
     NO_SCALE,
     Weight,
     Weights,
-    by_our_names,
-    find_map,
-    in_their_names,
+    export_names,
+    import_names,
+    match_name_map,
     padding_of,
     require_moments,
 )
 from common.errors import CheckpointError
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind, made_ahead
+from common.weights.arrays import TensorKind, prefetch_arrays
 from common.weights.formats import open_tensors
 from common.weights.mindspore_files import stream_mindspore
 from common.weights.names import EMBEDDING, NAME_MAPS
@@ -64,17 +64,17 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
     file = files[0]
     model, run = read_model_yaml(file.parent / MODEL_YAML)
     with open_tensors(file) as stored:
-        name_map = find_map(file, format, stored)
+        name_map = match_name_map(file, format, stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
         counters = {name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes}
         rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
         groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in _MOMENTS.items()}
         ignored |= padding_of(name_map, rest, model)
-        weights = by_our_names(file, name_map, rest, model)
+        weights = import_names(file, name_map, rest, model)
         moments: dict[str, Weight] = {}
         for part, tensors in groups.items():
             if tensors:
-                moments |= by_our_names(file, name_map, tensors, model, prefix=_MOMENTS[part], suffix=f".{part}")
+                moments |= import_names(file, name_map, tensors, model, prefix=_MOMENTS[part], suffix=f".{part}")
         if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
             raise CheckpointError(
                 f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says {run['engine']['optimizer_steps']} updates:"
@@ -112,14 +112,14 @@ def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format:
 
 def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> int:
     name_map = NAME_MAPS[format][0]
-    entries = [*in_their_names(name_map, weights.tensors, weights.model, dtype)]
+    entries = [*export_names(name_map, weights.tensors, weights.model, dtype)]
     for part, prefix in _MOMENTS.items():
         if f"{EMBEDDING}.{part}" in weights.moments:
-            entries += in_their_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
+            entries += export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
     if weights.run is not None:
         engine = weights.run["engine"]
         counters = {"global_step": np.array([engine["optimizer_steps"]], np.int32), "step_num": np.array(weights.run["state"]["step"])}
         if "value" in engine["loss_scale"]:
             counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
         entries += [(name, TensorKind(dtype=str(array.dtype), shape=array.shape), partial(array.copy)) for name, array in counters.items()]
-    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, made_ahead(make for _, _, make in entries))
+    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, prefetch_arrays(make for _, _, make in entries))

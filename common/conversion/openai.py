@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, by_our_names, checked_model, find_map, padding_of
+from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
-from common.weights.arrays import StoredTensor
+from common.weights.arrays import FileTensor
 from common.weights.formats import open_tensors
 
 CONFIG = "hparams.json"
@@ -32,11 +32,11 @@ def open_openai(path: Path) -> Iterator[Weights]:
     file = path if path.is_file() else _find(path)
     model = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
-        name_map = find_map(file, "openai", stored)
+        name_map = match_name_map(file, "openai", stored)
         ignored = {name: "state of the training" for name in [*stored, *stored.plain] if _STATE.fullmatch(name)}
         tensors = {name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored}
         ignored |= padding_of(name_map, tensors, model)
-        yield Weights(path=path, format="openai", model=model, tensors=by_our_names(file, name_map, tensors, model), ignored=ignored)
+        yield Weights(path=path, format="openai", model=model, tensors=import_names(file, name_map, tensors, model), ignored=ignored)
 
 
 def _find(folder: Path) -> Path:
@@ -51,7 +51,7 @@ def _find(folder: Path) -> Path:
     return found[0]
 
 
-def _without_width(tensor: StoredTensor) -> StoredTensor:
+def _without_width(tensor: FileTensor) -> FileTensor:
     """A convolution of width 1 as the matrix that it is."""
     return replace(tensor, shape=tensor.shape[1:]) if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments
 from common.errors import ConfigError
-from common.parallel.sharding import own_piece
+from common.parallel.sharding import slice_of
 from common.training.checkpoint import find_checkpoint, require_checkpoint
 from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind, made_ahead
+from common.weights.arrays import TensorKind, prefetch_arrays
 from common.weights.files import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
-from common.weights.pieces import StoredTensors, open_stored
+from common.weights.pieces import ShardedReader, open_stored
 
 
 def is_here(path: Path) -> bool:
@@ -59,8 +59,8 @@ def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()} or None
 
 
-def _weight(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Weight:
-    return Weight(dtype="float32", shape=shape, load=lambda: stored.read(name, own_piece(parameter_of(name), shape)))
+def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
+    return Weight(dtype="float32", shape=shape, load=lambda: stored.read(name, slice_of(parameter_of(name), shape)))
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
@@ -85,4 +85,4 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
     kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors.items()}
-    return stream_safetensors(path, kinds, made_ahead(partial(weight.load_as, "float32") for weight in tensors.values()))
+    return stream_safetensors(path, kinds, prefetch_arrays(partial(weight.load_as, "float32") for weight in tensors.values()))

@@ -17,9 +17,9 @@ from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import StoredTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
+from common.weights.arrays import FileTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
 from common.weights.files import check_tensors
-from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, Row, parameter_shapes
+from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, NameRow, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -208,7 +208,7 @@ def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str,
     return {name: moments[name] for name in expected}
 
 
-def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
+def match_name_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
     """Of the forms of a format the one whose names these are. Raises CheckpointError if none has any of them."""
     best = max(NAME_MAPS[format], key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
     if not any(row.theirs in names for row in best.rows(1)):
@@ -217,18 +217,18 @@ def find_map(path: Path, format: str, names: Mapping[str, Any]) -> NameMap:
     return best
 
 
-def check_tied(path: Path, name: str, head: StoredTensor, table: StoredTensor) -> None:
+def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> None:
     """Bit for bit: a NaN equals no number. Raises CheckpointError."""
     if not same_bytes(head, table):
         raise CheckpointError(f"{path}: {name} differs from the embedding; our head is the embedding, so this model has no place here")
 
 
-def read_whole(tensor: Any, row: Row, part: int, heads: int) -> NDArray[Any]:
-    """Of a ``StoredTensor``, which is one of ours or holds several."""
+def read_whole(tensor: Any, row: NameRow, part: int, heads: int) -> NDArray[Any]:
+    """Of a ``FileTensor``, which is one of ours or holds several."""
     return row.part(tensor.read(), heads, part)
 
 
-def by_our_names(
+def import_names(
     path: Path,
     name_map: NameMap,
     stored: Mapping[str, TensorKind],
@@ -236,7 +236,7 @@ def by_our_names(
     *,
     prefix: str = "",
     suffix: str = "",
-    read: Callable[[Any, Row, int, int], NDArray[Any]] = read_whole,
+    read: Callable[[Any, NameRow, int, int], NDArray[Any]] = read_whole,
 ) -> dict[str, Weight]:
     """The parameters under their names, each with ``prefix`` before it there and ``suffix`` after it here.
 
@@ -269,23 +269,23 @@ def by_our_names(
 
 
 def padding_of(name_map: NameMap, stored: Mapping[str, TensorKind], model: ModelConfig) -> dict[str, str]:
-    """What ``by_our_names`` leaves out of the embedding, and why."""
+    """What ``import_names`` leaves out of the embedding, and why."""
     table = next(row.theirs for row in name_map.outside if row.ours == (EMBEDDING,))
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
     return {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
 
 
 def _loader(
-    read: Callable[[Any, Row, int, int], NDArray[Any]], tensor: TensorKind, row: Row, part: int, heads: int, shape: tuple[int, ...]
+    read: Callable[[Any, NameRow, int, int], NDArray[Any]], tensor: TensorKind, row: NameRow, part: int, heads: int, shape: tuple[int, ...]
 ) -> Callable[[], NDArray[Any]]:
     return lambda: read(tensor, row, part, heads)[: shape[0]]
 
 
-def in_their_names(
+def export_names(
     name_map: NameMap, tensors: Mapping[str, Weight], model: ModelConfig, dtype: str | None, *, prefix: str = "", suffix: str = ""
 ) -> Iterator[tuple[str, TensorKind, Callable[[], NDArray[Any]]]]:
     """Name, kind and how to make it, of each tensor of another format, from ``tensors`` by our names. dtype: of all; as they are when left
-    out. prefix and suffix: as in ``by_our_names``."""
+    out. prefix and suffix: as in ``import_names``."""
     for row in name_map.rows(model.num_layers):
         parts = [tensors[name + suffix] for name in row.ours]
         wanted = dtype or parts[0].dtype
@@ -293,7 +293,7 @@ def in_their_names(
         yield prefix + row.theirs, kind, _packer(row, parts, wanted, model.num_heads)
 
 
-def _packer(row: Row, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:
+def _packer(row: NameRow, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:
     return lambda: row.pack([part.load_as(dtype) for part in parts], heads)
 
 

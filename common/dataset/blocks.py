@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.dataset.corpus import Corpus, Format
+from common.dataset.corpus import Corpus, CorpusFormat
 from common.dataset.json_array import JsonArrayReader
 from common.dataset.limits import DOCUMENT_BYTES, check_words
 from common.errors import DataError
@@ -48,7 +48,7 @@ class Block:
     """
 
     path: Path
-    format: Format
+    format: CorpusFormat
     rule: DocumentRule
     data: bytes | list[tuple[str, ...]]
     first_line: int
@@ -70,10 +70,10 @@ def read_blocks(
     """
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
-        if corpus.format is Format.ARRAY:
+        if corpus.format is CorpusFormat.ARRAY:
             pieces = _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
         else:
-            last_border = _LAST_BORDER[rule] if corpus.format is Format.TEXT else _after_line
+            last_border = _LAST_BORDER[rule] if corpus.format is CorpusFormat.TEXT else _after_line
             pieces = _byte_blocks(file, last_border, block_bytes, document_bytes)
         line, offset, read = 1, 0, 0
         try:
@@ -93,7 +93,7 @@ def read_blocks(
                     line += data.count(b"\n")
                     offset += len(data)
         except _LargeDocument:
-            remedy = ", say with --documents what separates its documents" if corpus.format is Format.TEXT else ""
+            remedy = ", say with --documents what separates its documents" if corpus.format is CorpusFormat.TEXT else ""
             raise DataError(
                 f"{corpus.path}: the document that begins in line {line} has more than {document_bytes / 2**20:g} MiB, and is held in"
                 f" memory whole; divide it{remedy}, or allow more: --max-document-mib N"

@@ -23,16 +23,16 @@ _JSON_NAMES = (".json", ".jsonl", ".ndjson")
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-class Format(enum.Enum):
+class CorpusFormat(enum.Enum):
     TEXT = "text"
     JSONL = "jsonl"
     ARRAY = "array"
 
 
 _WORDS = {
-    Format.TEXT: "plain text",
-    Format.JSONL: "JSON Lines (one object per line)",
-    Format.ARRAY: "a JSON array",
+    CorpusFormat.TEXT: "plain text",
+    CorpusFormat.JSONL: "JSON Lines (one object per line)",
+    CorpusFormat.ARRAY: "a JSON array",
 }
 
 
@@ -41,7 +41,7 @@ class Corpus:
     """One input file. size: bytes on disk (compressed, when it is gzipped)."""
 
     path: Path
-    format: Format
+    format: CorpusFormat
     size: int
     gzipped: bool
 
@@ -55,7 +55,7 @@ class Corpus:
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw, raw
 
 
-def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
+def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
     """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the judgement.
 
     Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list of texts.
@@ -78,29 +78,29 @@ def open_corpus(path: Path, forced: Format | None = None) -> Corpus:
     name = path.with_suffix("") if path.suffix == ".gz" else path
     chosen = forced or _judge(path, head.decode("utf-8", "ignore"), complete, name.suffix.lower() in _JSON_NAMES)
     why = "as asked" if forced else "by content"
-    if not forced and (chosen is Format.TEXT) == (name.suffix.lower() in _JSON_NAMES):
+    if not forced and (chosen is CorpusFormat.TEXT) == (name.suffix.lower() in _JSON_NAMES):
         _log.warning("%s: read as %s (by content), although its name says %r", path, _WORDS[chosen], name.suffix)
     else:
         _log.info("%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else "")
     return Corpus(path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped)
 
 
-def _judge(path: Path, head: str, complete: bool, named_json: bool) -> Format:
+def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:
     """A file is JSON when its first item parses as JSON; a name that says JSON makes a broken first item an error, not text."""
     text = head.lstrip("\ufeff \t\r\n")
     if text.startswith("["):
-        return Format.ARRAY if named_json or _is_array(text, complete) else Format.TEXT
+        return CorpusFormat.ARRAY if named_json or _is_array(text, complete) else CorpusFormat.TEXT
     if text.startswith("{"):
         first_line, _, rest = text.partition("\n")
         if _parses(first_line) or (not rest and not complete):
-            return Format.JSONL
+            return CorpusFormat.JSONL
         if complete and _parses(text):
             raise DataError(
                 f"{path}: is one JSON object over several lines, expected an array of texts or one object per line; "
                 'write ["text", ...] or {"text": "..."} on a line of its own for each document'
             )
-        return Format.JSONL if named_json else Format.TEXT
-    return Format.TEXT
+        return CorpusFormat.JSONL if named_json else CorpusFormat.TEXT
+    return CorpusFormat.TEXT
 
 
 def _is_array(text: str, complete: bool) -> bool:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
-from common.dataset.corpus import Format
+from common.dataset.corpus import CorpusFormat
 from common.dataset.limits import check_words
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
@@ -31,7 +31,7 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     text = _decode(block, block.data)
     if block.offset == 0:
         text = text.removeprefix("\ufeff")
-    if block.format is Format.TEXT:
+    if block.format is CorpusFormat.TEXT:
         found = _from_text(text, block.data, block.rule)
         for document in found.texts:
             check_words(document, lambda word: _place(block, word))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
-from common.dataset.corpus import Corpus, Format, open_corpus
+from common.dataset.corpus import Corpus, CorpusFormat, open_corpus
 from common.dataset.encode import EncodingRules
 from common.dataset.indexed import token_dtype, with_extension
 from common.dataset.indexed_writer import IndexedWriter
@@ -39,7 +39,7 @@ class PreprocessOptions:
     output_prefix: Path
     tokenizer: TokenizerChoice
     json_keys: tuple[str, ...] = ("text",)
-    input_format: Format | None = None
+    input_format: CorpusFormat | None = None
     documents: DocumentRule = DocumentRule.BLANK_LINE
     append_eod: bool = True
     split_sentences: bool = False
@@ -142,7 +142,7 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
     """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an output."""
     if len(set(asked)) != len(asked) or not all(asked):
         raise DataError(f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty")
-    texts = [corpus.path for corpus in corpora if corpus.format is Format.TEXT]
+    texts = [corpus.path for corpus in corpora if corpus.format is CorpusFormat.TEXT]
     if not texts or asked == ("text",):
         return asked
     if len(texts) == len(corpora):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cluster.places import Place
+from common.cluster.places import RankPlacement
 from common.cluster.rank_environment import FOREIGN
 from common.doctor.report import Check, error, ok
 from common.doctor.subprocesses import kill_session
@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankState:
+class TrialRank:
     """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended: when, in seconds after the start.
 
     state: the kernel's letter for its process (T is stopped). result: what the rank said with its last stage.
@@ -52,10 +52,10 @@ class RankState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class AllReduceTrial:
     """What is tried, for the messages: gloo, nccl, hccl or mccl over ranks at ``places``, which meet at ``address``."""
 
-    places: Sequence[Place]
+    places: Sequence[RankPlacement]
     backend: str
     communication: str
     address: str
@@ -66,7 +66,7 @@ class Trial:
         return f"rank {rank} (device {place.device_id} of {place.host})"
 
 
-class LocalRanks:
+class TrialRanks:
     """The processes of this host. As a context, it leaves none behind.
 
     environments: rank -> its variables; rank -1 is MindSpore's scheduler. Logs go to ``folder``/rank_N.log.
@@ -80,7 +80,7 @@ class LocalRanks:
         self._ended: dict[int, float] = {}
         self._start = time.monotonic()
 
-    def __enter__(self) -> LocalRanks:
+    def __enter__(self) -> TrialRanks:
         base = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         # A rank with these two dies with this process, and shows its stacks when asked; nobody need read the pipe.
         self._pipe, written = os.pipe()
@@ -124,12 +124,12 @@ class LocalRanks:
     def pids(self) -> dict[int, int]:
         return {rank: child.pid for rank, child in self._children.items()}
 
-    def states(self) -> list[RankState]:
+    def states(self) -> list[TrialRank]:
         """Of each rank as it is now; the scheduler only where it failed."""
         found = [self._state(rank, child) for rank, child in self._children.items()]
         return [state for state in found if state.rank >= 0 or state.code]
 
-    def _state(self, rank: int, child: subprocess.Popen[bytes]) -> RankState:
+    def _state(self, rank: int, child: subprocess.Popen[bytes]) -> TrialRank:
         code = child.poll()
         if code is not None:
             self._ended.setdefault(rank, time.monotonic() - self._start)
@@ -140,7 +140,7 @@ class LocalRanks:
                 with suppress(MalformedError, KeyError, TypeError):  # a line that is only half there yet
                     told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
                     stage, result = str(told["stage"]), told
-        return RankState(
+        return TrialRank(
             rank=rank,
             stage=stage,
             state=_process_state(child.pid) if code is None else "",
@@ -156,7 +156,11 @@ class LocalRanks:
 
 
 def watch(
-    local: LocalRanks, trial: Trial, *, remote: Callable[[], Sequence[RankState]] = tuple, lost: Callable[[], Sequence[str]] = tuple
+    local: TrialRanks,
+    trial: AllReduceTrial,
+    *,
+    remote: Callable[[], Sequence[TrialRank]] = tuple,
+    lost: Callable[[], Sequence[str]] = tuple,
 ) -> Check:
     """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over; then judge.
 
@@ -179,10 +183,10 @@ def watch(
     return judge(seen, trial, lost())
 
 
-def judge(seen: Sequence[RankState], trial: Trial, lost: Sequence[str] = ()) -> Check:
+def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] = ()) -> Check:
     """One check that says how fast the ranks were, or names those that failed and what they had done until then."""
     known = {state.rank: state for state in seen}
-    states = [known.get(place.rank, RankState(rank=place.rank)) for place in trial.places]
+    states = [known.get(place.rank, TrialRank(rank=place.rank)) for place in trial.places]
     name = "all-reduce"
     ranks = f"{len(states)} ranks" if len(states) > 1 else "1 rank"
     if all(state.stage == "reduced" for state in states):
@@ -206,7 +210,7 @@ def judge(seen: Sequence[RankState], trial: Trial, lost: Sequence[str] = ()) -> 
     return error(name, f"{whom} within {trial.limit:g} s: {what}{where}{_logs(culprits)}", remedy)
 
 
-def _blame_of_failure(failed: Sequence[RankState], trial: Trial) -> tuple[str, str]:
+def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tuple[str, str]:
     """The first that failed, with the end of its log. Peers of a killed rank fail by its closed connections: the signal is the cause."""
     first = min(state.ended for state in failed)
     state = min(failed, key=lambda one: (not (one.code and one.code < 0 and one.ended < first + GRACE_SECONDS), one.ended, one.rank))
@@ -223,7 +227,7 @@ def _blame_of_failure(failed: Sequence[RankState], trial: Trial) -> tuple[str, s
     return f"{named} {how} {after}{more}{_logs([state])}", remedy
 
 
-def _hindrance(stage: str, trial: Trial) -> tuple[str, str]:
+def _hindrance(stage: str, trial: AllReduceTrial) -> tuple[str, str]:
     """What a rank was busy with after ``stage``, and what helps."""
     if stage == "":
         return "its program never began", "is its host overloaded, or its file system hanging? more time: --time_limit"
@@ -242,7 +246,7 @@ def _hindrance(stage: str, trial: Trial) -> tuple[str, str]:
     return "hung in the all-reduce itself", link
 
 
-def _speed(states: Sequence[RankState]) -> str:
+def _speed(states: Sequence[TrialRank]) -> str:
     """By the slowest rank. Each sends and receives 2 (n - 1) / n of the bytes in a ring all-reduce, whatever the algorithm here."""
     results = [state.result or {} for state in states]
     first, seconds, ready = (max(float(result.get(key, 0)) for result in results) for key in ("first", "seconds", "ready"))
@@ -252,12 +256,12 @@ def _speed(states: Sequence[RankState]) -> str:
     return f"{size / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms{rate}, the first in {first * 1e3:.0f} ms, group ready after {ready:.1f} s"
 
 
-def _listed(states: Sequence[RankState], trial: Trial) -> str:
+def _listed(states: Sequence[TrialRank], trial: AllReduceTrial) -> str:
     shown = [trial.name(state.rank) for state in states[:8]]
     return ", ".join(shown) + (f" and {len(states) - 8} more" if len(states) > 8 else "")
 
 
-def _logs(states: Sequence[RankState]) -> str:
+def _logs(states: Sequence[TrialRank]) -> str:
     """The end of the first one's log, and where the whole is."""
     state = states[0]
     if not state.log_path:

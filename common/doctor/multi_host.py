@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from common.cluster.places import Places
-from common.doctor.allreduce import LocalRanks, Trial, watch
+from common.cluster.places import Placement
+from common.doctor.allreduce import AllReduceTrial, TrialRanks, watch
 from common.doctor.peer_channel import FirstHost, OtherHost
 from common.doctor.report import Check, error, exit_code
 from common.errors import RunError
@@ -19,7 +19,7 @@ _TELL_SECONDS = 0.3
 
 
 def all_reduce(
-    ranks: LocalRanks, trial: Trial, places: Places, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks, trial: AllReduceTrial, places: Placement, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> list[Check]:
     """Start ``ranks`` and judge; each wait ends after ``trial.limit`` seconds, and a few more on other hosts than host 0.
 
@@ -37,7 +37,7 @@ def all_reduce(
 
 
 def _lead(
-    ranks: LocalRanks, trial: Trial, places: Places, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks, trial: AllReduceTrial, places: Placement, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> list[Check]:
     with FirstHost(*address, places, job, facts) as first:
         _say(f"waiting for the doctors of {len(places.hosts) - 1} more hosts at {address[0]}:{address[1]}, at most {trial.limit:g} s")
@@ -54,7 +54,7 @@ def _lead(
 
 
 def _follow(
-    ranks: LocalRanks, trial: Trial, own: int, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks, trial: AllReduceTrial, own: int, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> list[Check]:
     with OtherHost(*address, own, job, facts, trial.limit) as other:
         verdict = other.wait_for_begin(trial.limit + SPARE_SECONDS)
@@ -71,7 +71,7 @@ def _follow(
     return [error("all-reduce", found, "its own report may say more")]
 
 
-def _announce(ranks: LocalRanks, trial: Trial) -> None:
+def _announce(ranks: TrialRanks, trial: AllReduceTrial) -> None:
     """Processes by rank: what to look at, or end, while it runs."""
     names = {rank: f"rank {rank}" if rank >= 0 else "the scheduler" for rank in ranks.pids()}
     shown = ", ".join(f"{names[rank]} is process {pid}" for rank, pid in ranks.pids().items())

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from common.cluster.places import Places
-from common.doctor.allreduce import RankState
+from common.cluster.places import Placement
+from common.doctor.allreduce import TrialRank
 from common.doctor.report import Check, State, error, ok, warning
 from common.errors import RunError
 from common.structured_files import MalformedError, parse_json
@@ -30,7 +30,7 @@ _PINGS = 5
 _LINE_BYTES = 2**20
 
 
-class Line:
+class PeerChannel:
     """One connection: JSON objects in both directions."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -77,14 +77,14 @@ class Line:
 class FirstHost:
     """Host 0's side. job: what must be equal on all hosts; facts: what should be. A context."""
 
-    def __init__(self, address: str, port: int, places: Places, job: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def __init__(self, address: str, port: int, places: Placement, job: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Raises RunError when the port is taken."""
         self._names = list(places.hosts)
         self._ranks = [[place.rank for place in places.of_host(host)] for host in places.hosts]
         self._job, self._facts = dict(job), dict(facts)
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, PeerChannel] = {}
         self._heard: dict[int, float] = {}
-        self._states: dict[int, list[RankState]] = {}
+        self._states: dict[int, list[TrialRank]] = {}
         self._gone: set[int] = set()
         try:
             family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -117,7 +117,7 @@ class FirstHost:
             self._server.settimeout(left)
             with suppress(OSError):
                 connection, (peer, *_) = self._server.accept()
-                greeted = self._welcome(Line(connection), str(peer), differences)
+                greeted = self._welcome(PeerChannel(connection), str(peer), differences)
                 checks += greeted
                 if any(check.state is State.ERROR for check in greeted):
                     return checks
@@ -134,7 +134,7 @@ class FirstHost:
                 line.send({"begin": True})
             threading.Thread(target=self._listen, args=(host, line), daemon=True).start()
 
-    def states(self) -> list[RankState]:
+    def states(self) -> list[TrialRank]:
         """Of the ranks of the other hosts, as they last told."""
         return [state for states in list(self._states.values()) for state in states]
 
@@ -153,7 +153,7 @@ class FirstHost:
             with suppress(OSError):
                 line.send({"checks": [asdict(check) for check in checks]})
 
-    def _welcome(self, line: Line, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
+    def _welcome(self, line: PeerChannel, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
         """What is wrong with a host that calls; nothing where something else knocked. Adds how far its clock is away."""
         try:
             hello = line.receive(_HELLO_SECONDS)
@@ -191,7 +191,7 @@ class FirstHost:
         return checks
 
     @staticmethod
-    def _exchange_times(line: Line) -> tuple[float, float]:
+    def _exchange_times(line: PeerChannel) -> tuple[float, float]:
         """Seconds there and back, and how far the other's clock is ahead, known to within half of these: of several the shortest counts."""
         before, start = time.time(), time.monotonic()
         line.send({"ping": True})
@@ -199,7 +199,7 @@ class FirstHost:
         way = time.monotonic() - start
         return way, theirs - (before + way / 2)
 
-    def _listen(self, host: int, line: Line) -> None:
+    def _listen(self, host: int, line: PeerChannel) -> None:
         with suppress(OSError, KeyError, TypeError, ValueError):
             while True:
                 told = line.receive(None)["ranks"]
@@ -217,9 +217,9 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {theirs.get(key)} (here {ours.get(key)})" for key in keys)
 
 
-def _as_state(told: Mapping[str, Any]) -> RankState:
+def _as_state(told: Mapping[str, Any]) -> TrialRank:
     """Return what another host tells of a rank. Raises TypeError or ValueError where it is of another shape."""
-    state = RankState(**{**told, "log": tuple(told["log"])})
+    state = TrialRank(**{**told, "log": tuple(told["log"])})
     numbers = (state.rank, state.ended, 0 if state.code is None else state.code)
     texts = (state.stage, state.state, state.log_path, *state.log)
     if not all(isinstance(value, int | float) for value in numbers) or not all(isinstance(value, str) for value in texts):
@@ -239,7 +239,7 @@ class OtherHost:
         deadline = time.monotonic() + limit
         while True:
             try:
-                self._line = Line(socket.create_connection((address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))))
+                self._line = PeerChannel(socket.create_connection((address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))))
                 break
             except OSError as reason:
                 if time.monotonic() >= deadline:
@@ -271,7 +271,7 @@ class OtherHost:
         except OSError as reason:
             raise RunError(f"the doctor of host 0 fell silent while it waited for the others: {reason}") from None
 
-    def tell(self, states: Sequence[RankState]) -> list[Check] | None:
+    def tell(self, states: Sequence[TrialRank]) -> list[Check] | None:
         """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError when it is gone."""
         with suppress(OSError):  # the listener hears the end too
             self._line.send({"ranks": [asdict(state) for state in states]})

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config.schema import EvaluationConfig
 from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
-from common.dataset.corpus import Format, open_corpus
+from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
 
@@ -48,4 +48,4 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not Format.TEXT, sha256=sha256)
+    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256)

@@ -8,8 +8,8 @@ from typing import Any
 from common.config.schema import RunConfig
 from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile
-from common.evaluation.report import Result, table
-from common.evaluation.rows import Row, RowScores
+from common.evaluation.report import EvaluationResult, table
+from common.evaluation.rows import RowScores, ScoredRow
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
@@ -25,7 +25,7 @@ class LambadaTask:
 
     file: EvaluationFile
     tokenizer_record: dict[str, Any]
-    rows: list[Row]
+    rows: list[ScoredRow]
     cut: int
     """Passages longer than the window, whose beginning is left out."""
     config: RunConfig
@@ -51,11 +51,11 @@ class LambadaTask:
                     f"{file.path}: the last word of passage {number} has {scored} tokens, expected 1 to model.seq_length={window};"
                     " remove the passage"
                 )
-            rows.append(Row(tokens=tokens[-(window + 1) :], scored=scored))
+            rows.append(ScoredRow(tokens=tokens[-(window + 1) :], scored=scored))
             cut += len(tokens) > window + 1
         return cls(file=file, tokenizer_record=describe_tokenizer(tokenizer), rows=rows, cut=cut, config=config)
 
-    def result(self, scores: RowScores) -> Result:
+    def result(self, scores: RowScores) -> EvaluationResult:
         right = int(sum(hits == row.scored for hits, row in zip(scores.hits, self.rows, strict=True)))
         passages, loss = len(self.rows), float(scores.nats.mean())
         record = {
@@ -77,4 +77,4 @@ class LambadaTask:
             f" validation results on LAMBADA | number correct: {right:.4E} | total examples: {passages:.4E}"
             f" | avg accuracy: {right / passages:.4E}",
         ]
-        return Result(file_name="evaluation_lambada.json", record=record, lines=lines)
+        return EvaluationResult(file_name="evaluation_lambada.json", record=record, lines=lines)

@@ -14,7 +14,7 @@ from common.log import LOG
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class EvaluationResult:
     """One task's figures with the protocol they were measured by.
 
     file_name: where they are kept, a file a task. record: as they are kept. lines: as they are printed.
@@ -25,7 +25,7 @@ class Result:
     lines: list[str]
 
 
-def report(config: RunConfig, checkpoint: Path, result: Result) -> None:
+def report(config: RunConfig, checkpoint: Path, result: EvaluationResult) -> None:
     """Write the result into the run folder, and print it."""
     target = Path(config.output_dir) / result.file_name
     # JSON has no word for infinity, which is the perplexity of an untrained model on long words.

@@ -14,7 +14,7 @@ from common.tokenizer.base import Ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Row:
+class ScoredRow:
     """tokens: int32 (n + 1,), n inputs and behind each its target. scored: how many of the targets count, the last ones."""
 
     tokens: Ids
@@ -55,7 +55,7 @@ class RowScores:
     hits: NDArray[np.int64]
 
 
-def sliding_windows(tokens: Ids, window: int, stride: int) -> list[Row]:
+def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
     """Score every token of ``tokens`` but the first, once, in windows of ``window`` inputs that start ``stride`` apart.
 
     Each has ``window - stride + 1`` or more tokens before it, where there are so many. The windows are those of Megatron's
@@ -67,14 +67,14 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[Row]:
     rows, done = [], 0
     for start in range(0, last, stride):
         end = min(start + window, last)
-        rows.append(Row(tokens=tokens[start : end + 1], scored=end - done))
+        rows.append(ScoredRow(tokens=tokens[start : end + 1], scored=end - done))
         done = end
         if end == last:
             break
     return rows
 
 
-def score_rows(rows: Sequence[Row], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
+def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
     """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
     size = min(batch_size, len(rows))
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -92,7 +92,7 @@ def score_rows(rows: Sequence[Row], scorer: Scorer, batch_size: int, unit: str =
     return RowScores(nats=nats, hits=hits)
 
 
-def _pack(rows: Sequence[Row], size: int, length: int, width: int) -> RowBatch:
+def _pack(rows: Sequence[ScoredRow], size: int, length: int, width: int) -> RowBatch:
     """``rows`` and empty ones up to ``size``, their targets up to ``width``; padding is 0, which no earlier position sees."""
     ids = np.zeros((size, length), np.int32)
     places, targets = np.zeros(width, np.int32), np.zeros(width, np.int32)

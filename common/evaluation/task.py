@@ -10,7 +10,7 @@ from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
 from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
-from common.evaluation.report import Result
+from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
 from common.launcher.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
@@ -73,7 +73,7 @@ class ValidationTask:
             beat(number, "evaluating")
             yield tokens
 
-    def result(self, total_loss: float, tokens: int) -> Result:
+    def result(self, total_loss: float, tokens: int) -> EvaluationResult:
         """total_loss: in nats, over ``tokens``."""
         loss, config = total_loss / tokens, self.config
         record = {
@@ -85,4 +85,4 @@ class ValidationTask:
             "validation_perplexity": perplexity(loss),
         }
         line = f"validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens} tokens in windows of {config.model.seq_length}"
-        return Result(file_name="evaluation.json", record=record, lines=[line])
+        return EvaluationResult(file_name="evaluation.json", record=record, lines=[line])

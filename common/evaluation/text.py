@@ -13,8 +13,8 @@ from common.config.schema import RunConfig
 from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile
 from common.evaluation.detokenize import DETOKENIZERS
-from common.evaluation.report import Result, table
-from common.evaluation.rows import Row, RowScores, sliding_windows
+from common.evaluation.report import EvaluationResult, table
+from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
@@ -32,7 +32,7 @@ class TextTask:
 
     file: EvaluationFile
     tokenizer_record: dict[str, Any]
-    rows: list[Row]
+    rows: list[ScoredRow]
     tokens: int
     """Of the texts, scored or not."""
     whole: bool
@@ -77,7 +77,7 @@ class TextTask:
             config=config,
         )
 
-    def result(self, scores: RowScores) -> Result:
+    def result(self, scores: RowScores) -> EvaluationResult:
         """Figures a word are of the whole file alone: None when ``max_samples`` cut it."""
         nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
         loss, window = nats / scored, self.config.model.seq_length
@@ -125,4 +125,4 @@ class TextTask:
                 f" validation results on {self.file.path.name} | avg loss: {loss:.4E} | ppl: {perplexity(loss):.4E}"
                 f" | adjusted ppl: {perplexity(loss * token_ratio):.4E} | token ratio: {token_ratio} |"
             )
-        return Result(file_name="evaluation_text.json", record=record, lines=lines)
+        return EvaluationResult(file_name="evaluation_text.json", record=record, lines=lines)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from common.cluster.places import Places
-from common.cluster.rank_environment import SCHEDULER, Meeting, rank_variables, scheduler_variables
+from common.cluster.places import Placement
+from common.cluster.rank_environment import SCHEDULER, Rendezvous, rank_variables, scheduler_variables
 from common.launcher.control import Host, Hosts
 from common.launcher.cores import cores_of_ranks
-from common.launcher.supervisor import Child
+from common.launcher.supervisor import ProcessSpec
 
 
 def make_children(
-    places: Places, meeting: Meeting, command: tuple[str, ...], *, environ: Mapping[str, str], pinned: bool = True
-) -> tuple[Child, ...]:
+    places: Placement, rendezvous: Rendezvous, command: tuple[str, ...], *, environ: Mapping[str, str], pinned: bool = True
+) -> tuple[ProcessSpec, ...]:
     """One for each rank of this host, all with the same command; on the host of rank 0 MindSpore's scheduler too, where it needs one.
 
     pinned: each rank has cores of its own, where there are enough.
@@ -23,20 +23,20 @@ def make_children(
     shares = cores_of_ranks(len(own))
     fair = max(1, len(os.sched_getaffinity(0)) // len(own))
     children = [
-        Child(
+        ProcessSpec(
             rank=place.rank,
             command=command,
-            environment=rank_variables(place, places, meeting, cores=len(cores) if cores and pinned else fair, environ=environ),
+            environment=rank_variables(place, places, rendezvous, cores=len(cores) if cores and pinned else fair, environ=environ),
             cores=cores if pinned else (),
         )
         for place, cores in zip(own, shares, strict=True)
     ]
-    if meeting.scheduler and own[0].rank == 0:
-        children.append(Child(rank=-1, command=SCHEDULER, environment=scheduler_variables(places, meeting), name="scheduler"))
+    if rendezvous.scheduler and own[0].rank == 0:
+        children.append(ProcessSpec(rank=-1, command=SCHEDULER, environment=scheduler_variables(places, rendezvous), name="scheduler"))
     return tuple(children)
 
 
-def make_hosts(places: Places, meeting: Meeting) -> Hosts | None:
+def make_hosts(places: Placement, rendezvous: Rendezvous) -> Hosts | None:
     """All hosts, for the channel between their launchers; None where there is one."""
     if len(places.hosts) == 1:
         return None
@@ -45,5 +45,5 @@ def make_hosts(places: Places, meeting: Meeting) -> Hosts | None:
     return Hosts(
         all=tuple(Host(address=address, ranks=held) for address, held in zip(addresses, ranks, strict=True)),
         own=places.hosts.index(places.own_host),
-        port=meeting.port + 1,
+        port=rendezvous.port + 1,
     )

@@ -59,7 +59,7 @@ class Hosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class Message:
     """A message of host ``host``; kind "arrived" when it has been welcomed."""
 
     host: int
@@ -116,7 +116,7 @@ class Control:
         self._hosts = hosts
         self._events = events
         self._limit = connect_limit
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _PeerLink] = {}
         self._told: list[bytes] = []
         self._lock = threading.Lock()
         self._all_here = threading.Event()
@@ -191,14 +191,14 @@ class Control:
         assert self._server is not None
         while not self._closed.is_set():
             try:
-                link = _Link(self._server.accept()[0])
+                link = _PeerLink(self._server.accept()[0])
             except OSError:
                 if self._closed.wait(1.0):  # closed; or out of file descriptors for a while
                     return
                 continue
             threading.Thread(target=self._admit, args=(link,), name="control caller", daemon=True).start()
 
-    def _admit(self, link: _Link) -> None:
+    def _admit(self, link: _PeerLink) -> None:
         hello: Mapping[str, Any] = {}
         with suppress(OSError):
             hello = next(link.messages, {})
@@ -249,11 +249,11 @@ class Control:
 
     def _call(self, address: tuple[str, int]) -> str:
         """One try to reach host 0, and all that follows from it. Returns why it has failed, so that it is worth another one."""
-        link: _Link | None = None
+        link: _PeerLink | None = None
         answer: Mapping[str, Any] = {}
         why = "something else answers there"
         try:
-            link = _Link(socket.create_connection(address, timeout=_HELLO_SECONDS))
+            link = _PeerLink(socket.create_connection(address, timeout=_HELLO_SECONDS))
             own = self._hosts.all[self._hosts.own].address
             link.send(_line("hello", host=self._hosts.own, hosts=self._hosts.digest(), address=own))
             answer = next(link.messages, {})
@@ -271,7 +271,7 @@ class Control:
             return ""
         return why
 
-    def _serve(self, host: int, link: _Link) -> None:
+    def _serve(self, host: int, link: _PeerLink) -> None:
         """Pass on what a host says until it closes or is lost."""
         with self._lock:
             told = list(self._told)
@@ -279,7 +279,7 @@ class Control:
             link.send(line)
         if not self.missing():
             self._all_here.set()
-        self._events.put(Heard(host=host, kind="arrived", values={}))
+        self._events.put(Message(host=host, kind="arrived", values={}))
         name, ended, why = self._hosts.all[host], False, "closed its connection without saying how it ended; look into its output"
         try:
             link.set_silence(LOST_SECONDS)
@@ -287,7 +287,7 @@ class Control:
                 kind = str(message.get("kind"))
                 ended = ended or kind in _LAST_WORDS
                 if kind != "life":
-                    self._events.put(Heard(host=host, kind=kind, values=message))
+                    self._events.put(Message(host=host, kind=kind, values=message))
         except TimeoutError:
             why = f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network between the hosts is cut"
         except ConnectionError:  # closed with something of ours unread
@@ -300,7 +300,7 @@ class Control:
             self._events.put(HostFailed(text=f"{name} {why}"))
 
 
-class _Link:
+class _PeerLink:
     """One connection: lines both ways. messages: what comes, until the peer closes; raises OSError of the network, TimeoutError after
     the silence that is set."""
 

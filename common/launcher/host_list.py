@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from common.cluster.places import Place
+from common.cluster.places import RankPlacement
 from common.cluster.rank_environment import ROOT, is_ip
 from common.death_signal import tied_to_this_process
 from common.errors import ConfigError
@@ -50,7 +50,7 @@ class HostPart:
 
 
 def divide(
-    hosts: Sequence[str], numbers: range, *, rank_size: int | None, table: Sequence[Place], master: str | None, port: int
+    hosts: Sequence[str], numbers: range, *, rank_size: int | None, table: Sequence[RankPlacement], master: str | None, port: int
 ) -> list[HostPart]:
     """Each host's part of the whole run, that of rank 0 first.
 
@@ -77,7 +77,7 @@ def divide(
     return [HostPart(host=host, numbers=range(node * size, (node + 1) * size), options=meet) for node, host in enumerate(hosts)]
 
 
-def _in_table_order(hosts: Sequence[str], places: Sequence[Place]) -> list[tuple[str, range]]:
+def _in_table_order(hosts: Sequence[str], places: Sequence[RankPlacement]) -> list[tuple[str, range]]:
     """Each server's host and ranks. Hosts that are the table's own addresses are matched with them, other names follow its order."""
     servers = list(dict.fromkeys(place.host for place in places))
     if len(hosts) != len(servers):

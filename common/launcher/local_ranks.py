@@ -15,7 +15,7 @@ from typing import Any
 
 from common.launcher.control import host_name, rank_names
 from common.launcher.heartbeat import DUMP_SIGNAL
-from common.launcher.processes import Child, end_all, living, reap, start, watch
+from common.launcher.processes import ProcessSpec, end_all, living, reap, start, watch
 from common.launcher.progress import Monitor, RankState
 from common.launcher.rank_logs import last_lines, open_log, read_to_end, write_headers
 
@@ -39,7 +39,7 @@ class LocalRanks:
     address: of this host, where there are several. ``before`` of its methods: children of this process that are none of the ranks.
     """
 
-    def __init__(self, children: Sequence[Child], log_folder: Path, address: str | None, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, children: Sequence[ProcessSpec], log_folder: Path, address: str | None, events: queue.SimpleQueue[Any]) -> None:
         self._children = children
         self._folder = log_folder
         self._address = address

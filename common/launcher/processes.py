@@ -25,7 +25,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Child:
+class ProcessSpec:
     """One process to start. environment: added to the launcher's own. cores: to pin it to; empty: not pinned.
 
     name: set for a helper beside the ranks, such as MindSpore's scheduler: it sends no heartbeat, and it is ended after the ranks.
@@ -48,7 +48,7 @@ class Child:
         return self.folder or f"mf_parallel{f'_{self.name}' if self.name else self.rank}"
 
 
-def start(child: Child, environment: Mapping[str, str], log: IO[bytes], pipe: int) -> subprocess.Popen[bytes]:
+def start(child: ProcessSpec, environment: Mapping[str, str], log: IO[bytes], pipe: int) -> subprocess.Popen[bytes]:
     """Start it with output to ``log``, nothing to read, and ``pipe`` as only further file. Raises OSError.
 
     Call it from a thread that lives on: the kernel takes the end of the starting thread for the launcher's.

@@ -52,7 +52,7 @@ class RankState:
         return self.silent is not None and self.silent > _SILENT_SECONDS
 
 
-def to_blame(states: Sequence[RankState]) -> list[RankState]:
+def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
     """Of ranks that do not get on, those the others wait for: stopped or silent ones, else those behind, else all."""
     stopped = [state for state in states if state.is_stopped] or [state for state in states if state.is_silent]
     if stopped:

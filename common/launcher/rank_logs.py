@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.processes import Child
+from common.launcher.processes import ProcessSpec
 
 _SECRET = re.compile(
     r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
@@ -50,7 +50,7 @@ class RankLog:
     start: int
 
 
-def open_log(folder: Path, child: Child) -> RankLog:
+def open_log(folder: Path, child: ProcessSpec) -> RankLog:
     """Make the child's folder and open its log. Raises ConfigError when the folder cannot be written."""
     path = folder / child.log_folder / "mindformer.log"
     try:
@@ -64,7 +64,7 @@ def open_log(folder: Path, child: Child) -> RankLog:
     return RankLog(path=path, file=file, start=file.tell())
 
 
-def write_headers(log: RankLog, child: Child, environment: Mapping[str, str]) -> RankLog:
+def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, str]) -> RankLog:
     """Open this run's part of both files, and return the log as it is then. A full disk is no reason not to start."""
     header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child}\n"
     lines = [f"{name}={visible(name, value)}" for name, value in sorted(environment.items())]

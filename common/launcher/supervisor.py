@@ -19,14 +19,14 @@ from types import FrameType
 from typing import Any
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Heard, HostFailed, HostMissing, HostRemark, Hosts
+from common.launcher.control import Control, HostFailed, HostMissing, HostRemark, Hosts, Message
 from common.launcher.local_ranks import Exit, LocalRanks
-from common.launcher.processes import Child, adopted_orphans, guard, in_words, signal_name
-from common.launcher.progress import RankState, to_blame
+from common.launcher.processes import ProcessSpec, adopted_orphans, guard, in_words, signal_name
+from common.launcher.progress import RankState, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.whole_numbers import shortened, whole_number
 
-__all__ = ["Child", "Job", "supervise"]
+__all__ = ["Job", "ProcessSpec", "supervise"]
 
 _TICK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
@@ -43,7 +43,7 @@ _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 class Job:
     """What runs on this host."""
 
-    children: tuple[Child, ...]
+    children: tuple[ProcessSpec, ...]
     log_folder: Path
     """mf_parallel{rank}/mindformer.log and env.log are made inside, or appended to."""
     stall_limit: float
@@ -182,7 +182,7 @@ class _Supervisor:
                 self._fail(_Failure(text=event.text, code=1))
         elif isinstance(event, HostRemark):
             self._terminal.say(event.text, error=True)
-        elif isinstance(event, Heard):
+        elif isinstance(event, Message):
             try:
                 self._take_message(event)
             except (KeyError, TypeError, ValueError):
@@ -223,7 +223,7 @@ class _Supervisor:
         if self._control is not None:
             self._control.tell("stop", signal=event.number)
 
-    def _take_message(self, event: Heard) -> None:
+    def _take_message(self, event: Message) -> None:
         assert self._hosts is not None
         values = event.values
         if event.kind == "arrived":
@@ -287,7 +287,7 @@ class _Supervisor:
         if missing and not self._ranks.have_met:
             self._fail(_Failure(text=f"{text}, and {missing[0]} has not come; look whether the run was started there", code=1))
             return
-        blamed = to_blame(states)
+        blamed = stalled_ranks(states)
         unknown = [f"    how far the ranks of {host} are is not known: its launcher never came" for host in missing]
         text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed), *unknown])
         self._fail(_Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True))
@@ -351,7 +351,7 @@ class _Supervisor:
         return code
 
 
-def _connect_limit(child: Child) -> float:
+def _connect_limit(child: ProcessSpec) -> float:
     """Seconds. Raises ConfigError."""
     text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT") or "1800"
     seconds = whole_number(text, most_digits=6)

@@ -52,7 +52,7 @@ _INSTEAD = {"epochs": ("train.max_steps=null", "train.max_tokens=null")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ModelArtsJob:
     """words: for run_gpt2.py's parser; values may be URLs. output_url: where output_dir is copied when the run ends.
 
     one_process: --use_parallel=False, which matters where nobody started one process per card.
@@ -74,7 +74,7 @@ class _Translation:
     remarks: list[str] = field(default_factory=list)
 
 
-def translate(words: Sequence[str], environ: Mapping[str, str]) -> Job:
+def translate(words: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
     """``--section.key=value``, ``--section.key value`` and the flags above become ``section.key=value``; other words stay as they are.
 
     Inside ModelArts a flag that nobody knows is dropped with a remark, as the platform adds some; elsewhere it stays, and is refused
@@ -120,7 +120,7 @@ def translate(words: Sequence[str], environ: Mapping[str, str]) -> Job:
         else:
             result.words.append(word)
     first = (*result.first, *result.words)
-    return Job(words=first, output_url=result.output_url, one_process=result.one_process, remarks=tuple(result.remarks))
+    return ModelArtsJob(words=first, output_url=result.output_url, one_process=result.one_process, remarks=tuple(result.remarks))
 
 
 def mindformers_words(words: Sequence[str]) -> list[str]:

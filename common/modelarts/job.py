@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.cluster.environment import Process, in_modelarts, is_scheduler
-from common.cluster.places import HERE, Place, Places, places_of_table
-from common.cluster.rank_environment import FOREIGN, find_meeting, interface_of, is_own
+from common.cluster.places import HERE, Placement, RankPlacement, places_of_table
+from common.cluster.rank_environment import FOREIGN, interface_of, is_own, make_rendezvous
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.config.schema import RunConfig
@@ -75,7 +75,7 @@ def start_ranks(command: tuple[str, ...], config: RunConfig, environ: Mapping[st
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
-    meeting = find_meeting(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
+    meeting = make_rendezvous(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
     for name in FOREIGN:
         os.environ.pop(name, None)
     hosts = None
@@ -100,7 +100,7 @@ def world_size_of_job(environ: Mapping[str, str]) -> int:
     return find_places(environ)[1].world_size
 
 
-def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Places]:
+def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
     """From the platform's rank table where it gives one, else the same devices on each of VC_WORKER_HOSTS."""
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
@@ -117,18 +117,18 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Places]:
                     f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor VC_TASK_INDEX={index} says which server of"
                     f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds {', '.join(hosts)}"
                 )
-            return path, Places(all=places, own_host=own, master=(names if len(names) > 1 else hosts)[0] if len(hosts) > 1 else HERE)
+            return path, Placement(all=places, own_host=own, master=(names if len(names) > 1 else hosts)[0] if len(hosts) > 1 else HERE)
     if index >= len(names):
         raise ConfigError(f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}")
     devices = _device_count(environ)
     if devices * len(names) > MOST_RANKS:
         raise ConfigError(f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job can have, {MOST_RANKS}")
     everyone = tuple(
-        Place(rank=node * devices + device, device_id=device, local_rank=device, host=host)
+        RankPlacement(rank=node * devices + device, device_id=device, local_rank=device, host=host)
         for node, host in enumerate(names)
         for device in range(devices)
     )
-    return None, Places(all=everyone, own_host=names[index], master=names[0])
+    return None, Placement(all=everyone, own_host=names[index], master=names[0])
 
 
 def _host_names(environ: Mapping[str, str]) -> list[str]:

@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 
 from common.config.schema import RunConfig
-from common.parallel.sharding import Role, local_shape, own_piece, padded_shapes, role_of
+from common.parallel.sharding import Role, local_shape, padded_shapes, role_of, slice_of
 from common.parallel.topology import Coordinates, Topology
 from common.weights.arrays import NUMPY_TYPES
 from common.weights.names import EMBEDDING
-from common.weights.pieces import Piece
+from common.weights.pieces import TensorSlice
 
 Parts = tuple[int, ...]
 
@@ -148,15 +148,15 @@ def held_shape(name: str, config: RunConfig) -> tuple[int, ...]:
     return (rows // _shards(config) if splits_state(name, config) else rows, *others)
 
 
-def held_piece(name: str, config: RunConfig, at: Coordinates) -> Piece:
+def held_slice(name: str, config: RunConfig, at: Coordinates) -> TensorSlice:
     """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel ranks, then over those of ZeRO."""
     shards = _shards(config) if splits_state(name, config) else 1
     tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
     shape = padded_shapes(config)[name]
-    return own_piece(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
+    return slice_of(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
 
 
-def speaks_for(name: str, config: RunConfig, at: Coordinates) -> bool:
+def owns(name: str, config: RunConfig, at: Coordinates) -> bool:
     """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold the same part, one does."""
     shards = _shards(config) if splits_state(name, config) else 1
     first = stages_of_parameter(name, config)[0]

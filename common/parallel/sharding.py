@@ -14,7 +14,7 @@ from common.config.schema import ParallelConfig, RunConfig
 from common.parallel.batch import pad_vocabulary
 from common.parallel.topology import Coordinates, Topology
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.pieces import Piece
+from common.weights.pieces import TensorSlice
 
 
 class Role(StrEnum):
@@ -67,7 +67,9 @@ def padded_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return parameter_shapes(config.model) | {EMBEDDING: (padded_vocabulary(config), config.model.hidden_size)}
 
 
-def own_piece(name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank: int = 0, shards: int = 1, shard_rank: int = 0) -> Piece:
+def slice_of(
+    name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank: int = 0, shards: int = 1, shard_rank: int = 0
+) -> TensorSlice:
     """The piece of a parameter of this padded shape: its tensor-parallel part, and of that ZeRO's share of the rows.
 
     ZeRO cuts as torch.chunk does: equal parts of ceil(rows / shards) rows, the last ones smaller or empty.
@@ -79,14 +81,14 @@ def own_piece(name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank
     first, last = spans[0]
     share = -(-(last - first) // shards)
     spans[0] = (min(first + shard_rank * share, last), min(first + (shard_rank + 1) * share, last))
-    return Piece(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
+    return TensorSlice(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
 
 
-def own_pieces(config: RunConfig, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, Piece]:
+def slices_of_rank(config: RunConfig, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
     """What the rank at these coordinates holds of each of its parameters; under ZeRO what it updates. Needs a resolved config."""
     shards = _shards(config.parallel, topology)
     return {
-        name: own_piece(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+        name: slice_of(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
         for name, shape in padded_shapes(config).items()
         if name in names
     }

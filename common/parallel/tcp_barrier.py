@@ -17,7 +17,7 @@ _JOIN_SECONDS = 60.0
 _LATER = 30.0
 
 
-class Meeting:
+class TcpBarrier:
     """A star of connections with rank 0 in its middle. The process that opened one keeps it to its end."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
@@ -58,7 +58,7 @@ class Meeting:
                 peer.sendall(b"+")
 
 
-class Host:
+class BarrierServer:
     """Rank 0 before the others know of it. address: by which they reach it. Of a run on one host it is a loopback address, and nobody
     else can call."""
 
@@ -67,7 +67,7 @@ class Host:
         self.port = int(self._listener.getsockname()[1])
         self.token = secrets.token_bytes(_TOKEN_BYTES)
 
-    def receive(self, size: int) -> Meeting:
+    def receive(self, size: int) -> TcpBarrier:
         """Once all others have been told the port and the token, which keeps strangers out. Raises RunError where one does not come."""
         peers: dict[int, socket.socket] = {}
         with self._listener:
@@ -90,10 +90,10 @@ class Host:
                     peers[_RANK.unpack(hello[_TOKEN_BYTES:])[0]] = _without_delay(peer)
                 else:
                     peer.close()
-        return Meeting(0, dict(sorted(peers.items())))
+        return TcpBarrier(0, dict(sorted(peers.items())))
 
 
-def join(rank: int, address: str, port: int, token: bytes) -> Meeting:
+def connect(rank: int, address: str, port: int, token: bytes) -> TcpBarrier:
     """Raises RunError where the host of rank 0 cannot be reached."""
     try:
         peer = socket.create_connection((address, port), timeout=_JOIN_SECONDS)
@@ -103,7 +103,7 @@ def join(rank: int, address: str, port: int, token: bytes) -> Meeting:
         raise RunError(
             f"rank {rank}: port {port} of {address}, the host of rank 0, cannot be reached ({error}); open the ports between the hosts"
         ) from None
-    return Meeting(rank, {0: _without_delay(peer)})
+    return TcpBarrier(rank, {0: _without_delay(peer)})
 
 
 def _without_delay(peer: socket.socket) -> socket.socket:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonWorld(ABC):
+class WorldBase(ABC):
     """All processes of the run. Every rank must call a method for any of them to return."""
 
     rank: int = 0
@@ -31,10 +31,10 @@ class CommonWorld(ABC):
         """Sums over all ranks, in float64, the same bits on each."""
         return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         return max(self.gather(value))
 
-    def from_first(self, decide: Callable[[], T]) -> T:
+    def decide_on_rank_0(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides. Where that raises one of our errors, it is raised on every rank."""
         if self.size == 1:
             return decide()
@@ -75,7 +75,7 @@ class CommonWorld(ABC):
 
 
 @contextmanager
-def leaving_together(barrier: Callable[[], Any]) -> Iterator[None]:
+def exit_barrier(barrier: Callable[[], Any]) -> Iterator[None]:
     """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets at the same step: rank 0 keeps the
     others' addresses, and launchers end a job as soon as one rank has left with a code other than 0."""
     try:

@@ -7,24 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from common.accelerators import Accelerator
-from common.cluster.places import HERE, Places, places_of_table
-from common.cluster.rank_environment import DEFAULT_PORT, find_meeting, given_port, rank_command, rank_variables, shell_text
+from common.cluster.places import HERE, Placement, places_of_table
+from common.cluster.rank_environment import DEFAULT_PORT, given_port, make_rendezvous, rank_command, rank_variables, shell_text
 from common.cluster.rank_table import RankTable, remarks
 from common.config.schema import RunConfig
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import describe_plan, make_plan
 
 
-def places_of_plan(table: RankTable) -> Places:
+def places_of_plan(table: RankTable) -> Placement:
     """Seen from the host of rank 0."""
     places = places_of_table(table)
     first = places[0].host
-    return Places(all=places, own_host=first, master=first if len(table.servers) > 1 else HERE)
+    return Placement(all=places, own_host=first, master=first if len(table.servers) > 1 else HERE)
 
 
 def describe_cluster(
     config: RunConfig,
-    places: Places,
+    places: Placement,
     *,
     config_path: Path,
     overrides: Sequence[str] = (),
@@ -42,7 +42,7 @@ def describe_cluster(
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
     for host in places.hosts:
-        meeting = find_meeting(
+        meeting = make_rendezvous(
             places, port=port, table=table and table[0], backend=config.backend, environ=environ, host=host, on_cpu=config.device == "cpu"
         )
         here = places.of_host(host)
@@ -53,7 +53,7 @@ def describe_cluster(
     return "\n".join(lines) + "\n"
 
 
-def _facts(places: Places, table: tuple[Path, RankTable] | None) -> Iterator[str]:
+def _facts(places: Placement, table: tuple[Path, RankTable] | None) -> Iterator[str]:
     if table is not None:
         path, content = table
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -63,7 +63,7 @@ def _facts(places: Places, table: tuple[Path, RankTable] | None) -> Iterator[str
     yield f"{hosts}, {' or '.join(map(str, counts))} ranks each"
 
 
-def layout_remarks(places: Places, topology: Topology) -> list[str]:
+def layout_remarks(places: Placement, topology: Topology) -> list[str]:
     """What will run, but slowly, or not as MindFormers asks, a sentence each. Needs as many places as the layout has ranks."""
     host = [place.host for place in places.all]
     found = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 
 from common.accelerators import GIB, Accelerator
-from common.cluster.places import Place
+from common.cluster.places import RankPlacement
 from common.config.schema import RunConfig
 from common.parallel.batch import BatchPlan, plan_batch
 from common.parallel.pipeline import bubble, schedule_error
@@ -87,7 +87,7 @@ def time_of(plan: Plan, config: RunConfig, device: Accelerator) -> StepTime:
 
 
 def describe_plan(
-    plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[Place] = (), device: Accelerator | None = None
+    plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[RankPlacement] = (), device: Accelerator | None = None
 ) -> str:
     """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
 
@@ -197,7 +197,7 @@ def _joined(parts: Sequence[range]) -> list[range]:
     return joined
 
 
-def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[Place]) -> Iterable[tuple[str, ...]]:
+def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]) -> Iterable[tuple[str, ...]]:
     world, cut = topology.world_size, _LISTED // 2
     shorten = world > _LISTED and not all_ranks
     for rank in chain(range(cut), (None,), range(world - cut, world)) if shorten else range(world):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.parallel.world import CommonWorld
+from common.parallel.world import WorldBase
 from common.training.manifest import MANIFEST, read_manifest
 from common.weights.files import file_checksum
 
@@ -23,7 +23,7 @@ def identity_of(found: Path | None) -> str:
         return f"{found}, not there"
 
 
-def check_everywhere(world: CommonWorld, checkpoint: Path | None, what: str = "the checkpoint to begin with") -> None:
+def check_everywhere(world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with") -> None:
     """Raise on every rank unless all of them read the same checkpoint, with the checksums of its manifest.
 
     Rank 0 has compared them where it chose the checkpoint. Of the others, the first one that sees other files than rank 0 or on another

@@ -32,7 +32,7 @@ from common.log import LOG
 from common.run_folder import LostFolderError
 from common.structured_files import MalformedError, parse_json
 from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
-from common.training.copy_on_write import LentArrays
+from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.manifest import write_manifest
 from common.weights.files import Tensors, write_safetensors
 from common.weights.names import parameter_of
@@ -67,13 +67,13 @@ class Snapshot:
     def keep(self) -> None:
         """Call before tensors that were lent are changed."""
         for tensors in self.files.values():
-            if isinstance(tensors, LentArrays):
+            if isinstance(tensors, CopyOnWriteArrays):
                 tensors.keep()
 
     def release(self) -> None:
         """The writer is done with the tensors, or gives up."""
         for tensors in self.files.values():
-            if isinstance(tensors, LentArrays):
+            if isinstance(tensors, CopyOnWriteArrays):
                 tensors.release()
 
 

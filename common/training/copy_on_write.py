@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class LentArrays(Mapping[str, Array]):
+class CopyOnWriteArrays(Mapping[str, Array]):
     """``values`` is for the writer: taking an array begins its use and ends that of the one before, which is then forgotten.
     Everything else only looks.
     """

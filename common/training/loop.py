@@ -81,7 +81,7 @@ class Run:
     metrics: MetricsWriter
     peak_flops: float
     """Of all devices together; 0 when unknown."""
-    taken_up: bool = False
+    resumed: bool = False
     """True when the run goes on from a checkpoint of its own folder, which need not be saved again."""
     samples_per_epoch: int = 0
     """For log lines that count epochs."""
@@ -105,7 +105,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     assert last_step is not None
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
-    saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.taken_up else None)
+    saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.resumed else None)
     speeds: list[float] = []
     start = time.perf_counter()
     stopping, was_validated = 0, True
@@ -194,7 +194,7 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
 def _lacks_validation(run: Run, step: int) -> bool:
     """Whether the run goes on from a checkpoint of its own at a step that was to be validated, and a stop or a kill prevented it."""
-    if not run.taken_up or run.validation is None or not step or not _validation_due(run.config, step):
+    if not run.resumed or run.validation is None or not step or not _validation_due(run.config, step):
         return False
     return bool(run.agree(int(run.metrics.lacks_validation(step))))
 

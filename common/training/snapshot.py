@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig, RunConfig
 from common.errors import CheckpointError
-from common.parallel.sharding import own_piece
+from common.parallel.sharding import slice_of
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
 from common.training.state import TrainState
 from common.weights.files import Tensors
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.pieces import Piece, open_stored
+from common.weights.pieces import TensorSlice, open_stored
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Array = NDArray[np.float32]
-Pieces = Mapping[str, Piece]
+Pieces = Mapping[str, TensorSlice]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def read_moments(
 
 
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
-    return {name: own_piece(name, shape) for name, shape in shapes.items()}
+    return {name: slice_of(name, shape) for name, shape in shapes.items()}
 
 
 def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
@@ -132,7 +132,7 @@ def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
     return values[: model.vocab_size] if name == EMBEDDING else values
 
 
-def true_piece(name: str, piece: Piece, model: ModelConfig) -> Piece:
+def true_slice(name: str, piece: TensorSlice, model: ModelConfig) -> TensorSlice:
     """The same for a part of it."""
     return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
 

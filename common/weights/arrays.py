@@ -52,7 +52,7 @@ class TensorKind:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StoredTensor(TensorKind):
+class FileTensor(TensorKind):
     name: str
     segments: tuple[Bytes, ...]
     """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
@@ -105,17 +105,17 @@ class StoredTensor(TensorKind):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TensorFile(Mapping[str, StoredTensor]):
+class TensorFile(Mapping[str, FileTensor]):
     """The tensors of one file (or of the shards of one index) by name, and what else it holds."""
 
     path: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
     plain: Mapping[str, Any]
     """What is no tensor, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
     tree: Any
     """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def __getitem__(self, name: str) -> FileTensor:
         return self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -133,10 +133,10 @@ def map_file(path: Path) -> Bytes:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
 
 
-def contiguous(array: NDArray[Any], room: Room | None = None) -> NDArray[Any]:
+def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArray[Any]:
     """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if that is given."""
     if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
-        ordered = (room or Room()).take(array)
+        ordered = (room or ScratchBuffer()).take(array)
         copy_in_bands(ordered, array)
         return ordered
     return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a scalar
@@ -149,7 +149,7 @@ def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
         target[..., first : first + _BAND] = source[..., first : first + _BAND]
 
 
-class Room:
+class ScratchBuffer:
     """Memory for one array after the other: new pages cost as much as what is copied into them."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
     return contiguous(array).reshape(-1).view(np.uint8).data
 
 
-def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+def same_bytes(one: FileTensor, other: FileTensor) -> bool:
     """Of one type and shape, and equal bit for bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -176,9 +176,9 @@ def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(first[span], second[span]) for span in spans)
 
 
-def made_ahead(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
+def prefetch_arrays(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
     """What the makers return, row-major. The next is made while the caller has this one, which the one after overwrites."""
-    rooms = itertools.cycle((Room(), Room()))
+    rooms = itertools.cycle((ScratchBuffer(), ScratchBuffer()))
     with ThreadPoolExecutor(1) as pool:
         coming: Future[NDArray[Any]] | None = None
         for make in makers:
@@ -192,7 +192,7 @@ def made_ahead(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray
             yield coming.result()
 
 
-def _make(make: Callable[[], NDArray[Any]], room: Room) -> NDArray[Any]:
+def _make(make: Callable[[], NDArray[Any]], room: ScratchBuffer) -> NDArray[Any]:
     return contiguous(make(), room)
 
 

@@ -46,7 +46,7 @@ def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iter
         offset += kind.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with SummedFile(path) as file:
+    with ChecksummedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays:
             file.write(bytes_of(array))
@@ -59,7 +59,7 @@ _AT_ONCE = 2**18
 _BEFORE_SYNC = 2**27
 
 
-class SummedFile:
+class ChecksummedFile:
     """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends. OSError is left to the caller.
 
     Two threads go along: for the checksum, which takes half as long as a fast disk, and to hand what is written to the disk meanwhile.
@@ -86,7 +86,7 @@ class SummedFile:
             self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
             self._unsynced = 0
 
-    def __enter__(self) -> SummedFile:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

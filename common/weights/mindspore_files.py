@@ -17,8 +17,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, StoredTensor, TensorFile, TensorKind, bytes_of, map_file
-from common.weights.files import SummedFile
+from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
+from common.weights.files import ChecksummedFile
 from common.weights.protobuf import BYTES, read_fields, read_varint
 
 _TYPES = {
@@ -58,8 +58,8 @@ class _Value:
     data: Bytes
 
 
-def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    tensors: dict[str, StoredTensor] = {}
+def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    tensors: dict[str, FileTensor] = {}
     texts: dict[str, str] = {}
     slices: list[_Value] = []
     values = [_value(part) for number, part in read_fields(content) if number == 1 and not isinstance(part, int)]
@@ -79,7 +79,7 @@ def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, texts
 
 
-def _tensor(slices: list[_Value]) -> StoredTensor:
+def _tensor(slices: list[_Value]) -> FileTensor:
     last = slices[-1]
     if last.type not in _WORDS:
         raise ValueError(f"{last.tag} is of type {last.type!r}, and {', '.join(_WORDS)} are known")
@@ -90,7 +90,7 @@ def _tensor(slices: list[_Value]) -> StoredTensor:
         raise ValueError(f"the slices of {last.tag} differ in shape or type")
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
         raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    return StoredTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
+    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
 
 
 def _value(message: Bytes) -> _Value:
@@ -140,7 +140,7 @@ def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterab
     seal: end the file with its checksum, as ``save_checkpoint(crc_check=True)`` does.
     Returns the CRC-32 of the file's bytes. OSError is left to the caller, who owns the folder.
     """
-    with SummedFile(path) as file:
+    with ChecksummedFile(path) as file:
         pending = iter(kinds.items())
         for array in arrays:  # zip would hold the last one while the next is made
             (name, kind), data = next(pending), bytes_of(array)

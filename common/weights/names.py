@@ -75,7 +75,7 @@ class Fusion(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class NameRow:
     """A tensor of another format, and the parameters that it is made of: one, or query, key and value."""
 
     ours: tuple[str, ...]
@@ -123,14 +123,14 @@ class Row:
 class NameMap:
     """What another format calls the parameters. {layer} is a block's number."""
 
-    outside: tuple[Row, ...]
-    layer: tuple[Row, ...]
+    outside: tuple[NameRow, ...]
+    layer: tuple[NameRow, ...]
     head: str | None = None
     """A copy of the embedding, which is the head."""
     ignored: str = r"(?!)"
     """Of names, as a regular expression: what holds no parameter."""
 
-    def rows(self, layers: int) -> list[Row]:
+    def rows(self, layers: int) -> list[NameRow]:
         """One for each of their tensors."""
         blocks = (
             replace(row, ours=tuple(name.format(layer=layer) for name in row.ours), theirs=row.theirs.format(layer=layer))
@@ -147,21 +147,21 @@ class NameMap:
         return replace(self, layer=tuple(replace(row, fusion=fusion) if len(row.ours) > 1 else row for row in self.layer))
 
 
-def _linear(ours: str, theirs: str, *, transposed: bool = False) -> tuple[Row, Row]:
+def _linear(ours: str, theirs: str, *, transposed: bool = False) -> tuple[NameRow, NameRow]:
     return _both((ours,), theirs, transposed=transposed)
 
 
-def _both(ours: tuple[str, ...], theirs: str, *, transposed: bool = False, fusion: Fusion = Fusion.BLOCKS) -> tuple[Row, Row]:
+def _both(ours: tuple[str, ...], theirs: str, *, transposed: bool = False, fusion: Fusion = Fusion.BLOCKS) -> tuple[NameRow, NameRow]:
     """Weight and bias of linear layers."""
     weight, bias = (tuple(f"{name}.{kind}" for name in ours) for kind in ("weight", "bias"))
     return (
-        Row(ours=weight, theirs=f"{theirs}.weight", transposed=transposed, fusion=fusion),
-        Row(ours=bias, theirs=f"{theirs}.bias", fusion=fusion),
+        NameRow(ours=weight, theirs=f"{theirs}.weight", transposed=transposed, fusion=fusion),
+        NameRow(ours=bias, theirs=f"{theirs}.bias", fusion=fusion),
     )
 
 
-def _norm(ours: str, weight: str, bias: str) -> tuple[Row, Row]:
-    return Row(ours=(f"{ours}.weight",), theirs=weight), Row(ours=(f"{ours}.bias",), theirs=bias)
+def _norm(ours: str, weight: str, bias: str) -> tuple[NameRow, NameRow]:
+    return NameRow(ours=(f"{ours}.weight",), theirs=weight), NameRow(ours=(f"{ours}.bias",), theirs=bias)
 
 
 _BLOCK = "h.{layer}."
@@ -173,8 +173,8 @@ def _hugging_face(prefix: str) -> NameMap:
     block = prefix + _BLOCK
     return NameMap(
         outside=(
-            Row(ours=(EMBEDDING,), theirs=f"{prefix}wte.weight"),
-            Row(ours=("wpe.weight",), theirs=f"{prefix}wpe.weight"),
+            NameRow(ours=(EMBEDDING,), theirs=f"{prefix}wte.weight"),
+            NameRow(ours=("wpe.weight",), theirs=f"{prefix}wpe.weight"),
             *_linear("ln_f", f"{prefix}ln_f"),
         ),
         layer=(
@@ -193,14 +193,14 @@ def _hugging_face(prefix: str) -> NameMap:
 def _openai() -> NameMap:
     """Weights of convolutions of width 1, (1, in, out), whose first axis readers drop."""
 
-    def row(ours: str | tuple[str, ...], theirs: str, *, transposed: bool = False) -> Row:
-        return Row(ours=(ours,) if isinstance(ours, str) else ours, theirs=f"model/{theirs}", transposed=transposed)
+    def row(ours: str | tuple[str, ...], theirs: str, *, transposed: bool = False) -> NameRow:
+        return NameRow(ours=(ours,) if isinstance(ours, str) else ours, theirs=f"model/{theirs}", transposed=transposed)
 
-    def linear(ours: tuple[str, ...], theirs: str) -> tuple[Row, Row]:
+    def linear(ours: tuple[str, ...], theirs: str) -> tuple[NameRow, NameRow]:
         weight, bias = (tuple(f"{name}.{kind}" for name in ours) for kind in ("weight", "bias"))
         return row(weight, f"{theirs}/w", transposed=True), row(bias, f"{theirs}/b")
 
-    def norm(ours: str, theirs: str) -> tuple[Row, Row]:
+    def norm(ours: str, theirs: str) -> tuple[NameRow, NameRow]:
         return row(f"{ours}.weight", f"{theirs}/g"), row(f"{ours}.bias", f"{theirs}/b")
 
     return NameMap(
@@ -219,13 +219,13 @@ def _openai() -> NameMap:
 def _mindformers(block: str, norm: str) -> NameMap:
     """Query, key and value are (out, in), all other linear weights (in, out)."""
 
-    def named(ours: str, theirs: str) -> tuple[Row, Row]:
+    def named(ours: str, theirs: str) -> tuple[NameRow, NameRow]:
         return _norm(ours, f"{theirs}.gamma", f"{theirs}.beta")
 
     return NameMap(
         outside=(
-            Row(ours=(EMBEDDING,), theirs="backbone.embedding.word_embedding.embedding_table"),
-            Row(ours=("wpe.weight",), theirs="backbone.embedding.position_embedding.embedding_table"),
+            NameRow(ours=(EMBEDDING,), theirs="backbone.embedding.word_embedding.embedding_table"),
+            NameRow(ours=("wpe.weight",), theirs="backbone.embedding.position_embedding.embedding_table"),
             *named("ln_f", norm),
         ),
         layer=(
@@ -244,8 +244,8 @@ def _megatron(encoder: str, attention: str, fusion: Fusion) -> NameMap:
     block = f"language_model.{encoder}.layers.{{layer}}."
     return NameMap(
         outside=(
-            Row(ours=(EMBEDDING,), theirs="language_model.embedding.word_embeddings.weight"),
-            Row(ours=("wpe.weight",), theirs="language_model.embedding.position_embeddings.weight"),
+            NameRow(ours=(EMBEDDING,), theirs="language_model.embedding.word_embeddings.weight"),
+            NameRow(ours=("wpe.weight",), theirs="language_model.embedding.position_embeddings.weight"),
             *_linear("ln_f", f"language_model.{encoder}.final_layernorm"),
         ),
         layer=(
@@ -266,8 +266,8 @@ def _megatron_core(norms: tuple[tuple[str, str], tuple[str, str]]) -> NameMap:
     first, second = (_norm(f"{_BLOCK}ln_{number}", block + weight, block + bias) for number, (weight, bias) in enumerate(norms, 1))
     return NameMap(
         outside=(
-            Row(ours=(EMBEDDING,), theirs="embedding.word_embeddings.weight"),
-            Row(ours=("wpe.weight",), theirs="embedding.position_embeddings.weight"),
+            NameRow(ours=(EMBEDDING,), theirs="embedding.word_embeddings.weight"),
+            NameRow(ours=("wpe.weight",), theirs="embedding.position_embeddings.weight"),
             *_linear("ln_f", "decoder.final_layernorm"),
         ),
         layer=(
@@ -291,8 +291,8 @@ def _fleetx(*, fused: bool) -> NameMap:
     )
     return NameMap(
         outside=(
-            Row(ours=(EMBEDDING,), theirs="gpt.embeddings.word_embeddings.weight"),
-            Row(ours=("wpe.weight",), theirs="gpt.embeddings.position_embeddings.weight"),
+            NameRow(ours=(EMBEDDING,), theirs="gpt.embeddings.word_embeddings.weight"),
+            NameRow(ours=("wpe.weight",), theirs="gpt.embeddings.position_embeddings.weight"),
             *_linear("ln_f", "gpt.decoder.norm"),
         ),
         layer=(

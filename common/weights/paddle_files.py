@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, StoredTensor, TensorFile, map_file
+from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
 from common.weights.torch_pickle import PlainTree, Storage, load_records
 
 _PARAMETER_NAMES = "StructuredToParameterName@@"
@@ -44,12 +44,12 @@ def open_paddle(path: Path) -> Iterator[TensorFile]:
     yield TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
 
 
-def _tensor(name: Any, value: Any) -> StoredTensor:
+def _tensor(name: Any, value: Any) -> FileTensor:
     array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
     if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.name not in _TYPES:
         raise ValueError(f"{name} is no array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return StoredTensor(name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, segments=(ordered.reshape(-1).view(np.uint8),))
+    return FileTensor(name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, segments=(ordered.reshape(-1).view(np.uint8),))
 
 
 def _storage_of(content: Bytes) -> Any:

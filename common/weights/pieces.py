@@ -19,7 +19,7 @@ from common.weights.files import check_tensors, open_safetensors, shapes_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorSlice:
     """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector has no columns."""
 
     rows: tuple[int, int]
@@ -35,11 +35,11 @@ Rectangle = list[list[int]]
 """[[first row, end], [first column, end]] as the manifest holds it; a vector has the first of them alone."""
 
 
-def to_rectangle(piece: Piece) -> Rectangle:
+def to_rectangle(piece: TensorSlice) -> Rectangle:
     return [list(span) for span in (piece.rows, piece.columns) if span is not None]
 
 
-class StoredTensors:
+class ShardedReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: dict[str, list[tuple[Any, tuple[slice, ...]]]] = defaultdict(list)
@@ -75,7 +75,7 @@ class StoredTensors:
         partial = {name: elements for name, elements in there.items() if elements != math.prod(expected[name])}
         check_tensors(self._path, found, expected, partial)
 
-    def read(self, name: str, piece: Piece) -> Array:
+    def read(self, name: str, piece: TensorSlice) -> Array:
         """A rectangle of a tensor; what lies beyond its rows is 0."""
         wanted = [piece.rows, *([piece.columns] if piece.columns else [])]
         parts = self._parts[name]
@@ -93,9 +93,9 @@ class StoredTensors:
 
 
 @contextmanager
-def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[StoredTensors]:
+def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[ShardedReader]:
     """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its part of. Raises CheckpointError."""
-    stored = StoredTensors(checkpoint / file)
+    stored = ShardedReader(checkpoint / file)
     with ExitStack() as stack:
         for name, record in manifest["files"].items():
             if name == file or name.startswith(f"{Path(file).stem}.rank_"):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, shown
-from common.weights.arrays import Bytes, StoredTensor, TensorFile, TensorKind, map_file
+from common.weights.arrays import Bytes, FileTensor, TensorFile, TensorKind, map_file
 from common.weights.files import SAFETENSORS_TYPES, stream_safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ def open_safetensors_file(path: Path) -> Iterator[TensorFile]:
     yield TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
 
 
-def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
     if content.size < 8:
         raise ValueError(f"{content.size} bytes are too few for the length of its header")
     length = int.from_bytes(content[:8].tobytes(), "little")
@@ -60,7 +60,7 @@ def _parse(content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _tensor(name: str, entry: Any, data: Bytes) -> StoredTensor:
+def _tensor(name: str, entry: Any, data: Bytes) -> FileTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"the header's entry of {name} lacks dtype, shape or data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
@@ -74,7 +74,7 @@ def _tensor(name: str, entry: Any, data: Bytes) -> StoredTensor:
         raise ValueError(f"{name} has {end - first} bytes, and {kind.dtype} {shape} has {kind.nbytes}")
     if end > data.size:
         raise ValueError(f"{name} ends at byte {end} of the data, and the file holds {data.size} of them")
-    return StoredTensor(name=name, dtype=kind.dtype, shape=kind.shape, segments=(data[first:end],))
+    return FileTensor(name=name, dtype=kind.dtype, shape=kind.shape, segments=(data[first:end],))
 
 
 def _are_sizes(values: Any) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, StoredTensor, TensorFile, map_file
+from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
 from common.weights.crc32c import masked_crc32c
 from common.weights.protobuf import read_fields, read_varint
 
@@ -42,7 +42,7 @@ def open_tensorflow(path: Path) -> Iterator[TensorFile]:
     yield TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
 
 
-def _read(path: Path, content: Bytes) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
+def _read(path: Path, content: Bytes) -> tuple[dict[str, FileTensor], dict[str, bytes]]:
     entries = dict(_table(content))
     if b"" not in entries:
         raise ValueError("it holds no header")
@@ -53,7 +53,7 @@ def _read(path: Path, content: Bytes) -> tuple[dict[str, StoredTensor], dict[str
     if not 1 <= count <= _MAX_SHARDS:
         raise ValueError(f"it says that its data are {count} files")
     shards = [map_file(path.with_suffix(f".data-{number:05d}-of-{count:05d}")) for number in range(count)]
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     texts: dict[str, bytes] = {}
     for key, value in entries.items():
         if key.startswith(b"\0"):  # a slice of a variable, whose own entry is refused
@@ -97,7 +97,7 @@ def _data(name: str, entry: _Message, shards: list[Bytes]) -> Bytes:
     return data
 
 
-def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> StoredTensor:
+def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> FileTensor:
     if kind not in _TYPES:
         raise ValueError(f"{name} is of TensorFlow's type {kind}, and {', '.join(_TYPES.values())} are known")
     dtype = _TYPES[kind]
@@ -108,7 +108,7 @@ def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> StoredTensor:
     found = masked_crc32c(data)
     if int.from_bytes(expected, "little") != found:
         raise ValueError(f"the checksum of {name} is {found:08x}, and the index says {int.from_bytes(expected, 'little'):08x}")
-    return StoredTensor(name=name, dtype=dtype, shape=tuple(dims), segments=(data,))
+    return FileTensor(name=name, dtype=dtype, shape=tuple(dims), segments=(data,))
 
 
 def _table(content: Bytes) -> Iterator[tuple[bytes, Bytes]]:

@@ -18,7 +18,7 @@ from typing import IO, Any, Self, TypeAlias
 import numpy as np
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, StoredTensor
+from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor
 
 STORAGES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
@@ -63,7 +63,7 @@ class Storage(_Sealed):
     data: Bytes | None = None
     """Filled in once known: old files have the data after the pickle."""
     check: Callable[[], None] | None = None
-    """As that of a StoredTensor."""
+    """As that of a FileTensor."""
 
     @property
     def nbytes(self) -> int:
@@ -251,7 +251,7 @@ class PlainTree:
     """
 
     def __init__(self, content: Any) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, FileTensor] = {}
         self.values: dict[str, Any] = {}
         self._left = _MAX_VALUES
         self.tree = self._plain(content, ())
@@ -295,7 +295,7 @@ def _to_array(record: _Array) -> Any:
     return np.frombuffer(data, _numpy_type(dtype)).reshape(_sizes(shape), order="F" if by_columns else "C")
 
 
-def _to_tensor(name: str, view: _View | Storage) -> StoredTensor:
+def _to_tensor(name: str, view: _View | Storage) -> FileTensor:
     if isinstance(view, Storage):
         view = _View(storage=view, offset=0, shape=(view.numel,), strides=(1,))
     storage = view.storage
@@ -307,7 +307,7 @@ def _to_tensor(name: str, view: _View | Storage) -> StoredTensor:
     is_dense = not numel or all(
         size == 1 or stride == natural for size, stride, natural in zip(view.shape, view.strides, dense, strict=True)
     )
-    return StoredTensor(
+    return FileTensor(
         name=name,
         dtype=storage.dtype,
         shape=view.shape,

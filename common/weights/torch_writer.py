@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.weights.arrays import TensorKind, bytes_of
-from common.weights.files import SummedFile
+from common.weights.files import ChecksummedFile
 from common.weights.torch_pickle import STORAGES, TorchName, row_major
 
 _ALIGNMENT = 64
@@ -42,7 +42,7 @@ def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
     """
     pickler = _Pickler()
     program = b"\x80\x02" + pickler.emit(tree) + b"."
-    with SummedFile(path) as file:
+    with ChecksummedFile(path) as file:
         archive = _Zip(file, path.stem)
         archive.add("data.pkl", program)
         archive.add("byteorder", b"little")
@@ -98,7 +98,7 @@ def _global(module: str, name: str) -> bytes:
 class _Zip:
     """An archive of stored records, each aligned in the file; with 8-byte sizes throughout, which spares a case for large ones."""
 
-    def __init__(self, file: SummedFile, folder: str) -> None:
+    def __init__(self, file: ChecksummedFile, folder: str) -> None:
         self._file, self._folder, self._directory, self._records = file, folder, b"", 0
 
     def add(self, name: str, data: bytes | memoryview) -> None:

@@ -51,7 +51,7 @@ def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) ->
     return np.concatenate([keys[:1], keys[1 + 3 * layers[0] : 4 + 3 * layers[-1]]])
 
 
-class Sharing(nn.Cell):
+class GradientSync(nn.Cell):
     """What ranks owe each other for the gradients of a step, and the loss and the norm that they have together."""
 
     def __init__(self, config: RunConfig, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:

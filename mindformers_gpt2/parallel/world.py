@@ -15,9 +15,9 @@ from mindspore.communication import get_group_size, get_rank, init
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
-from common.parallel.tcp_barrier import Host, Meeting, join
+from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
-from common.parallel.world import CommonWorld, leaving_together
+from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
 
@@ -30,22 +30,22 @@ _LOST = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(CommonWorld):
+class World(WorldBase):
     groups: Mapping[GroupKind, Group] = field(default_factory=dict)
     """Those of several ranks to which this one belongs."""
     everyone: Group | None = None
-    meeting: Meeting | None = None
+    barrier: TcpBarrier | None = None
     """Where this device's messages give up after a time."""
 
     def meet(self) -> None:
         """Wait for all ranks, where it is needed, so that none comes too late for the others' patience."""
-        if self.meeting is not None:
-            self.meeting.wait()
+        if self.barrier is not None:
+            self.barrier.wait()
 
     def leave(self) -> None:
         """Wait for all ranks. Not by a message: on a CPU those of a rank fail when another has gone that is done with them."""
-        if self.meeting is not None:
-            self.meeting.wait()
+        if self.barrier is not None:
+            self.barrier.wait()
         else:
             self.gather(None)
 
@@ -55,7 +55,7 @@ class World(CommonWorld):
         self.meet()
         return [pickle.loads(data) for data in exchange(self.everyone, pickle.dumps(value))]  # noqa: S301  (of this run's own ranks)
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         if self.everyone is None:
             return value
         self.meet()
@@ -91,9 +91,9 @@ def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> 
             groups=_make_groups(topology, process.rank, native=device.native_collectives),
             everyone=everyone,
             # a little longer than the launcher waits, which knows better whom to blame
-            meeting=_meeting(everyone, config.runtime.stall_limit + 30) if not device.native_collectives else None,
+            barrier=_barrier(everyone, config.runtime.stall_limit + 30) if not device.native_collectives else None,
         )
-        with leaving_together(world.leave):
+        with exit_barrier(world.leave):
             yield world
     except RuntimeError as error:
         if not _LOST.search(str(error)):
@@ -104,19 +104,19 @@ def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> 
         ) from error
 
 
-_meetings: dict[str, Meeting] = {}
+_barriers: dict[str, TcpBarrier] = {}
 """A process meets the others once, however many runs it makes."""
 
 
-def _meeting(everyone: Group, seconds: float) -> Meeting:
-    if everyone.name not in _meetings:
-        host = Host(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
+def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
+    if everyone.name not in _barriers:
+        host = BarrierServer(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
         port, token = pickle.loads(exchange(everyone, pickle.dumps(host and (host.port, host.token)))[0])  # noqa: S301
-        _meetings[everyone.name] = (
-            host.receive(everyone.size) if host is not None else join(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
+        _barriers[everyone.name] = (
+            host.receive(everyone.size) if host is not None else connect(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
         )
-    _meetings[everyone.name].limit(seconds)
-    return _meetings[everyone.name]
+    _barriers[everyone.name].limit(seconds)
+    return _barriers[everyone.name]
 
 
 def serve_as_scheduler() -> None:

@@ -15,20 +15,20 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.errors import RunError
 from common.log import LOG
-from common.parallel.operator_plan import held_piece, held_shape, speaks_for, splits_vocabulary
+from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
 from common.training.loop import StepResult, Tokens
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
-from common.weights.pieces import Piece
+from common.weights.pieces import TensorSlice
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.engine import Engine, _QueuedStep
 from mindformers_gpt2.parallel.collectives import all_reduce
 from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.semi_auto.network import Network, build_network, build_step
+from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
 
 
 class SemiAutoEngine(Engine):
@@ -55,7 +55,7 @@ class SemiAutoEngine(Engine):
         assert micro is not None and accumulation is not None
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
-        self.pieces: dict[str, Piece] = {name: held_piece(name, config, world.at) for name in self.master.tensors}
+        self.pieces: dict[str, TensorSlice] = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
             if tuple(tensor.shape) != held_shape(name, config):
                 raise RunError(
@@ -83,11 +83,11 @@ class SemiAutoEngine(Engine):
         return total, tokens
 
     @property
-    def parts_are_split(self) -> bool:
+    def is_sharded(self) -> bool:
         return True
 
     def writes(self, name: str) -> bool:
-        return speaks_for(name, self.config, self.world.at)
+        return owns(name, self.config, self.world.at)
 
     def _train(self, tokens: NDArray[np.int32]) -> _QueuedStep:
         self.step += 1
@@ -118,7 +118,7 @@ class SemiAutoEngine(Engine):
 class Evaluation(nn.Cell):
     """The forward pass; the last stage's result reaches all (pipeline_result_broadcast)."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: TrainingGraph) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
 

@@ -42,7 +42,7 @@ class SplitDropout(nn.Cell):
         return self.native(x)[0]
 
 
-class Embed(nn.Cell):
+class TokenEmbedding(nn.Cell):
     """(B, T) token ids -> (B T, C), what the first block takes."""
 
     def __init__(self, model: GPT2) -> None:
@@ -80,7 +80,7 @@ class SplitLoss(nn.Cell):
         return self.total(self.difference(log_sum, picked), 0)
 
 
-class Head(nn.Cell):
+class LossHead(nn.Cell):
     """The final layer norm, the tied head and the loss: a micro batch's part of the mean loss of the global batch."""
 
     def __init__(self, model: GPT2, vocab_rows: int, predicted: int) -> None:
@@ -96,7 +96,7 @@ class Head(nn.Cell):
         return self.divide(self.loss(logits, targets.reshape((-1,))), self.predicted)
 
 
-class Network(nn.Cell):
+class TrainingGraph(nn.Cell):
     """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss of the global batch."""
 
     def __init__(self, model: GPT2, config: RunConfig) -> None:
@@ -104,10 +104,10 @@ class Network(nn.Cell):
         assert config.train.global_batch_size is not None
         length = config.model.seq_length
         self.drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
-        self.embed = Embed(model)
+        self.embed = TokenEmbedding(model)
         self.h = model.h
         self.wte = model.wte
-        self.head = Head(model, model.wte.weight.shape[0], config.train.global_batch_size * length)
+        self.head = LossHead(model, model.wte.weight.shape[0], config.train.global_batch_size * length)
         self.mask = Tensor(np.triu(np.full((length, length), -np.inf), 1), model.softmax_dtype)
 
     def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -118,14 +118,14 @@ class Network(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def apply_plan(network: Network, config: RunConfig) -> None:
+def apply_plan(network: TrainingGraph, config: RunConfig) -> None:
     """Tell each operator how it is split."""
     for name, strategy in operator_strategies(config).items():
         for primitive in _primitives(network, name):
             primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
 
 
-def _set_stages(network: Network, config: RunConfig) -> None:
+def _set_stages(network: TrainingGraph, config: RunConfig) -> None:
     """Tell cells their pipeline stage, and parameters with which others their gradients are communicated and whether ZeRO splits them."""
     if config.parallel.pipeline_stage > 1:
         network.embed.pipeline_stage = stage_of("embed", config)
@@ -138,7 +138,7 @@ def _set_stages(network: Network, config: RunConfig) -> None:
         parameter.parallel_optimizer = splits_state(parameter.name, config)
 
 
-def _primitives(network: Network, name: str) -> Iterator[Any]:
+def _primitives(network: TrainingGraph, name: str) -> Iterator[Any]:
     """The operators that a name of the plan stands for."""
     if name.startswith("h.*."):
         for block in network.h:
@@ -156,7 +156,7 @@ def _find(cell: nn.Cell, path: str) -> Any:
     return found.native if isinstance(found, nn.Cell) else found
 
 
-def build_network(config: RunConfig) -> Network:
+def build_network(config: RunConfig) -> TrainingGraph:
     """The model with its plan, weights not yet filled in: call within the context of ``semi_auto_settings``, or they are made whole.
 
     Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to the type of the computation, as the
@@ -166,7 +166,7 @@ def build_network(config: RunConfig) -> Network:
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
         cell.dropout = SplitDropout(cell.dropout.rate)
         cell.dropout.native.recompute(False)  # drawn again, a mask would be another
-    network = Network(model, config)
+    network = TrainingGraph(model, config)
     if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (None, "sharding_propagation"):
         apply_plan(network, config)
     _set_stages(network, config)
@@ -174,7 +174,7 @@ def build_network(config: RunConfig) -> Network:
     return network
 
 
-def _set_recompute(network: Network, config: RunConfig) -> None:
+def _set_recompute(network: TrainingGraph, config: RunConfig) -> None:
     train = config.train
     switches = {"mp_comm_recompute": train.mp_comm_recompute, "recompute_slice_activation": train.recompute_slice_activation}
     for block in network.h:
@@ -200,7 +200,7 @@ class SplitMaster(MasterWeights):
         return copy
 
 
-class Norm(nn.Cell):
+class GradientNorm(nn.Cell):
     """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's operators alone: they see a rank's
     part, so the squares are divided by the number of ranks that hold the same and summed over all. The last stage knows the loss.
 
@@ -225,10 +225,10 @@ class Norm(nn.Cell):
         return both[0], ops.sqrt(both[1]), gradients
 
 
-class Step(nn.Cell):
+class TrainingStep(nn.Cell):
     """A whole step: micro batches, gradients, update."""
 
-    def __init__(self, network: Network, config: RunConfig, rank: int, loss_scale: DeviceLossScale) -> None:
+    def __init__(self, network: TrainingGraph, config: RunConfig, rank: int, loss_scale: DeviceLossScale) -> None:
         super().__init__(auto_prefix=False)
         stage = Topology.from_config(config.parallel).coordinates(rank).pipeline
         parameters = list(network.get_parameters())
@@ -237,7 +237,7 @@ class Step(nn.Cell):
         self.own = tuple(index for index, parameter in enumerate(parameters) if parameter.name in own)
         self.sent = tuple(index for index, parameter in enumerate(parameters) if stage in stages[parameter.name][1:])
         self.master = SplitMaster(own)
-        self.optimizer: Optimizer = build_optimizer(self.master, config.optimizer, loss_scale, Norm(list(own), config, rank))
+        self.optimizer: Optimizer = build_optimizer(self.master, config.optimizer, loss_scale, GradientNorm(list(own), config, rank))
         self.loss_scale, self.scale = loss_scale, loss_scale.value
         self.rate = Parameter(Tensor(0.0, ms.float32), name="rate", requires_grad=False)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
@@ -263,9 +263,9 @@ class Step(nn.Cell):
         return result
 
 
-def build_step(network: Network, config: RunConfig, rank: int) -> Step:
+def build_step(network: TrainingGraph, config: RunConfig, rank: int) -> TrainingStep:
     """The training step of a network, in the context of ``semi_auto_settings`` too."""
-    step = Step(network, config, rank, DeviceLossScale(config.loss_scale))
+    step = TrainingStep(network, config, rank, DeviceLossScale(config.loss_scale))
     step.set_train()
     return step
 
@@ -278,7 +278,7 @@ def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
     return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))
 
 
-def _in_micro_batches(network: Network, config: RunConfig) -> nn.Cell:
+def _in_micro_batches(network: TrainingGraph, config: RunConfig) -> nn.Cell:
     """Their losses are summed, and so are the gradients."""
     parallel, accumulation = config.parallel, config.train.accumulation_steps or 1
     if parallel.micro_batch_interleave_num > 1:

@@ -21,7 +21,7 @@ import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
-from common.evaluation import Row, score_rows  # noqa: E402
+from common.evaluation import ScoredRow, score_rows  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 
 
@@ -56,7 +56,7 @@ def test_every_row_has_the_same_loss_and_hits(tmp_path: Path, monkeypatch: pytes
         if number % 2:
             with torch.no_grad():
                 tokens[-1] = int(one.logits(one(torch.from_numpy(tokens[None, :-1]).long()))[0, -1].argmax())
-        rows.append(Row(tokens=tokens, scored=1 + number % 5))
+        rows.append(ScoredRow(tokens=tokens, scored=1 + number % 5))
     monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(mindformers_gpt2.evaluate, "ROWS_AT_ONCE", 7)
     expected = score_rows(rows, torch_gpt2.evaluate.make_scorer(one, torch_gpt2.device.select_device("cpu")), 4)

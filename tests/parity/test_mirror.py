@@ -56,7 +56,7 @@ DIFFERENCES = {
     "optimizer.py": {
         "DeviceLossScale": "MindSpore's graph decides about a step by itself; torch's host does",
         "Optimizer": "MindSpore has none with bias correction on a CPU",
-        "own_part": "ZeRO's split tensors are torch's",
+        "local_shard": "ZeRO's split tensors are torch's",
         "sum_in_float32": "gradients are values in MindSpore, with types of their own",
         "parameter_groups": "DeepSpeed's kernels take the groups without an optimizer",
         "Shares": "ZeRO's split is FSDP2's in torch",

@@ -17,7 +17,7 @@ import run_gpt2
 import torch_gpt2.evaluate
 from common.config.load import load_config
 from common.config.schema import ModelConfig, PrecisionConfig
-from common.evaluation import Row, score_rows, sliding_windows
+from common.evaluation import ScoredRow, score_rows, sliding_windows
 from common.resolve.derive import resolve_config
 from common.tokenizer import load_tokenizer
 from common.training.checkpoint import find_checkpoint
@@ -59,7 +59,7 @@ def guide_nats(model: GPT2LMHeadModel, tokens: np.ndarray, max_length: int, stri
 
 
 @torch.no_grad()
-def alone(model: GPT2LMHeadModel, row: Row) -> tuple[float, int]:
+def alone(model: GPT2LMHeadModel, row: ScoredRow) -> tuple[float, int]:
     """Loss and greedy hits of a row's last targets, from log-probabilities of the unpadded row."""
     ids = torch.from_numpy(row.tokens.astype(np.int64))
     found = F.log_softmax(model(ids[None, :-1]).logits[0], -1)[-row.scored :]
@@ -107,7 +107,7 @@ def test_rows_of_any_length_equal_unpadded_ones(
             ids = more.numpy()
             if number % 4 == 3:
                 ids[0, -1] = (ids[0, -1] + 1) % 101
-        rows.append(Row(tokens=ids[0].astype(np.int32), scored=scored if number % 2 else min(scored, length - 1)))
+        rows.append(ScoredRow(tokens=ids[0].astype(np.int32), scored=scored if number % 2 else min(scored, length - 1)))
     expected = [alone(reference, row) for row in rows]
     assert {hits - row.scored for (_, hits), row in zip(expected[1::2], rows[1::2], strict=True)} == {0, -1}
     for batch_size in (1, 4, 32):
@@ -174,7 +174,7 @@ def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path:
     for line in passages.read_text().splitlines()[:12]:
         context, _, word = json.loads(line)["text"].rpartition(" ")
         target = tokenizer.encode(" " + word)
-        row = Row(tokens=np.concatenate((tokenizer.encode(context), target))[-33:], scored=len(target))
+        row = ScoredRow(tokens=np.concatenate((tokenizer.encode(context), target))[-33:], scored=len(target))
         loss, hits = alone(reference, row)
         nats, right, tokens = nats + loss, right + (hits == len(target)), tokens + len(target)
     assert (found["passages"], found["last_word_tokens"], found["correct"]) == (12, tokens, right) and tokens > 12

@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         rest = iter(batches)
         while True:
             mine = list(itertools.islice(rest, width))
-            most = self.world.largest(len(mine))
+            most = self.world.all_reduce_max(len(mine))
             if not most:
                 break
             losses = self._mean_losses([batch if len(batch) else blank for batch in [*mine, *[blank] * (most - len(mine))]])
@@ -260,7 +260,7 @@ def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) ->
     return deepspeed
 
 
-class _Mean(nn.Module):
+class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
     def __init__(self, model: GPT2, config: RunConfig) -> None:
@@ -275,7 +275,7 @@ class _Mean(nn.Module):
 
 def _build_whole(config: RunConfig, device: TorchDevice) -> tuple[nn.Module, GPT2]:
     model = build_model(config, device)
-    return _Mean(model, config), model
+    return _MeanLossModule(model, config), model
 
 
 # ---- the stages of a pipeline ----

@@ -94,7 +94,7 @@ class DataParallel:
             )
             state = (DTYPES[precision.reduction], self._group)
             self._ddp.register_comm_hook(state, lambda state, bucket: _sum_bucket(state, bucket))  # DDP would read annotations as classes
-            self._settle(config)
+            self._warm_up_buckets(config)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """For forward and backward of one micro batch; ranks exchange gradients after the ``last``, in ZeRO stages 2 and 3 after each.
@@ -120,7 +120,7 @@ class DataParallel:
         """Take a step of the optimizer."""
         step()
 
-    def _settle(self, config: RunConfig) -> None:
+    def _warm_up_buckets(self, config: RunConfig) -> None:
         """DDP sorts gradients into buckets anew after its first step, and the bucket decides in which order ranks are summed: from three
         ranks on, the first step of a resumed run would differ in the last bit. So that step is made here, and thrown away."""
         assert self._ddp is not None and config.train.micro_batch_size is not None

@@ -61,7 +61,7 @@ def seed_offset(config: RunConfig, world: World) -> int:
     return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
 
 
-class Sharing:
+class GradientSync:
     """What ranks owe each other for the gradients of a step, beyond the data axis, and the norm that they have together."""
 
     def __init__(self, config: RunConfig, world: World) -> None:

@@ -57,12 +57,12 @@ class ParameterServer:
             dist.broadcast(tensor, 0)
 
 
-class Threads(DataParallel):
+class SingleProcessDataParallel(DataParallel):
     """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0 keeps weights and state."""
 
     def __init__(self, model: GPT2, config: RunConfig, world: World, device: TorchDevice) -> None:
         super().__init__([model], model.loss_sum, config, world)
-        replicas = nn.DataParallel(_LossSum(model), device_ids=list(range(device.count)) if device.count > 1 else None)
+        replicas = nn.DataParallel(_ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None)
         if len(replicas.device_ids) < 2:  # it would pass everything through, and say nothing
             raise ConfigError(
                 f"parallel.strategy=parameter_server in one process needs several devices, found {device.count} x {device.name};"
@@ -113,7 +113,7 @@ class Horovod:
         step()
 
 
-class _LossSum(nn.Module):
+class _ReplicaLoss(nn.Module):
     """Its forward uses the replica's model, which a bound method would not."""
 
     def __init__(self, model: GPT2) -> None:
@@ -131,5 +131,9 @@ def replicate(
     if config.parallel.strategy == "horovod":
         return Horovod(loss_sum, config, world, weights)
     if config.parallel.strategy == "parameter_server":
-        return ParameterServer(loss_sum, config, world, weights) if world.size > 1 else Threads(parts[0], config, world, device)
+        return (
+            ParameterServer(loss_sum, config, world, weights)
+            if world.size > 1
+            else SingleProcessDataParallel(parts[0], config, world, device)
+        )
     return DataParallel(parts, loss_sum, config, world)

@@ -47,7 +47,7 @@ class TensorGroup:
         out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
-    def own_part(self, positions: Tensor) -> Tensor:
+    def local_shard(self, positions: Tensor) -> Tensor:
         """(T,) positions -> those whose activations this rank has between the regions."""
         return positions.chunk(self.size)[self.rank] if self.sequence else positions
 
@@ -158,7 +158,7 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
         if not tensor.sequence and model.config.attention_dropout:
             _draw_own_masks(block.attn, tensor.rank, device)
     if hasattr(model, "wpe"):
-        model.wpe.register_forward_pre_hook(lambda _, inputs: (tensor.own_part(inputs[0]),))
+        model.wpe.register_forward_pre_hook(lambda _, inputs: (tensor.local_shard(inputs[0]),))
     if isinstance(model.ln_f, LayerNorm):
         model.ln_f.register_forward_hook(lambda _, __, output: tensor.enter(output))
     model.loss_of = types.MethodType(_loss_of(tensor), model)  # type: ignore[method-assign]

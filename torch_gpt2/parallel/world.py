@@ -18,14 +18,14 @@ from common.cluster.listening import listen, network_of_one_host
 from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
 from common.parallel.topology import GroupKind, Topology
-from common.parallel.world import CommonWorld, leaving_together
+from common.parallel.world import WorldBase, exit_barrier
 from torch_gpt2.device import TorchDevice
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(CommonWorld):
+class World(WorldBase):
     groups: Mapping[GroupKind, dist.ProcessGroup] = field(default_factory=dict)
     """Those of several ranks to which this one belongs."""
 
@@ -37,7 +37,7 @@ class World(CommonWorld):
         dist.all_reduce(tensor)
         return tensor.tolist()
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         if self.size == 1:
             return value
         tensor = torch.tensor(value)
@@ -69,7 +69,7 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
         store = _local_store(process, limit)
         where = {} if store is None else {"store": store, "rank": process.rank, "world_size": process.world_size}
         dist.init_process_group(backends, timeout=limit, **where)
-        with leaving_together(dist.barrier):
+        with exit_barrier(dist.barrier):
             topology = Topology.from_config(config.parallel)
             yield World(rank=process.rank, size=process.world_size, topology=topology, groups=_make_groups(topology, process.rank))
     except (dist.DistError, RuntimeError) as error:

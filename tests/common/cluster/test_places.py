@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.cluster import RankTable, read_table
-from common.cluster.places import Place, Places, find_places, parse_range
+from common.cluster.places import Placement, RankPlacement, find_places, parse_range
 from common.errors import ConfigError
 from tests.cluster_tables import write_tutorial_table
 
@@ -56,9 +56,9 @@ def test_ranks_of_a_server_of_the_table(tutorial: RankTable, start: int, end: in
 
 def test_devices_4_to_7_in_both_forms(tmp_path: Path) -> None:
     table = read_table(write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4))
-    expected = tuple(Place(rank=rank, device_id=4 + rank, local_rank=rank, host="10.155.111.140") for rank in range(4))
+    expected = tuple(RankPlacement(rank=rank, device_id=4 + rank, local_rank=rank, host="10.155.111.140") for rank in range(4))
     by_devices, by_ranks = find_places(range(4, 8), table=table), find_places(range(4), rank_size=4, table=table)
-    assert by_devices == by_ranks == Places(all=expected, own_host="10.155.111.140", master="127.0.0.1")
+    assert by_devices == by_ranks == Placement(all=expected, own_host="10.155.111.140", master="127.0.0.1")
 
 
 def test_the_tables_own_order_of_ranks_wins(samples: Path) -> None:

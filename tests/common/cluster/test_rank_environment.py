@@ -13,12 +13,12 @@ import pytest
 
 from common.cluster import rank_environment
 from common.cluster.environment import find_process
-from common.cluster.places import Place, Places, find_places
+from common.cluster.places import Placement, RankPlacement, find_places
 from common.cluster.rank_environment import (
     ROOT,
-    find_meeting,
     interface_of,
     is_own,
+    make_rendezvous,
     parse_master,
     rank_command,
     rank_variables,
@@ -29,7 +29,7 @@ from common.errors import ConfigError
 
 
 def variables(places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
-    meeting = find_meeting(places, port=None, table=table, backend=backend, environ=environ)
+    meeting = make_rendezvous(places, port=None, table=table, backend=backend, environ=environ)
     return rank_variables(places.own[number], places, meeting, cores=3, environ=environ)
 
 
@@ -79,7 +79,7 @@ def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
     found = variables(places, 1, backend="mindspore", MASTER_PORT="4000")
     ours = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "4000"}
     assert found.items() >= {**ours, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}.items()
-    meeting = find_meeting(places, port=4000, table=None, backend="mindspore", environ={})
+    meeting = make_rendezvous(places, port=4000, table=None, backend="mindspore", environ={})
     assert scheduler_variables(places, meeting).items() >= {**ours, "MS_ROLE": "MS_SCHED"}.items()
     for alone in (variables(find_places(range(1)), 0, backend="mindspore"), variables(places, 0, backend="mindspore", table=Path("/t"))):
         assert not any(name.startswith("MS_") for name in alone)
@@ -110,8 +110,8 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
     monkeypatch.setattr(rank_environment, "_interfaces", lambda: held)
     monkeypatch.setattr(rank_environment, "_route_to", routes.get)
     hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
-    places = Places(
-        all=tuple(Place(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts)),
+    places = Placement(
+        all=tuple(RankPlacement(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts)),
         own_host="nodea",
         master="nodea",
     )

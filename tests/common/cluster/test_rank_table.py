@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import common.cluster.rank_table_files as files
-from common.cluster import Device, RankTable, Server, SuperPod, read_table, remarks, to_json, validate, wait_for_table, write_table
+from common.cluster import RankTable, Server, SuperPod, TableDevice, read_table, remarks, to_json, validate, wait_for_table, write_table
 from common.errors import DataError
 
 
@@ -74,7 +74,7 @@ def test_the_platform_table_becomes_the_one_its_launcher_makes(samples: Path) ->
 
 def test_a_platform_table_of_one_device(samples: Path) -> None:
     [(one, device)] = read_table(samples / "v0_modelarts_cce_1x1.json").places()
-    assert (one.server_id, device) == ("192.168.6.101", Device(rank_id=0, device_id=0, device_ip="192.1.244.169"))
+    assert (one.server_id, device) == ("192.168.6.101", TableDevice(rank_id=0, device_id=0, device_ip="192.1.244.169"))
 
 
 def test_version_2_is_read_and_not_written(samples: Path) -> None:
@@ -171,7 +171,7 @@ def tables(draw: st.DrawFn) -> RankTable:
             address = IPv4Address((10 << 24) + octets[rank]) if draw(st.booleans()) else IPv6Address((0xFD << 120) + octets[rank])
             super_id = str(rank) if version == "1.2" else None
             extra = draw(_EXTRA)
-            devices.append(Device(rank_id=rank, device_id=device_id, device_ip=str(address), super_device_id=super_id, extra=extra))
+            devices.append(TableDevice(rank_id=rank, device_id=device_id, device_ip=str(address), super_device_id=super_id, extra=extra))
         nic = draw(st.sampled_from([None, "reserve"]))
         servers.append(Server(server_id=f"10.0.0.{number}", devices=tuple(devices), host_nic_ip=nic, extra=draw(_EXTRA)))
     members = {one.server_id: draw(_EXTRA) for one in servers}

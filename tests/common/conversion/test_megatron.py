@@ -24,7 +24,7 @@ from common.conversion.convert import FORMATS, convert, detect  # noqa: E402
 from common.conversion.megatron_writer import write_megatron  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
-from common.weights.arrays import StoredTensor, TensorFile  # noqa: E402
+from common.weights.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
@@ -322,14 +322,14 @@ def test_what_its_distributed_optimizer_has_elsewhere_is_said(tmp_path: Path) ->
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_count_of_steps_that_is_no_number_is_said(value: float) -> None:
     data = np.array([value], np.float32).view(np.uint8)
-    steps = StoredTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
+    steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
     optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
     found = megatron._read_optimizer(TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer}))
     assert "of no form that is known" in found.why_not
 
 
 @pytest.mark.parametrize(
-    "scaler", [[1], {"scale": StoredTensor(name="s", dtype="float32", shape=(0,), segments=())}, {"growth_tracker": "x"}]
+    "scaler", [[1], {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())}, {"growth_tracker": "x"}]
 )
 def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
     shards = types.SimpleNamespace(first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace())

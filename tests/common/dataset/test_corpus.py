@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset.blocks import DocumentRule, read_blocks
-from common.dataset.corpus import Format, open_corpus
+from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import DataError
 
-TEXT, JSONL, ARRAY = Format.TEXT, Format.JSONL, Format.ARRAY
+TEXT, JSONL, ARRAY = CorpusFormat.TEXT, CorpusFormat.JSONL, CorpusFormat.ARRAY
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster.places import Place
-from common.doctor.allreduce import MARK, STAGES, LocalRanks, RankState, Trial, judge, watch
+from common.cluster.places import RankPlacement
+from common.doctor.allreduce import MARK, STAGES, AllReduceTrial, TrialRank, TrialRanks, judge, watch
 from common.doctor.report import Check, State
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,15 +31,15 @@ time.sleep(60)
 """
 
 
-def make_trial(world: int, limit: float) -> Trial:
-    places = [Place(rank=rank, device_id=rank + 4, local_rank=rank, host="10.0.0.1") for rank in range(world)]
-    return Trial(places=places, backend="torch", communication="gloo", address="10.0.0.1:29500", limit=limit)
+def make_trial(world: int, limit: float) -> AllReduceTrial:
+    places = [RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host="10.0.0.1") for rank in range(world)]
+    return AllReduceTrial(places=places, backend="torch", communication="gloo", address="10.0.0.1:29500", limit=limit)
 
 
 def run(folder: Path, ranks: Mapping[int, tuple[str, str]], limit: float = 30) -> Check:
     """Each rank: the last stage that it reports, and what it does then. The limit counts from when all are so far, whatever the load."""
     environments = {rank: {"STAGES": json.dumps(STAGES[1 : STAGES.index(last) + 1]), "THEN": then} for rank, (last, then) in ranks.items()}
-    local = LocalRanks([sys.executable, "-c", PROGRAM], environments, folder)
+    local = TrialRanks([sys.executable, "-c", PROGRAM], environments, folder)
     with local:
         deadline = time.monotonic() + 60
         while any(is_short_of(ranks[state.rank][0], state) for state in local.states()) and time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def run(folder: Path, ranks: Mapping[int, tuple[str, str]], limit: float = 30) -
     return check
 
 
-def is_short_of(stage: str, state: RankState) -> bool:
+def is_short_of(stage: str, state: TrialRank) -> bool:
     return state.code is None and STAGES.index(state.stage) < STAGES.index(stage)
 
 
@@ -112,9 +112,9 @@ def test_ranks_die_with_a_doctor_that_is_killed(tmp_path: Path) -> None:
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from common.doctor.allreduce import LocalRanks
+from common.doctor.allreduce import TrialRanks
 environment = {{"STAGES": '["started"]'}}
-with LocalRanks([sys.executable, "-c", {PROGRAM!r}], {{0: environment}}, Path({str(tmp_path)!r})) as ranks:
+with TrialRanks([sys.executable, "-c", {PROGRAM!r}], {{0: environment}}, Path({str(tmp_path)!r})) as ranks:
     while not ranks.states()[0].stage:
         time.sleep(0.05)
     print(ranks.pids()[0], flush=True)
@@ -139,21 +139,21 @@ with LocalRanks([sys.executable, "-c", {PROGRAM!r}], {{0: environment}}, Path({s
 
 
 def test_a_lost_host_comes_before_what_failed_because_of_it() -> None:
-    seen = [RankState(rank=0, stage="connected"), RankState(rank=1, stage="connected")]
+    seen = [TrialRank(rank=0, stage="connected"), TrialRank(rank=1, stage="connected")]
     left = "10.0.0.2 (ranks 2-3) has left"
     check = judge(seen, make_trial(4, 5), [left])
     assert (check.state, check.found) == (State.ERROR, left)
-    check = judge([seen[0], RankState(rank=1, stage="connected", code=1, ended=3.0)], make_trial(4, 5), [left])
+    check = judge([seen[0], TrialRank(rank=1, stage="connected", code=1, ended=3.0)], make_trial(4, 5), [left])
     assert check.found == f"{left}\nrank 1 (device 5 of 10.0.0.1) ended with exit code 1 after 'connected'"
 
 
 def test_ranks_of_which_nothing_was_heard_are_named() -> None:
-    check = judge([RankState(rank=0, stage="connected")], make_trial(3, 5))
+    check = judge([TrialRank(rank=0, stage="connected")], make_trial(3, 5))
     assert check.found.startswith("rank 1 (device 5 of 10.0.0.1), rank 2 (device 6 of 10.0.0.1) did not answer within 5 s: its program")
 
 
 def test_a_wrong_sum_names_the_rank() -> None:
-    wrong = RankState(rank=1, stage="wrong sum", result={"found": 2.0, "expected": 3.0})
-    check = judge([RankState(rank=0, stage="reduced"), wrong], make_trial(2, 5))
+    wrong = TrialRank(rank=1, stage="wrong sum", result={"found": 2.0, "expected": 3.0})
+    check = judge([TrialRank(rank=0, stage="reduced"), wrong], make_trial(2, 5))
     assert check.state is State.ERROR
     assert check.found == "rank 1 (device 5 of 10.0.0.1) got 2.0 instead of 3.0"

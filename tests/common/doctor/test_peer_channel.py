@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from common.cluster.places import Place, Places
+from common.cluster.places import Placement, RankPlacement
 from common.cluster.rank_environment import free_port
 from common.doctor import peer_channel as hosts
-from common.doctor.allreduce import RankState
-from common.doctor.peer_channel import FirstHost, Line, OtherHost
+from common.doctor.allreduce import TrialRank
+from common.doctor.peer_channel import FirstHost, OtherHost, PeerChannel
 from common.doctor.report import State, ok
 from common.errors import RunError
 
@@ -23,8 +23,10 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 
 JOB = {"ranks": 4, "backend": "torch"}
 FACTS = {"python": "3.11.9", "torch": "2.13.0"}
-PLACES = Places(
-    all=tuple(Place(rank=rank, device_id=rank % 2, local_rank=rank % 2, host=("127.0.0.1", "node 1")[rank // 2]) for rank in range(4)),
+PLACES = Placement(
+    all=tuple(
+        RankPlacement(rank=rank, device_id=rank % 2, local_rank=rank % 2, host=("127.0.0.1", "node 1")[rank // 2]) for rank in range(4)
+    ),
     own_host="127.0.0.1",
     master="127.0.0.1",
 )
@@ -66,7 +68,7 @@ def test_two_doctors_from_the_call_to_the_verdict(first: FirstHost) -> None:
     def other() -> None:
         with OtherHost("127.0.0.1", port_of(first), 1, JOB, FACTS, 10) as host:
             assert host.wait_for_begin(10) is None
-            while (told := host.tell([RankState(rank=2, stage="reduced"), RankState(rank=3, stage="imported", log=("a line",))])) is None:
+            while (told := host.tell([TrialRank(rank=2, stage="reduced"), TrialRank(rank=3, stage="imported", log=("a line",))])) is None:
                 time.sleep(0.02)
             verdict.extend(told)
 
@@ -78,7 +80,7 @@ def test_two_doctors_from_the_call_to_the_verdict(first: FirstHost) -> None:
     deadline = time.monotonic() + 10
     while len(first.states()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert first.states()[1] == RankState(rank=3, stage="imported", log=("a line",))
+    assert first.states()[1] == TrialRank(rank=3, stage="imported", log=("a line",))
     assert first.lost() == []
     first.conclude([ok("all-reduce", "fine")])
     thread.join(10)
@@ -169,7 +171,7 @@ def test_host_0_dies_while_the_others_wait() -> None:
 def test_a_line_may_say_nan_and_no_line_is_a_traceback() -> None:
     """A rank on a broken link may find NaN as its sum; nested brackets come from what is not a doctor."""
     ends = socket.socketpair()
-    ours, theirs = (Line(end) for end in ends)
+    ours, theirs = (PeerChannel(end) for end in ends)
     try:
         ours.send({"ranks": [{"rank": 1, "log": [], "result": {"found": float("nan")}}]})
         assert math.isnan(theirs.receive(5.0)["ranks"][0]["result"]["found"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from common.evaluation.rows import Row, RowBatch, TokenScores, score_rows, sliding_windows
+from common.evaluation.rows import RowBatch, ScoredRow, TokenScores, score_rows, sliding_windows
 
 
 def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int]]:
@@ -50,7 +50,7 @@ def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
     rows = []
     for length in (2, 9, 5, 3, 9):
         tokens = generator.integers(0, 50, length).astype(np.int32)
-        rows.append(Row(tokens=tokens, scored=int(generator.integers(1, length))))
+        rows.append(ScoredRow(tokens=tokens, scored=int(generator.integers(1, length))))
     shapes = set()
 
     def scorer(batch: RowBatch) -> TokenScores:

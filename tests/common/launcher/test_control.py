@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Heard, Host, HostFailed, HostRemark, Hosts, rank_names
+from common.launcher.control import Control, Host, HostFailed, HostRemark, Hosts, Message, rank_names
 from common.launcher.progress import process_state
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -306,8 +306,8 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
             assert caller.recv(100) == b""
     second = Control(hosts(1, port, "localhost"), events[1], 30.0)
     second.start()
-    assert events[0].get(timeout=30) == Heard(host=1, kind="arrived", values={})
-    assert events[1].get(timeout=30) == Heard(host=0, kind="arrived", values={})
+    assert events[0].get(timeout=30) == Message(host=1, kind="arrived", values={})
+    assert events[1].get(timeout=30) == Message(host=0, kind="arrived", values={})
     second.tell("stop", signal=15)
     heard = events[0].get(timeout=30)
     assert (heard.kind, heard.values["signal"]) == ("stop", 15)

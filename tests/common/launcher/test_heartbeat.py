@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.launcher.heartbeat import beat
-from common.launcher.progress import Monitor, RankState, process_state, to_blame
+from common.launcher.progress import Monitor, RankState, process_state, stalled_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 START = "import os, subprocess, sys; from common.launcher.heartbeat import beat, start_heartbeat; "
@@ -166,4 +166,4 @@ def rank(number: int, step: int, doing: str = "computing") -> RankState:
     ],
 )
 def test_who_is_blamed(states: list[RankState], expected: list[int]) -> None:
-    assert [state.rank for state in to_blame(states)] == expected
+    assert [state.rank for state in stalled_ranks(states)] == expected

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.cluster import read_table
-from common.cluster.places import Place, places_of_table
+from common.cluster.places import RankPlacement, places_of_table
 from common.errors import ConfigError
 from common.launcher.host_list import HostPart, divide, host_command, parse_hosts
 from tests.cluster_tables import write_tutorial_table
@@ -14,15 +14,17 @@ ADDRESSES = [f"10.155.111.{140 + server}" for server in range(4)]
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> tuple[Place, ...]:
+def table(tmp_path: Path) -> tuple[RankPlacement, ...]:
     return places_of_table(read_table(write_tutorial_table(tmp_path / "table.json")))
 
 
-def parts(hosts: str, numbers: range, rank_size: int | None, table: tuple[Place, ...] = (), master: str | None = None) -> list[HostPart]:
+def parts(
+    hosts: str, numbers: range, rank_size: int | None, table: tuple[RankPlacement, ...] = (), master: str | None = None
+) -> list[HostPart]:
     return divide(parse_hosts(hosts), numbers, rank_size=rank_size, table=table, master=master, port=29500)
 
 
-def test_addresses_of_the_table_are_matched_and_names_follow_its_order(table: tuple[Place, ...]) -> None:
+def test_addresses_of_the_table_are_matched_and_names_follow_its_order(table: tuple[RankPlacement, ...]) -> None:
     for hosts in ("d,c,b,me@a", ",".join(["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]])):
         found = parts(hosts, range(32), 32, table)
         assert [part.numbers for part in found] == [range(0, 8), range(8, 16), range(16, 24), range(24, 32)]
@@ -47,7 +49,7 @@ def test_lists_that_are_none(text: str) -> None:
         parse_hosts("x," + text)
 
 
-def test_lists_that_do_not_fit(table: tuple[Place, ...]) -> None:
+def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
     with pytest.raises(ConfigError, match="--hosts names 2 hosts, but the rank table has 4 servers"):
         parts("a,b", range(32), 32, table)
     with pytest.raises(ConfigError, match=r"10.0.0.1 is no server of the rank table"):

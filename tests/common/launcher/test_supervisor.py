@@ -17,7 +17,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.launcher.rank_logs import open_log, read_new, visible
-from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.supervisor import Job, ProcessSpec, supervise
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 1e6
@@ -41,9 +41,9 @@ sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder"))
 """
 
 
-def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[Child, ...]:
+def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[ProcessSpec, ...]:
     commands = [(sys.executable, "-c", program, *arguments) for program in programs]
-    return tuple(Child(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)}) for rank, command in enumerate(commands))
+    return tuple(ProcessSpec(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)}) for rank, command in enumerate(commands))
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -107,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = ["import os; print('rank', os.environ['RANK_ID'], os.environ['DEVICE_ID'])"] * 2
     ranks = tuple(
-        Child(rank=child.rank, command=child.command, environment={**child.environment, "RANK_ID": str(child.rank)})
+        ProcessSpec(rank=child.rank, command=child.command, environment={**child.environment, "RANK_ID": str(child.rank)})
         for child in children(*programs)
     )
     assert supervise(Job(children=ranks, log_folder=tmp_path / "logs", stall_limit=NEVER)) == 0
@@ -178,7 +178,7 @@ def test_a_failure_at_the_start_of_one_of_four(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_command_that_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = (*children(SLEEP), Child(rank=1, command=("/no/such/program",), environment={}))
+    ranks = (*children(SLEEP), ProcessSpec(rank=1, command=("/no/such/program",), environment={}))
     assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 1
     assert "rank 1 could not be started: No such file or directory: /no/such/program" in capsys.readouterr().err
 
@@ -406,9 +406,9 @@ def test_closed_standard_streams_are_no_obstacle(tmp_path: Path, monkeypatch: py
     assert code == 3
 
 
-def hosts_over_ssh(*programs: str) -> tuple[Child, ...]:
+def hosts_over_ssh(*programs: str) -> tuple[ProcessSpec, ...]:
     return tuple(
-        Child(rank=node, command=(sys.executable, "-c", program), environment={}, folder=f"host_{name}", title=f"host {name}")
+        ProcessSpec(rank=node, command=(sys.executable, "-c", program), environment={}, folder=f"host_{name}", title=f"host {name}")
         for node, (name, program) in enumerate(zip("ab", programs, strict=True))
     )
 
@@ -475,7 +475,7 @@ def test_settings_of_the_config_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("common.launcher.rank_logs._is_secret", lambda name: name != "")
     shown = ["train.max_tokens=9", "predict.max_new_tokens=8", "data.tokenizer=gpt2", "data.tokenizer.vocab_file=v"]
     command = (sys.executable, "-c", "pass", *shown, "train.other=abc1", "data.tokenizer.vocab_file.x=abc2", "token=abc3")
-    assert supervise(Job(children=(Child(rank=0, command=command, environment={}),), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert supervise(Job(children=(ProcessSpec(rank=0, command=command, environment={}),), log_folder=tmp_path, stall_limit=NEVER)) == 0
     text = (tmp_path / "mf_parallel0" / "env.log").read_text()
     assert all(f" {word} " in text for word in shown) and not re.search(r"abc\d", text)
 
@@ -489,7 +489,7 @@ def test_logs_are_appended_to_and_secrets_hidden(tmp_path: Path) -> None:
         "BUCKET": "s3://host/x?access_key=abc5&region=north",
         "PLAIN": "two\nlines",
     }
-    child = Child(
+    child = ProcessSpec(
         rank=0, command=(sys.executable, "-c", "print('ran')", "remote.secret_key=abc6", "u=https://abc7@host"), environment=environment
     )
     for _ in range(2):
@@ -521,17 +521,17 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
 def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
-    child = Child(rank=0, command=(sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"), environment={}, cores=(core,))
+    child = ProcessSpec(rank=0, command=(sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"), environment={}, cores=(core,))
     assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
     assert f"{{{core}}}" in log(tmp_path, 0)
     assert os.sched_getaffinity(0) == before
 
 
 def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    helper = Child(rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler")
+    helper = ProcessSpec(rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler")
     assert supervise(Job(children=(*children("pass"), helper), log_folder=tmp_path, stall_limit=NEVER)) == 0
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
-    broken = Child(rank=-1, command=(sys.executable, "-c", "raise SystemExit(5)"), environment={}, name="scheduler")
+    broken = ProcessSpec(rank=-1, command=(sys.executable, "-c", "raise SystemExit(5)"), environment={}, name="scheduler")
     assert supervise(Job(children=(*children(SLEEP), broken), log_folder=tmp_path, stall_limit=NEVER)) == 5
     assert "scheduler ended with exit code 5" in capsys.readouterr().err
 

@@ -11,10 +11,10 @@ from common.config.schema import RunConfig
 from common.parallel.operator_plan import (
     copies_of,
     fusion_of,
-    held_piece,
     held_shape,
+    held_slice,
     operator_strategies,
-    speaks_for,
+    owns,
     stage_of,
     stages_of_parameter,
 )
@@ -54,14 +54,14 @@ def test_what_ranks_hold_tiles_every_parameter(layout: str) -> None:
     for name, shape in padded_shapes(config).items():
         stage = stages_of_parameter(name, config)[0]
         ranks = [rank for rank in range(8) if topology.coordinates(rank).pipeline == stage]
-        pieces = {rank: held_piece(name, config, topology.coordinates(rank)) for rank in ranks}
+        pieces = {rank: held_slice(name, config, topology.coordinates(rank)) for rank in ranks}
         assert {piece.shape for piece in pieces.values()} == {held_shape(name, config)}
         same = Counter(pieces.values())
         assert set(same.values()) == {copies_of(name, config)}
         some_split |= len(same) > 1
         covered = np.zeros(shape, int)
         for rank in range(8):
-            if speaks_for(name, config, topology.coordinates(rank)):
+            if owns(name, config, topology.coordinates(rank)):
                 piece = pieces[rank]
                 covered[slice(*piece.rows), ...] += 1 if piece.columns is None else 0
                 if piece.columns is not None:

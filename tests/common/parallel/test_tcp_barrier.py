@@ -8,27 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from common.errors import RunError
-from common.parallel.tcp_barrier import Host, Meeting, join
+from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 
 
-def meetings(size: int) -> list[Meeting]:
-    host = Host("127.0.0.1")
+def barriers(size: int) -> list[TcpBarrier]:
+    host = BarrierServer("127.0.0.1")
     with ThreadPoolExecutor(size) as pool:
         first = pool.submit(host.receive, size)
-        others = [pool.submit(join, rank, "127.0.0.1", host.port, host.token) for rank in range(1, size)]
+        others = [pool.submit(connect, rank, "127.0.0.1", host.port, host.token) for rank in range(1, size)]
         return [first.result(timeout=20), *(other.result(timeout=20) for other in others)]
 
 
 @pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")])
 def test_of_one_host_nobody_else_can_call(address: str, bound: str) -> None:
-    host = Host(address)
+    host = BarrierServer(address)
     with host._listener as listener:
         assert listener.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)  # a container may have no IPv6
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_nobody_goes_on_before_the_last_has_come(late: int) -> None:
-    everyone, gone_on, may_come = meetings(3), [], threading.Event()
+    everyone, gone_on, may_come = barriers(3), [], threading.Event()
 
     def wait(rank: int) -> None:
         for number in range(3):
@@ -50,7 +50,7 @@ def test_nobody_goes_on_before_the_last_has_come(late: int) -> None:
 
 
 def test_one_that_has_gone_is_named() -> None:
-    everyone = meetings(3)
+    everyone = barriers(3)
     everyone[2]._peers[0].close()
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(everyone[1].wait)
@@ -63,20 +63,20 @@ def test_one_that_has_gone_is_named() -> None:
 
 
 def test_a_wait_has_an_end() -> None:
-    everyone = meetings(2)
+    everyone = barriers(2)
     everyone[0].limit(0.2)
     with pytest.raises(RunError, match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit"):
         everyone[0].wait()
 
 
 def test_strangers_are_turned_away() -> None:
-    host = Host("127.0.0.1")
+    host = BarrierServer("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.receive, 2)
         with socket.create_connection(("127.0.0.1", host.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\nxx")
             assert stranger.recv(1) == b""
-        join(1, "127.0.0.1", host.port, host.token)
+        connect(1, "127.0.0.1", host.port, host.token)
         assert set(first.result(timeout=20)._peers) == {1}
 
 
@@ -84,4 +84,4 @@ def test_a_port_that_nobody_holds_is_one_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RunError, match=rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"):
-        join(1, "127.0.0.1", port, b"0" * 16)
+        connect(1, "127.0.0.1", port, b"0" * 16)

@@ -9,11 +9,11 @@ import pytest
 
 from common.errors import ConfigError, DataError, DivergedError, GPT2Error, StopRequested, StorageError
 from common.parallel.topology import Topology
-from common.parallel.world import CommonWorld, leaving_together
+from common.parallel.world import WorldBase, exit_barrier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(CommonWorld):
+class Told(WorldBase):
     """A rank that is told what all ranks have given."""
 
     answer: Callable[[Any], list[Any]] = lambda own: [own]
@@ -25,24 +25,24 @@ class Told(CommonWorld):
 def test_numbers_of_all_ranks() -> None:
     world = Told(size=3, answer=lambda own: [own, (1e16, 1.0), (-1e16, 1.0)] if isinstance(own, tuple) else [own, 15, 0])
     assert world.sum(1.0, 2.0) == [1.0, 4.0], "no digit is lost"
-    assert world.largest(9) == 15
-    assert Told().sum(0.5) == [0.5] and Told().largest(3) == 3
+    assert world.all_reduce_max(9) == 15
+    assert Told().sum(0.5) == [0.5] and Told().all_reduce_max(3) == 3
 
 
 def test_what_rank_0_decides_holds_everywhere_and_so_does_its_error() -> None:
     given: list[Any] = []
     first = Told(rank=0, size=2, answer=lambda own: given.append(own) or [own, [None, None]])  # type: ignore[func-returns-value]
-    assert first.from_first(lambda: "resume") == "resume"
+    assert first.decide_on_rank_0(lambda: "resume") == "resume"
 
     def fails() -> str:
         raise DataError("no data")
 
     with pytest.raises(DataError, match="no data"):
-        first.from_first(fails)
+        first.decide_on_rank_0(fails)
     for answer, expected in zip(given, ("resume", None), strict=True):
         other = Told(rank=1, size=2, answer=lambda own, answer=answer: [answer, own])
         with nullcontext() if expected else pytest.raises(DataError, match="no data"):
-            assert other.from_first(lambda: pytest.fail("rank 1 decides nothing")) == expected
+            assert other.decide_on_rank_0(lambda: pytest.fail("rank 1 decides nothing")) == expected
 
 
 def test_the_first_fact_that_differs_is_named() -> None:
@@ -59,12 +59,12 @@ def test_the_first_fact_that_differs_is_named() -> None:
 def test_nobody_leaves_before_the_others(error: GPT2Error | None) -> None:
     """What all ranks meet at one step: a launcher would kill rank 0 in the middle of its save when another had left."""
     met: list[str] = []
-    with pytest.raises(type(error)) if error else nullcontext(), leaving_together(lambda: met.append("barrier")):
+    with pytest.raises(type(error)) if error else nullcontext(), exit_barrier(lambda: met.append("barrier")):
         if error:
             raise error
     assert met == ["barrier"]
 
 
 def test_an_error_of_one_rank_waits_for_nobody() -> None:
-    with pytest.raises(StorageError), leaving_together(lambda: pytest.fail("waits")):
+    with pytest.raises(StorageError), exit_barrier(lambda: pytest.fail("waits")):
         raise StorageError("disk full")

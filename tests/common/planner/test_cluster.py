@@ -9,7 +9,7 @@ import pytest
 
 from common.cluster import read_table
 from common.cluster.places import find_places
-from common.cluster.rank_environment import find_meeting
+from common.cluster.rank_environment import make_rendezvous
 from common.config.load import load_config
 from common.launcher.children import make_children, make_hosts
 from common.parallel.topology import Topology
@@ -52,7 +52,7 @@ def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) ->
 
 def test_children_of_the_second_host() -> None:
     places = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1)
-    meeting = find_meeting(places, port=4000, table=None, backend="mindspore", environ={})
+    meeting = make_rendezvous(places, port=4000, table=None, backend="mindspore", environ={})
     children = make_children(places, meeting, ("a", "b"), environ={}, pinned=False)
     assert [(child.rank, child.name, child.cores, child.command) for child in children] == [
         (2, "", (), ("a", "b")),
@@ -65,7 +65,7 @@ def test_children_of_the_second_host() -> None:
 
 def test_the_host_of_rank_0_starts_mindspores_scheduler_too() -> None:
     places = find_places(range(2))
-    meeting = find_meeting(places, port=None, table=None, backend="mindspore", environ={})
+    meeting = make_rendezvous(places, port=None, table=None, backend="mindspore", environ={})
     assert [child.log_folder for child in make_children(places, meeting, ("a",), environ={})] == [
         "mf_parallel0", "mf_parallel1", "mf_parallel_scheduler",
     ]  # fmt: skip

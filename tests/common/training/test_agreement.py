@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import CheckpointError, ConfigError
-from common.parallel.world import CommonWorld
+from common.parallel.world import WorldBase
 from common.training import agreement
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 
@@ -19,7 +19,7 @@ HERE = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threads(CommonWorld):
+class SingleProcessDataParallel(WorldBase):
     """Ranks that are threads of this process."""
 
     barrier: threading.Barrier
@@ -40,7 +40,7 @@ def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
     def one(rank: int) -> BaseException | None:
         HERE.rank = rank
         try:
-            agreement.check_everywhere(Threads(rank=rank, size=ranks, barrier=barrier, values=values), checkpoint)
+            agreement.check_everywhere(SingleProcessDataParallel(rank=rank, size=ranks, barrier=barrier, values=values), checkpoint)
         except (CheckpointError, ConfigError) as error:
             return error
         return None

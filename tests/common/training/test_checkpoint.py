@@ -20,9 +20,9 @@ import common.training.checkpoint_writer as module
 from common.errors import CheckpointError, StorageError
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
-from common.training.copy_on_write import LentArrays
+from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.manifest import read_manifest
-from common.weights.pieces import Piece, open_stored
+from common.weights.pieces import TensorSlice, open_stored
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -225,12 +225,12 @@ def test_a_lost_latest_file_is_no_loss(tmp_path: Path) -> None:
 def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next update would wait for ever."""
 
-    def fails(path: Path, tensors: LentArrays) -> int:
+    def fails(path: Path, tensors: CopyOnWriteArrays) -> int:
         next(iter(tensors.values()))
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("common.training.checkpoint_writer.write_safetensors", fails)
-    lent = Snapshot(files={"model.safetensors": LentArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
+    lent = Snapshot(files={"model.safetensors": CopyOnWriteArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
     writer = CheckpointWriter(tmp_path)
     writer.save(lent)
     owner = threading.Thread(target=lent.keep, daemon=True)
@@ -268,7 +268,7 @@ def assert_parts_load(folder: Path, step: int) -> None:
     assert found == folder / f"step_{step:08d}"
     with open_stored(found, "model.safetensors", read_manifest(found)) as stored:
         stored.require({"w": (3, 2)})
-        assert (stored.read("w", Piece(rows=(0, 3), columns=(0, 2))) == step).all()
+        assert (stored.read("w", TensorSlice(rows=(0, 3), columns=(0, 2))) == step).all()
 
 
 _DIE_WHILE_SAVING = """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from common.training.copy_on_write import LentArrays
+from common.training.copy_on_write import CopyOnWriteArrays
 from common.weights.files import write_safetensors
 
 
@@ -19,7 +19,7 @@ def arrays() -> dict[str, np.ndarray]:
 def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
     """The reader has used ``read`` of four arrays when the owner wants to go on."""
     mine = arrays()
-    lent = LentArrays(mine)
+    lent = CopyOnWriteArrays(mine)
     assert [(name, array.shape) for name, array in lent.items()] == [(name, (1000,)) for name in "abcd"]
     assert [float(lent[name][0]) for name in lent] == [0.0, 1.0, 2.0, 3.0], "looking uses nothing"
     iterator = lent.values()
@@ -42,7 +42,7 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
 
 
 def test_release_frees_an_owner_whose_writer_has_failed() -> None:
-    lent = LentArrays(arrays())
+    lent = CopyOnWriteArrays(arrays())
     next(lent.values())
     owner = threading.Thread(target=lent.keep)
     owner.start()
@@ -53,7 +53,7 @@ def test_release_frees_an_owner_whose_writer_has_failed() -> None:
 
 def test_a_file_written_while_the_owner_changes_his_memory(tmp_path: Path) -> None:
     mine = {f"{number:03}": np.full((100, 1000), number, np.float32) for number in range(100)}
-    lent = LentArrays(mine)
+    lent = CopyOnWriteArrays(mine)
     writer = threading.Thread(target=write_safetensors, args=(tmp_path / "file", lent))
     writer.start()
     lent.keep()

@@ -110,13 +110,13 @@ from pathlib import Path
 sys.modules |= {"torch": None, "mindspore": None, "deepspeed": None}  # cannot be imported
 
 import run_gpt2
-from common.weights.pieces import StoredTensors
+from common.weights.pieces import ShardedReader
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 seen = []
-read = StoredTensors.read
+read = ShardedReader.read
 
 def watched(self, name, piece):
     seen.append(anonymous())
@@ -124,7 +124,7 @@ def watched(self, name, piece):
     seen.append(anonymous())
     return values
 
-StoredTensors.read = watched
+ShardedReader.read = watched
 code = run_gpt2.main(sys.argv[1:])
 print(max(seen) - seen[0])
 sys.exit(code)

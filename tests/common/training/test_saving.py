@@ -109,7 +109,7 @@ def start(
                 checkpoints=checkpoints,
                 metrics=metrics,
                 peak_flops=0.0,
-                taken_up=found is not None,
+                resumed=found is not None,
             )
             return train(run, state)
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.arrays import StoredTensor, bytes_of, made_ahead, map_file, round_to_bfloat16, widen_bfloat16
+from common.weights.arrays import FileTensor, bytes_of, map_file, prefetch_arrays, round_to_bfloat16, widen_bfloat16
 
 
 def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
@@ -39,7 +39,7 @@ def test_float32_is_rounded_as_torch_does() -> None:
 def test_a_rectangle_of_joined_segments(cuts: tuple[int, ...]) -> None:
     array = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
     segments = tuple(np.split(np.frombuffer(bytes_of(array), np.uint8), cuts))
-    tensor = StoredTensor(name="a", dtype="float32", shape=(2, 4, 3), segments=segments)
+    tensor = FileTensor(name="a", dtype="float32", shape=(2, 4, 3), segments=segments)
     np.testing.assert_array_equal(tensor.read(), array)
     for first, end in ((0, 2), (1, 2), (1, 1)):
         read = tensor.read([[first, end], (1, 3), (0, 2)])
@@ -59,7 +59,7 @@ def test_the_bytes_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
 def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\1\0\2\0")
     content = map_file(tmp_path / "x")
-    array = StoredTensor(name="a", dtype="bfloat16", shape=(2,), segments=(content,)).read()
+    array = FileTensor(name="a", dtype="bfloat16", shape=(2,), segments=(content,)).read()
     assert np.shares_memory(array, content) and not array.flags.writeable and array.tolist() == [1, 2]
     with pytest.raises(CheckpointError, match="no such file"):
         map_file(tmp_path / "y")
@@ -73,7 +73,7 @@ def test_arrays_made_ahead_are_whole_when_they_come() -> None:
     def broken() -> NDArray[Any]:
         raise OSError("unreadable")
 
-    found = made_ahead([*((lambda array=array: array.T) for array in made), broken])
+    found = prefetch_arrays([*((lambda array=array: array.T) for array in made), broken])
     for array in made:
         ordered = next(found)
         assert ordered.flags.c_contiguous

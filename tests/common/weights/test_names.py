@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.weights.names import NAME_MAPS, Fusion, NameMap, Row, parameter_shapes
+from common.weights.names import NAME_MAPS, Fusion, NameMap, NameRow, parameter_shapes
 
 MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=7, vocab_size=11, ffn_hidden_size=20, max_positions=9)
 
@@ -149,7 +149,7 @@ PLACES = {
 @pytest.mark.parametrize("fusion", list(Fusion))
 def test_rows_of_query_key_and_value_lie_where_the_formula_says(fusion: Fusion) -> None:
     parts = [np.random.default_rng(part).standard_normal((12, 5), np.float32) for part in range(3)]
-    row = Row(ours=("q", "k", "v"), theirs="qkv", fusion=fusion)
+    row = NameRow(ours=("q", "k", "v"), theirs="qkv", fusion=fusion)
     found = row.pack(parts, 3)
     for part, values in enumerate(parts):
         for head in range(3):
@@ -175,7 +175,7 @@ def test_versions_of_megatron(version: int) -> None:
     inputs=st.integers(0, 6),
 )
 def test_what_is_unpacked_is_what_was_packed(fusion: Fusion, parts: int, transposed: bool, heads: int, outputs: int, inputs: int) -> None:
-    row = Row(ours=tuple("qkv"[:parts]), theirs="t", transposed=transposed, fusion=fusion)
+    row = NameRow(ours=tuple("qkv"[:parts]), theirs="t", transposed=transposed, fusion=fusion)
     shape = (heads * outputs, inputs) if inputs else (heads * outputs,)
     given_parts = [np.random.default_rng(part).integers(0, 2**16, shape, np.uint16) for part in range(parts)]
     found = row.pack(given_parts, heads)

@@ -22,7 +22,7 @@ import pytest
 
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
-from common.parallel.sharding import Role, own_piece, padded_shapes, role_of
+from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind, Topology
 from common.resolve.derive import resolve_config
 from common.weights.names import EMBEDDING
@@ -106,7 +106,7 @@ def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, d
         found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
         for name, shape in shapes.items():
             shards = 2 if is_split(config, name, THRESHOLD) else 1
-            piece = own_piece(name, shape, tensor=2, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+            piece = slice_of(name, shape, tensor=2, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
             part = whole[name][slice(*piece.rows)]
             np.testing.assert_array_equal(found[name].asnumpy(), part[:, slice(*piece.columns)] if piece.columns else part, err_msg=name)
     ms.transform_checkpoints(str(tmp_path / "parts"), str(tmp_path / "again"), "net", strategy, None)
@@ -167,7 +167,7 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
     """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding on two stages."""
     if role_of(name) is Role.REPLICATED or (name == EMBEDDING and config.parallel.pipeline_stage > 1):
         return False
-    rows, *columns = own_piece(name, padded_shapes(config)[name], tensor=config.parallel.model_parallel).shape
+    rows, *columns = slice_of(name, padded_shapes(config)[name], tensor=config.parallel.model_parallel).shape
     return (
         config.parallel.zero_stage > 0
         and role_of(name) is not Role.REPLICATED
@@ -178,7 +178,7 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
 def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple[int, ...]]:
     topology = Topology.from_config(config.parallel)
     return {
-        name: own_piece(
+        name: slice_of(
             name,
             padded_shapes(config)[name],
             tensor=topology.tensor,

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.parallel.sharding import own_piece
+from common.parallel.sharding import slice_of
 from common.parallel.topology import Topology
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import find_checkpoint
@@ -156,7 +156,7 @@ def weights_of(run: Path, **changes: Any) -> dict[str, np.ndarray]:
     assert checkpoint is not None
     with open_stored(checkpoint, "model.safetensors", read_manifest(checkpoint)) as stored:
         shapes = parameter_shapes(config_of(run, **changes).model)
-        return {name: stored.read(name, own_piece(name, shape)) for name, shape in shapes.items()}
+        return {name: stored.read(name, slice_of(name, shape)) for name, shape in shapes.items()}
 
 
 def config_of(run: Path, **changes: Any) -> RunConfig:

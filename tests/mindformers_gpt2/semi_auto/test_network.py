@@ -21,7 +21,7 @@ from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.model import GPT2, build_model, initialise  # noqa: E402
-from mindformers_gpt2.semi_auto.network import Network, build_network, build_step  # noqa: E402
+from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     assert min(norms) < 2.0 < max(norms)
 
 
-def operators(network: Network) -> dict[int, tuple[str, Any]]:
+def operators(network: TrainingGraph) -> dict[int, tuple[str, Any]]:
     """Every operator that cells of the training graph hold."""
     found = {}
     for path, cell in network.cells_and_names():

@@ -11,7 +11,7 @@ import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.parallel.sharding import own_piece
+from common.parallel.sharding import slice_of
 from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
@@ -144,7 +144,7 @@ def weights_of(run: Path, corpus: Path) -> dict[str, np.ndarray]:
     checkpoint = find_checkpoint(run)
     assert checkpoint is not None
     with open_stored(checkpoint, "model.safetensors", read_manifest(checkpoint)) as stored:
-        return {name: stored.read(name, own_piece(name, shape)) for name, shape in parameter_shapes(config_of(run, corpus).model).items()}
+        return {name: stored.read(name, slice_of(name, shape)) for name, shape in parameter_shapes(config_of(run, corpus).model).items()}
 
 
 def config_of(run: Path, corpus: Path) -> RunConfig:
