@@ -8,11 +8,11 @@ check:  ## lint, format, types, shell
 	$(PYTHON) -m mypy
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh .ci/run
 
-test:  ## the whole suite
+test:  ## the short suite
 	bash scripts/test.sh
 
 campaign:  ## long fault and size runs, numerical tests with other kernels; read the figures it prints
-	$(PYTHON) -m pytest -m campaign -s
+	$(PYTHON) -m pytest --all -m campaign -s
 
 golden:  ## rewrite the golden files after a wanted change of a default
 	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py

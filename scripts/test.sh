@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Make the environment and run the whole test suite, a process a core up to four. Arguments go to pytest: bash scripts/test.sh tests/common -k batch
+# Make the environment and run the tests, a process a core up to four: the short suite, or with --all everything.
+# Arguments go to pytest: bash scripts/test.sh tests/common -k batch
 set -euo pipefail
 for word in "$@"; do case "$word" in --help | -h)
     cat <<'END'
-usage: bash scripts/test.sh [pytest's arguments ...]
+usage: bash scripts/test.sh [--all] [pytest's arguments ...]
 
-Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, development tools) and runs the whole test suite, a process a
-core up to four: more than half an hour on two cores.
+Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, development tools) and runs the tests, a process a core up to
+four. Without --all, tests that take minutes are left out, and a smaller one stands for each kind of them.
 
-  bash scripts/test.sh                               everything
-  bash scripts/test.sh tests/common -k batch         a part of it; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
+  bash scripts/test.sh                               the short suite: about ten minutes on two cores
+  bash scripts/test.sh --all                         the whole suite: about twenty minutes
+  bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
 exit codes: 0 all passed, 1 some failed, 2 interrupted or a word is at fault, 5 no test was found
 END

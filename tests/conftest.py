@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's commands take minutes: they start first, and the other processes do the rest meanwhile."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked long: the whole suite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave long tests to the whole suite. The README's commands take minutes: they start first, beside all others."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 

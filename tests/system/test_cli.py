@@ -139,6 +139,7 @@ def test_usage_errors_exit_with_2(config: Path) -> None:
     assert run("--config", str(config) + "x", "--run_mode", "train")[0] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_or_killed_run_goes_on(config: Path, tmp_path: Path, number: int) -> None:
     words = ["--config", str(config), "--run_mode", "train", "train.max_steps=150", "checkpoint.interval=5", "logging.plot=false"]

@@ -33,7 +33,7 @@ ATEN, ONEDNN, MKL = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
 )
 def test_the_bounds_hold_with_other_kernels(variable: str, value: str) -> None:
     files = TORCH + BOTH if variable == ONEDNN else [*TORCH, "tests/parity"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", *files]
     found = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: value}, capture_output=True, text=True, check=False)
     print(f"\n{variable}={value}: {found.stdout.splitlines()[-1]}")
     assert found.returncode == 0, found.stdout

@@ -132,6 +132,7 @@ def test_a_stopped_job_goes_on_in_another_container(start: Start, bucket: Path) 
     assert losses(bucket / "out") == list(range(1, done + 3))
 
 
+@pytest.mark.long
 def test_two_hosts_start_again_in_their_containers(start: Start, bucket: Path, tmp_path: Path) -> None:
     """Each has a disk of its own at the same place. Rank 1 goes on from the checkpoint of rank 0, which it can only have by the bucket."""
     disk = tmp_path / "disk"
@@ -179,6 +180,7 @@ def commands(name: str) -> list[str]:
     return str(block).replace("\\\n", " ").strip().splitlines()
 
 
+@pytest.mark.long
 def test_the_commands_of_the_guides(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
     found = commands("modelarts.md")
     assert len(found) == 3 and commands("modelarts_zh.md") == found

@@ -23,6 +23,8 @@ from common.training.metrics import read_metrics
 from tests.run_scripts import ROOT, run_words, start_script
 from torch_gpt2.train import train
 
+pytestmark = pytest.mark.long
+
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 LEGS = {
     "torch dp2": ("torch", {"data_parallel": 2, "model_parallel": 1, "pipeline_stage": 1}),

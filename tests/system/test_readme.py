@@ -47,6 +47,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.long
 def test_every_command_of_the_readme(copy: Path) -> None:
     fetched = shell("python tools/fetch_quickstart_data.py --output data/quickstart", copy)
     if "cannot be downloaded" in fetched.stderr:

@@ -18,6 +18,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
 
+@pytest.mark.long
 def test_ranks_that_the_script_starts_reach_the_losses_of_one_process(tmp_path: Path, corpus_prefix: Path) -> None:
     command = [sys.executable, "run_gpt2.py", "--config", CONFIG, "--run_mode", "train", *run_words(tmp_path / "1", corpus_prefix, **KEYS)]
     subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True, capture_output=True, timeout=120)

@@ -14,6 +14,8 @@ import pytest
 from common.training.metrics import read_metrics
 from tests.run_scripts import pids_with, run_words, start_script, wait_until
 
+pytestmark = pytest.mark.long
+
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 

@@ -97,6 +97,7 @@ def test_the_doctor_takes_its_ranks_with_it(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("gpt2_doctor_*"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("mindspore") is None, reason="mindspore is not installed")
 def test_mindspore_reduces_too() -> None:
     process = start("--ranks", "2", "--backend", "mindspore", "--json", "--time_limit", "100")

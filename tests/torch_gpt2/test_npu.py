@@ -80,6 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, npu_vari
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_two_ranks_over_hccl_equal_one_process(runs: Path, name: str) -> None:
     one, two = (read_metrics(runs / device / name / "metrics.jsonl") for device in ("cpu", "npu"))

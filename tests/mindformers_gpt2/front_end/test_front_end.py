@@ -30,7 +30,10 @@ from common.weights.names import EMBEDDING
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORTED = "2.10.0"
 VERSION = importlib.metadata.version("mindspore") if importlib.util.find_spec("mindspore") else None
-pytestmark = pytest.mark.skipif(VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}"),
+]
 
 Collective = tuple[str, tuple[int, ...] | int, str | None]
 """Operator, the ranks of the group or the peer, what it computes."""

@@ -29,6 +29,8 @@ from tests.closeness import rounding_scales, with_gradients_wrong_by
 from tests.config_overrides import changed
 from tests.ranks import Job, run_ranks
 
+pytestmark = pytest.mark.long
+
 # float32 sums of the same terms in another order: losses and norms of six steps differed by 4.7e-7 at most;
 # weights: tests/closeness.py
 TOLERANCE = 1e-6

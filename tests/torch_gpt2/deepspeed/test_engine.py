@@ -17,6 +17,8 @@ from common.training.metrics import read_metrics
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 # float32 sums of the same terms in another order
 TOLERANCE = 1e-6
 

@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
 from tests.torch_gpt2.parallel.test_layouts import PIPELINE, SEQUENCE, SPLIT, TENSOR, tree
 from torch_gpt2.train import train
 
+pytestmark = pytest.mark.long
+
 # float32 sums of the same terms in another order, for four steps; see test_layouts.py
 TOLERANCE = 1e-6
 

@@ -22,6 +22,8 @@ from tests.closeness import rounding_scales, with_gradients_wrong_by
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 # float32 sums of the same terms in another order: losses and norms over ten steps differed by 2.3e-7 at most;
 # weights: tests/closeness.py
 TOLERANCE = 1e-6
