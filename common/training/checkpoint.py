@@ -97,6 +97,9 @@ class NoCheckpointError(CheckpointError):
         super().__init__(f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints folder or a step_... folder")
         self.where, self.why = where, why
 
+    def __reduce__(self) -> tuple[type[NoCheckpointError], tuple[Path, str]]:
+        return NoCheckpointError, (self.where, self.why)  # rank 0 sends it to the others
+
 
 def require_checkpoint(where: Path, why: str) -> Path:
     """Return what find_checkpoint finds. Raises NoCheckpointError where it finds nothing."""

@@ -48,9 +48,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from common.cluster.rank_environment import SCHEDULER
-from common.launcher.supervisor import Child, Job, supervise
-rank = Child(rank=0, command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]), environment={})
-scheduler = Child(rank=-1, command=(*SCHEDULER, sys.argv[1]), environment={"MS_ROLE": "MS_SCHED"}, name="scheduler")
+from common.launcher.supervisor import ProcessSpec, Job, supervise
+rank = ProcessSpec(rank=0, command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]), environment={})
+scheduler = ProcessSpec(rank=-1, command=(*SCHEDULER, sys.argv[1]), environment={"MS_ROLE": "MS_SCHED"}, name="scheduler")
 supervise(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_limit=600))
 """
 

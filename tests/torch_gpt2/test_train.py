@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
-from common.training.metrics import read_metrics
+from common.training.metrics import MetricsWriter, read_metrics
 from tests.config_overrides import changed
 from torch_gpt2.checkpoint import restore
 from torch_gpt2.evaluate import evaluate
@@ -213,17 +212,17 @@ def test_the_same_command_again_does_nothing_more(start: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_at_a_step_boundary_and_saves(start: Any, tmp_path: Path, number: int) -> None:
+def test_a_signal_stops_at_a_step_boundary_and_saves(start: Any, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = start("whole")
+    write = MetricsWriter.write
 
-    def interrupt() -> None:
-        path = tmp_path / "parts" / "metrics.jsonl"
-        while not path.is_file() or len(path.read_text().splitlines()) < 3:
-            pass
-        os.kill(os.getpid(), number)
+    def write_and_interrupt(writer: MetricsWriter, row: dict[str, Any]) -> None:
+        write(writer, row)
+        if row["step"] == 3:
+            os.kill(os.getpid(), number)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(StopRequested) as stop:
+    with monkeypatch.context() as patched, pytest.raises(StopRequested) as stop:
+        patched.setattr(MetricsWriter, "write", write_and_interrupt)
         start("parts")
     assert stop.value.exit_code == 128 + number
     done = len(steps_of(tmp_path / "parts"))

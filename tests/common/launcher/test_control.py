@@ -29,12 +29,12 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 import common.launcher.control as control
-from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.supervisor import ProcessSpec, Job, supervise
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
 hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
 children = tuple(
-    Child(rank=rank, command=(sys.executable, "-c", program), environment={"HCCL_CONNECT_TIMEOUT": job["connect"]})
+    ProcessSpec(rank=rank, command=(sys.executable, "-c", program), environment={"HCCL_CONNECT_TIMEOUT": job["connect"]})
     for rank, program in zip(hosts.all[hosts.own].ranks, job["programs"])
 )
 sys.exit(supervise(Job(children=children, log_folder=Path(job["log_folder"]), stall_limit=job["stall_limit"], hosts=hosts)))

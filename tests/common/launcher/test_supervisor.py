@@ -34,9 +34,9 @@ SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
-from common.launcher.supervisor import Child, Job, supervise
+from common.launcher.supervisor import ProcessSpec, Job, supervise
 job = json.loads(sys.argv[1])
-children = tuple(Child(**{**child, "command": tuple(child["command"])}) for child in job.pop("children"))
+children = tuple(ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children"))
 sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)))
 """
 
