@@ -2,10 +2,11 @@ PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
 .PHONY: check test campaign golden benchmark
 
-check:  ## lint, format, types, shell
+check:  ## lint, format, types, spelling, shell
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	git ls-files -z '*.py' '*.md' '*.sh' '*.yaml' '*.toml' | xargs -0 $(PYTHON) -m codespell_lib
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh .ci/run
 
 test:  ## the short suite
