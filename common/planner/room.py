@@ -8,6 +8,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.accelerators import GIB
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.topology import Topology
@@ -69,16 +70,16 @@ def check_room(
         return None
     place = Topology.from_config(config.parallel).coordinates(rank).pipeline
     need = need_of(config, place, ranks if on_cpu else 1, training=training)
-    has = f"this machine has {gigabytes(there)}" if on_cpu else f"the device has {gigabytes(there)}"
+    has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
     who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
     helps = advice(config, training=training)
     if need.certain > there:
         part = "weights and optimizer state" if training else "weights"
-        raise ConfigError(f"the run does not fit: {who} {gigabytes(need.certain)} for {part} alone, and {has}; {helps}")
+        raise ConfigError(f"the run does not fit: {who} {gibibytes(need.certain)} for {part} alone, and {has}; {helps}")
     if need.likely > HOPELESS * there:
-        raise ConfigError(f"the run does not fit: {who} {gigabytes(need.likely)} by the plan, and {has}; {helps}")
+        raise ConfigError(f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}")
     if need.likely > there:
-        return f"the run may not fit: {who} {gigabytes(need.likely)} by the plan, and {has}; {helps}"
+        return f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
     return None
 
 
@@ -88,7 +89,7 @@ def fits_machine(config: RunConfig, peak: int, root: Path = Path("/")) -> str | 
     there = machine_memory(root)
     if config.device not in ("auto", "cpu") or (config.device == "auto" and accelerators) or there is None or peak <= there:
         return None
-    return f"does not fit this machine: a rank needs {gigabytes(peak)}, and there are {gigabytes(there)}; {advice(config)}"
+    return f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are {gibibytes(there)}; {advice(config)}"
 
 
 def out_of_memory(error: BaseException, config: RunConfig, *, rank: int = 0, training: bool = False) -> str | None:
@@ -99,10 +100,10 @@ def out_of_memory(error: BaseException, config: RunConfig, *, rank: int = 0, tra
         return None
     place = Topology.from_config(config.parallel).coordinates(rank).pipeline
     memory = _memory(config, place)
-    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in memory.parts.items() if size)
-    plan = f"by the plan a rank that trains holds {gigabytes(memory.peak)} at most ({parts})"
+    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in memory.parts.items() if size)
+    plan = f"by the plan a rank that trains holds {gibibytes(memory.peak)} at most ({parts})"
     there = machine_memory()
-    has = f"; this machine has {gigabytes(there)}" if there is not None else ""
+    has = f"; this machine has {gibibytes(there)}" if there is not None else ""
     return f"out of memory: {asked}; {plan}{has}. {advice(config, training=training)}"
 
 
@@ -123,7 +124,7 @@ def asked_for(error: BaseException) -> str | None:
         return None
     size = re.search(r"tried to allocate (\d+) bytes", text)
     if size:
-        return f"{gigabytes(int(size[1]))} at once were asked for"
+        return f"{gibibytes(int(size[1]))} at once were asked for"
     return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[:200].rstrip(". ")
 
 
@@ -139,5 +140,5 @@ def advice(config: RunConfig, *, training: bool = True) -> str:
     return f"{', '.join(wishes)}, or take a smaller model; --run_mode plan shows what each part takes"
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB"
+def gibibytes(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"

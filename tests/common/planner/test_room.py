@@ -67,7 +67,7 @@ def test_weights_and_moments_are_certain_the_rest_is_a_warning(monkeypatch: pyte
 def test_a_device_has_its_own_memory() -> None:
     run = config()
     assert check_room(run, kind="cuda", device_memory=None, training=True) is None
-    with pytest.raises(ConfigError, match=r"the device has 0.00 GB"):
+    with pytest.raises(ConfigError, match=r"the device has 0.00 GiB"):
         check_room(run, kind="cuda", device_memory=1000, ranks=8, training=True)
 
 
@@ -93,7 +93,7 @@ class OutOfMemoryError(RuntimeError):
         (numpy_error(), "Unable to allocate 8.00 PiB"),
         (MemoryError(), "the system gave no more"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-                      " 419430400 bytes. Error code 12 (Cannot allocate memory)"), "0.42 GB at once"),
+                      " 419430400 bytes. Error code 12 (Cannot allocate memory)"), "0.39 GiB at once"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), "Tried to allocate 20.00 GiB"),
         (RuntimeError("Device memory isn't enough and alloc failed, kernel name: ..., alloc size: 8"), "memory isn't enough"),
         (RuntimeError("Out of memory. Memory malloc failed."), "Out of memory"),
@@ -114,14 +114,14 @@ def test_one_message_with_the_plan_the_machine_and_a_way_out() -> None:
     assert message is not None and "\n" not in message
     for part in ("out of memory: ", "this machine has ", "train.micro_batch_size (now 8)", "train.recompute=full", "parallel.zero_stage"):
         assert part in message
-    assert f"holds {make_plan(run).peak / 1e9:.2f} GB at most" in message
+    assert f"holds {make_plan(run).peak / 2**30:.2f} GiB at most" in message
     assert out_of_memory(ValueError("x"), run) is None
 
 
 def test_the_plan_says_when_this_machine_is_too_small(tmp_path: Path) -> None:
     folder = machine(tmp_path, 1000)
     line = fits_machine(config(), 10**9, folder)
-    assert line is not None and re.match(r"does not fit this machine: a rank needs 1.00 GB, and there are 0.00 GB; ", line)
+    assert line is not None and re.match(r"does not fit this machine: a rank needs 0.93 GiB, and there are 0.00 GiB; ", line)
     assert fits_machine(config(), 1000, folder) is None
     assert fits_machine(config(device="cuda"), 10**9, folder) is None
     (folder / "dev").mkdir()
