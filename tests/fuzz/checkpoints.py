@@ -20,6 +20,7 @@ from common.config.schema import RunConfig
 from common.log import LOG
 from common.resolve.derive import resolve_config
 from common.training import setup
+from common.training.checkpoint_writer import CheckpointWriter
 from common.training.loss_scale import LossScale
 from common.training.snapshot import EngineState, make_snapshot, read_moments, read_states, read_weights
 from common.training.state import TrainState
@@ -27,11 +28,6 @@ from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case
 from tests.fuzz.mutations import UNREADABLE, hostile_value, remove, spoil_file, spoil_json, spoil_one, to_json, unreadable
-
-try:
-    from common.training.checkpoint_writer import CheckpointWriter
-except ImportError:
-    from common.training.checkpoint import CheckpointWriter
 
 CLASSES = {
     "manifest": "manifest.json: bytes, special files, faults of its tree",
