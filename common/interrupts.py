@@ -6,17 +6,23 @@ broken. Until there is anything to clean up, the process therefore ends at once.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    _Hook = Callable[[sys.UnraisableHookArgs], Any]
 
 EXIT_CODE = 130
 _MESSAGE = b"error: interrupted\n"
+_RETRY_SECONDS = 0.01
 
 
 def end_at_interrupts() -> None:
@@ -26,9 +32,14 @@ def end_at_interrupts() -> None:
 
 
 def raise_interrupts() -> None:
-    """From here on Ctrl-C is KeyboardInterrupt again, after ``end_at_interrupts``."""
+    """From here on Ctrl-C is KeyboardInterrupt again, after ``end_at_interrupts``.
+
+    Python prints and drops an exception in a destructor or in the callback of a weak reference. An import
+    runs such a callback for every module, so that Ctrl-C could be lost there. It is therefore raised again.
+    """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = _raise_dropped_interrupts(sys.unraisablehook)
 
 
 @contextmanager
@@ -63,6 +74,25 @@ def _is_ours_to_set() -> bool:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     _say()
     os._exit(EXIT_CODE)
+
+
+def _raise_dropped_interrupts(others: _Hook) -> _Hook:
+    """Build the hook for exceptions that Python drops. ``others`` is the hook for all but KeyboardInterrupt."""
+
+    def hook(dropped: sys.UnraisableHookArgs, /) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            with suppress(RuntimeError):  # no new threads while Python ends
+                _thread.start_new_thread(_interrupt_soon, ())
+        else:
+            others(dropped)
+
+    return hook
+
+
+def _interrupt_soon() -> None:
+    """Send SIGINT to the main thread once it has left the callback. One that is dropped again comes back here."""
+    time.sleep(_RETRY_SECONDS)
+    _thread.interrupt_main(signal.SIGINT)
 
 
 def _say() -> None:
