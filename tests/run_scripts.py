@@ -94,8 +94,8 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
     return found
 
 
-def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 60.0, every: float = 0.05) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what}"
-        time.sleep(0.05)
+        time.sleep(every)
