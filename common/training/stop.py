@@ -19,6 +19,7 @@ class StopSignal:
     """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
 
     Not in a rank of our launcher, which may get the launcher's SIGTERM beside that of a scheduler; the launcher kills with SIGKILL.
+    A shell script starts a job in its background with SIGINT ignored. It stays ignored, as during the start.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,8 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._note)
         return self
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.training.stop import StopSignal
+
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import signal, sys, time
@@ -37,6 +39,20 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
             child.send_signal(signal.SIGINT)
         rest = child.communicate(timeout=40)[0]
     assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
+
+
+def test_what_is_ignored_from_the_start_stays_ignored() -> None:
+    """A job in the background of a shell script, which Ctrl-C on the terminal reaches too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.number is None
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 LEAVING = """
