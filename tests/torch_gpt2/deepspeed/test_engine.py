@@ -53,8 +53,14 @@ CASES = [
     ("zero 3 offloaded", "clipped"),
 ]
 RESUMED = ("zero 2", "zero 3", "pipeline")
-# What one unit in the last place of the narrow type is: a value that differs in its last bit may be rounded the other way.
+# Half a unit of roundoff of the narrow type. A value that differs in its last bit may be rounded the other way.
 ROUNDING = {"bf16 weights": 2.0**-9, "fp16 that overflows": 2.0**-12}
+# After the first update of bfloat16 weights. They then differ in the last bits of float32, and some round to
+# the neighbour. Rounding moves each value by at most one unit, 2^-8. A norm and a loss are sums of terms of
+# one sign, so that they move by at most one unit too. Seen in ten steps of three seeds, with AVX-512 and with
+# ATEN_CPU_CAPABILITY=default: 2.3e-3 in the norm, 5.8e-4 in the loss. One process differs from itself under
+# the other of the two by as much: 2.0e-3 and 5.4e-4. Before the first update it is 3.0e-5.
+UPDATED = {"bf16 weights": 2.0**-8}
 
 
 def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
@@ -139,7 +145,8 @@ def test_equal_to_one_process(runs: Path, layout: str, name: str) -> None:
     # DeepSpeed rounds the two gradients of the tied embedding to bfloat16, and ZeRO their sum too; one process adds them in float32
     exact = len(one) if name not in ROUNDING else 0 if name == "bf16 weights" else first + 1
     for number, (row, wanted) in enumerate(zip(many, one, strict=True)):
-        tolerance = TOLERANCE if number < exact else ROUNDING[name]
+        rounding = ROUNDING | (UPDATED if number > first else {})
+        tolerance = TOLERANCE if number < exact else rounding[name]
         for key in ("loss", "grad_norm", "validation_loss"):
             # a norm that overflowed is null
             assert row.get(key) == (wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)), (key, row["step"])
