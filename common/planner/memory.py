@@ -199,7 +199,7 @@ def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[
 
 
 def _buffers(config: RunConfig, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
-    """Gradients that come from other stages: Stage of torch_gpt2/parallel/pipeline_parallel.py has a buffer for a message while it is
+    """Gradients that come from other stages: FrugalStage of torch_gpt2/parallel/private_api.py has a buffer for a message while it is
     needed. FSDP2 copies a unit in and out of one message, and has its whole gradients beside the message that reduces them."""
     received = 0
     if topology.pipeline > 1:
