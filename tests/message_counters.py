@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from torch_gpt2.parallel.pipeline_parallel import Stage
+from torch_gpt2.parallel.private_api import FrugalStage
 
 
 @contextmanager
@@ -40,9 +40,9 @@ def watch(note: Path) -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, watcher in (
             (DefaultAllGather, "__call__", gather),
-            (Stage, "_get_recv_ops", receive),
-            (Stage, "forward_one_chunk", go),
-            (Stage, "backward_one_chunk", go),
+            (FrugalStage, "_get_recv_ops", receive),
+            (FrugalStage, "forward_one_chunk", go),
+            (FrugalStage, "backward_one_chunk", go),
         ):
             patches.enter_context(patch.object(owner, name, _watched(getattr(owner, name), watcher)))
         yield

@@ -161,3 +161,78 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "section.key=value" in done.stdout
+
+
+_PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}
+"""What Python documents with a leading underscore."""
+_KNOWN_ELSEWHERE = {"common/training/tensorboard.py": {"self._writer._py_recordio_writer"}}
+"""tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full disk."""
+_DATA_MODEL = {name for kind in (object, type, list, BaseException) for name in dir(kind)} | {"__exit__", "__version__", "__name__"}
+
+
+def own_names(folder: Path) -> set[str]:
+    """Attributes, functions and classes that the files of a folder define."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def private_uses(path: Path, own: set[str]) -> set[str]:
+    """Names with a leading underscore that a file takes from others: imported, of an object that is not self, or in a string.
+
+    Of ``self`` and ``cls`` those count that no file of ours defines: a foreign base class has them.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [module + alias.name for alias in node.names]
+            found |= {
+                name for name in names if name.split(".")[0] not in ("__future__", *BACKENDS, "common") and re.search(r"(^|\.)_", name)
+            }
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr not in _DATA_MODEL:
+            of = ast.unparse(node.value)
+            if of not in ("self", "cls") or node.attr not in own:
+                found.add(f"{of}.{node.attr}")
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+        ):
+            words = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+            found |= {word for word in words if word.startswith("_") and word not in _DATA_MODEL}
+    return found - _PUBLIC_UNDERSCORES
+
+
+def test_private_interfaces_of_others_are_used_in_files_of_that_name_alone() -> None:
+    folders = ("common", "torch_gpt2", "mindformers_gpt2")
+    own = {folder: own_names(ROOT / folder) for folder in folders}
+    found = {
+        path.relative_to(ROOT).as_posix(): private_uses(path, own[folder])
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "private_api.py"
+    }
+    assert {path: names for path, names in found.items() if names} == _KNOWN_ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch import _C", "import torch._inductor.config", "from torch.distributed._composable import replicate",
+        "import torch\ntorch._foreach_norm(x)", "torch.ops.mkldnn._linear_pointwise(x)", "model._modules", "getattr(engine, '_optimizer')",
+        "deepspeed.ops.__compatible_ops__", "class A(Base):\n    def f(self):\n        return self._theirs",
+        "class A(Base):\n    def _f(self):\n        return super()._f()",
+    ],
+)  # fmt: skip
+def test_every_private_use_is_found(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    assert private_uses(path, own_names(tmp_path))
+    path.write_text("class A:\n    def f(self):\n        self._ours = type(self).__name__\n        return self._ours")
+    assert not private_uses(path, own_names(tmp_path))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from common.config.schema import OptimizerConfig
 from common.weights.names import decays
+from torch_gpt2.private_api import foreach_multiply, foreach_norm
 
 
 class MasterWeights:
@@ -86,7 +87,7 @@ def build_optimizer(tensors: Mapping[str, Tensor], config: OptimizerConfig, *, f
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     on_cpu = gradients[0].device.type == "cpu"
-    norms = [_norm_by_rows(gradient) for gradient in gradients] if on_cpu else torch._foreach_norm(gradients)
+    norms = [_norm_by_rows(gradient) for gradient in gradients] if on_cpu else foreach_norm(gradients)
     total: Tensor = torch.stack(norms).norm().float()
     return total
 
@@ -104,4 +105,4 @@ def _norm_by_rows(gradient: Tensor, row: int = 1024) -> Tensor:
 
 def scale_gradients(gradients: list[Tensor], factor: float) -> None:
     if factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+        foreach_multiply(gradients, factor)

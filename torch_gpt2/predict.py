@@ -19,6 +19,7 @@ from common.training.data import describe_tokenizer, open_tokenizer
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.model import GPT2, Block, build_model
+from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
 
 
 def predict(config: RunConfig, process: Process = ALONE) -> None:
@@ -135,34 +136,22 @@ class _Product:
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int) -> None:
         on_cpu = weights[0].device.type == "cpu"
-        self.dtype = torch.float32 if on_cpu and not _has_kernel(dtype) else dtype
+        self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
         weight = _joined(weights, dtype).to(self.dtype)  # (out, in)
         self.bias = _joined(biases, dtype).to(self.dtype) if biases else None
         few = on_cpu and rows > 1 and self.dtype == torch.float32
         self.packed = few and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         if self.packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+            weight = pack_weight(weight, rows)
         elif on_cpu and rows == 1 and weight.shape[0] > weight.shape[1]:
             weight = weight.t().contiguous().t()
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
-        else:
-            y = F.linear(x.to(self.dtype), self.weight, self.bias)
-        return y.to(x.dtype)
+        product = packed_linear if self.packed else F.linear
+        return product(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     cast = [part.detach().to(dtype) for part in parts]
     return cast[0] if len(cast) == 1 else torch.cat(cast)  # no copy of what already has the form
-
-
-def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of a type at full speed."""
-    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return dtype == torch.float32
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

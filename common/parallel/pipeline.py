@@ -70,10 +70,8 @@ def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]
 def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> Iterator[Action]:
     """A round of micro batches goes through each stage of the rank before the next (Megatron, arXiv 2104.04473, section 2.2). With
     ``splits``, weight gradients lag behind by as many passes as there are ranks before (ZB-H1, arXiv 2401.10241, section 2.3)."""
-    ranks, virtual, stages = topology.pipeline, topology.virtual, topology.stages_of(place)
-    per_round = micro_batches // max(1, micro_batches // ranks)
-    total = micro_batches * virtual
-    ahead = min(total, (virtual - 1) * per_round + (1 if splits else 2) * (ranks - 1 - place))
+    virtual, stages, total = topology.virtual, topology.stages_of(place), micro_batches * topology.virtual
+    per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
     seen: Counter[tuple[Pass, int]] = Counter()
 
     def step(what: Pass, stage: int) -> Action:
@@ -94,6 +92,14 @@ def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: 
             yield step(Pass.WEIGHT, backward_stage(next(weights)))
     for number in range(next(weights), total) if splits else ():
         yield step(Pass.WEIGHT, backward_stage(number))
+
+
+def _rounds(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> tuple[int, int]:
+    """Micro batches of a round, and passes that a rank does before its first backward pass, of interleaved schedules."""
+    ranks, virtual = topology.pipeline, topology.virtual
+    per_round = micro_batches // max(1, micro_batches // ranks)
+    ahead = (virtual - 1) * per_round + (1 if splits else 2) * (ranks - 1 - place)
+    return per_round, min(micro_batches * virtual, ahead)
 
 
 def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Action]:
@@ -134,44 +140,64 @@ def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Act
 
 
 def held_at_most(schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]) -> dict[int, int]:
-    """Micro batches that wait for their backward pass on each stage of a rank, when they take most. sizes: bytes of one, by stage."""
+    """Micro batches that wait for their backward pass on each stage of a rank, when they take most.
+
+    sizes: bytes that one micro batch leaves, by stage.
+    """
+    stages = topology.stages_of(place)
+    moments = _held_at_turns(schedule, topology, place, micro_batches)
+    most = max(moments, key=lambda held: sum(sizes[stage] * number for stage, number in zip(stages, held, strict=True)))
+    return dict(zip(stages, most, strict=True))
+
+
+def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
+    """Micro batches held by each stage of a rank, at the moments of which one has the most bytes.
+
+    Holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
+    """
     if schedule in ("gpipe", "1f1b"):
-        return {place: _waiting(schedule, topology, place, micro_batches)}
-    held = dict.fromkeys(topology.stages_of(place), 0)
-    now, most, worst = 0, -1, held
-    for action in _a_few_rounds(schedule, topology, place, micro_batches):
-        if action.what is Pass.FORWARD:
-            held[action.stage] += 1
-            now += sizes[action.stage]
-            if now > most:
-                most, worst = now, dict(held)
-        elif action.what in (Pass.BACKWARD, Pass.WEIGHT):
-            held[action.stage] -= 1
-            now -= sizes[action.stage]
-    return worst
+        yield (_waiting(schedule, topology, place, micro_batches),)
+        return
+    if schedule == "zbv_zero_bubble":
+        down = 2 * topology.pipeline - 1 - place
+        yield min(micro_batches, down), min(micro_batches, place + 1)
+        if micro_batches > down:
+            yield down + 1, place
+        return
+    splits, virtual, total = schedule == "interleaved_zero_bubble", topology.virtual, micro_batches * topology.virtual
+    per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
+    lag = ahead + (place if splits else 0)
+
+    def passed(count: int, turn: int) -> int:
+        """Of the first ``count`` passes, those of the stage whose turn in a round is ``turn``."""
+        rounds, rest = divmod(count, per_round * virtual)
+        return rounds * per_round + min(max(rest - turn * per_round, 0), per_round)
+
+    first, last = min(lag, total - 1), min(lag + per_round * virtual, total) - 1
+    forward_turns = range(first - first % per_round + per_round - 1, last, per_round)
+    for number in sorted({first, last, *forward_turns, *range(lag, last, per_round)}):
+        done = max(0, number - lag)
+        yield tuple(passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual))
 
 
 def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
-    """Gradients from other ranks that a rank holds at once: from a stage's backward pass, until that of its weights where it is split.
-    One or two more may come early."""
-    now = most = 0
-    sent = {stage for stage in topology.stages_of(place) if stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place}
-    for action in _a_few_rounds(schedule, topology, place, micro_batches):
-        if action.stage in sent and action.what in (Pass.BACKWARD, Pass.INPUT):
-            now += 1
-            most = max(most, now)
-        if action.stage in sent and action.what in (Pass.BACKWARD, Pass.WEIGHT):
-            now -= 1
-    return most
+    """Gradients from other ranks that a rank holds at once.
 
-
-def _a_few_rounds(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:
-    """The order of so many micro batches that more would bring nothing new."""
-    period = max(2 * topology.pipeline, topology.pipeline * topology.virtual)
-    fewer = micro_batches if micro_batches < 3 * period else 2 * period + micro_batches % topology.pipeline
-    if schedule_error(schedule, topology, fewer):
-        fewer = micro_batches
-    return order_of_rank(schedule, topology, place, fewer)
+    One is held from a stage's backward pass on, until that of its weights where it is split. One or two more may come
+    early.
+    """
+    ranks, stages = topology.pipeline, topology.stages_of(place)
+    sent = [stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place for stage in stages]
+    if not any(sent) or not schedule.endswith("zero_bubble"):
+        return int(any(sent))
+    if schedule == "zbv_zero_bubble":
+        planned = max(2 * ranks - 1, micro_batches)
+        # at the end, gradients of inputs of ``place`` micro batches come on both stages, before those of weights
+        begun = (planned - ranks, planned - place)
+        late = sum(min(max(micro_batches - number, 0), place) for number, is_sent in zip(begun, sent, strict=True) if is_sent)
+        return max(1, late + (sent[0] and micro_batches > planned - ranks + place))
+    per_round, _ = _rounds(topology, place, micro_batches, splits=True)
+    return min(place + 1, sum(sent) * (micro_batches if all(sent) else per_round))
 
 
 def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:

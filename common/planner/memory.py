@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from common.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from common.parallel.pipeline import gradients_at_most, held_at_most
@@ -69,41 +69,41 @@ class Unit:
     shapes: Shapes
     count: int = 1
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of one of them."""
-        return sum(math.prod(shape) for _, shape in self.shapes)
+        return self.share(1)
 
-    @property
+    @cached_property
     def replicated(self) -> int:
         """Elements that every tensor-parallel rank holds."""
         return sum(math.prod(shape) for name, shape in self.shapes if split_dim(name) is None)
 
     def share(self, ranks: int) -> int:
         """Elements of one of them on the fullest rank, each parameter cut along its first dimension."""
-        return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in self.shapes)
+        return sum(-(-rows // ranks) * width for rows, width in self._matrices)
+
+    @cached_property
+    def _matrices(self) -> tuple[tuple[int, int], ...]:
+        return tuple((shape[0], math.prod(shape[1:])) for _, shape in self.shapes)
 
 
 def units_of(config: RunConfig, topology: Topology, place: int) -> tuple[Unit, ...]:
     """Parameters of the pipeline rank at this place: its blocks, and what it has of embeddings and final norm."""
-    shapes = _shapes(config.model, padded_vocabulary(config), topology.tensor)
-    last = topology.place_of_stage(topology.stages - 1)
-
-    def is_here(name: str) -> bool:
-        return place in (topology.embedding_places if name == EMBEDDING else (last,) if name.startswith("ln_f.") else (0,))
-
-    block = tuple((name, shape) for name, shape in shapes if name.startswith("h."))
-    others = tuple((name, shape) for name, shape in shapes if not name.startswith("h.") and is_here(name))
-    blocks = Unit(shapes=block, count=topology.layer_count(place, config.model.num_layers))
-    return (blocks, Unit(shapes=others)) if others else (blocks,)
+    rows, last = padded_vocabulary(config), topology.place_of_stage(topology.stages - 1)
+    held = tuple(name for name, places in ((EMBEDDING, topology.embedding_places), ("wpe.", (0,)), ("ln_f.", (last,))) if place in places)
+    return _units(config.model, rows, topology.tensor, held, topology.layer_count(place, config.model.num_layers))
 
 
-@lru_cache(maxsize=64)
-def _shapes(model: ModelConfig, rows: int, tensor: int) -> Shapes:
-    """Of one tensor-parallel rank, of a model with one block."""
+@lru_cache(maxsize=256)
+def _units(model: ModelConfig, rows: int, tensor: int, held: tuple[str, ...], layers: int) -> tuple[Unit, ...]:
+    """Of one tensor-parallel rank with so many blocks, and with what else begins with one of ``held``."""
     whole = parameter_shapes(model.model_copy(update={"num_layers": 1}))
     whole[EMBEDDING] = (rows, whole[EMBEDDING][1])
-    return tuple((name, local_shape(name, shape, tensor)) for name, shape in whole.items())
+    shapes = [(name, local_shape(name, shape, tensor)) for name, shape in whole.items()]
+    blocks = Unit(shapes=tuple(item for item in shapes if item[0].startswith("h.")), count=layers)
+    others = Unit(shapes=tuple(item for item in shapes if item[0].startswith(held)))
+    return (blocks, others) if held else (blocks,)
 
 
 def shard_ranks(config: RunConfig) -> int:
@@ -199,7 +199,7 @@ def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[
 
 
 def _buffers(config: RunConfig, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
-    """Gradients that come from other stages: Stage of torch_gpt2/parallel/pipeline_parallel.py has a buffer for a message while it is
+    """Gradients that come from other stages: FrugalStage of torch_gpt2/parallel/private_api.py has a buffer for a message while it is
     needed. FSDP2 copies a unit in and out of one message, and has its whole gradients beside the message that reduces them."""
     received = 0
     if topology.pipeline > 1:

@@ -83,7 +83,8 @@ def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
 
 
 def time_of(plan: Plan, config: RunConfig, device: Accelerator) -> StepTime:
-    return step_time(config, plan.topology, device, [(stage.memory, stage.traffic) for stage in plan.stages])
+    held = ((place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
+    return step_time(config, plan.topology, device, held)
 
 
 def describe_plan(

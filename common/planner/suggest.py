@@ -5,8 +5,10 @@ Model, micro batch and global batch stay as they are; the layout, ZeRO, sequence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,10 @@ from common.errors import ConfigError
 from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
 from common.parallel.topology import Topology
-from common.planner.plan import Plan, make_plan, memory_limit, table, time_of
+from common.planner.communication import traffic_of
+from common.planner.memory import memory_of
+from common.planner.plan import Plan, make_plan, memory_limit, table
+from common.planner.timing import step_time
 from common.resolve.derive import resolve_config
 
 _SHOWN = 10
@@ -27,8 +32,11 @@ class Layout:
     """One that fits."""
 
     config: RunConfig
-    plan: Plan
     seconds: float
+
+    @cached_property
+    def plan(self) -> Plan:
+        return make_plan(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +73,49 @@ def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout 
     assert limit is not None
     best: Layout | None = None
     reasons: list[str] = []
-    least: float | None = None
+    is_run = False
+    settled: set[tuple[int, bool]] = set()
     for zero, recompute, sequence in _ways(config, topology):
+        if (zero, sequence) in settled:
+            continue
         candidate = _with_layout(config, topology, zero=zero, recompute=recompute, sequence=sequence)
         if isinstance(candidate, str):
             reasons.append(candidate)
             continue
-        plan = make_plan(candidate)
-        least = plan.peak if least is None else min(least, plan.peak)
-        if plan.peak > limit:
+        is_run = True
+        outcome = _time_within(candidate, device, limit)
+        if outcome is None:
             continue
-        seconds = time_of(plan, candidate, device).total
-        if best is None or seconds < best.seconds:
-            best = Layout(config=candidate, plan=plan, seconds=seconds)
+        settled.add((zero, sequence))  # more recomputation changes nothing, or makes it slower
+        if outcome < (best.seconds if best else math.inf):
+            best = Layout(config=candidate, seconds=outcome)
     if best is not None:
         return best
-    if least is None:
+    if not is_run:
         return reasons[0]
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
+
+
+def _time_within(config: RunConfig, device: Accelerator, limit: float) -> float | None:
+    """Seconds of a step. None where a rank needs more memory than the limit; infinity where its state alone does."""
+    topology = Topology.from_config(config.parallel)
+    held = []
+    for place in telling_places(topology):
+        memory = memory_of(config, topology, place)
+        if memory.peak > limit:
+            return math.inf if memory.state > limit else None
+        held.append((place, memory, traffic_of(config, topology, place)))
+    return step_time(config, topology, device, held).total
+
+
+def telling_places(topology: Topology) -> Sequence[int]:
+    """Pipeline ranks of which one is the fullest and one the slowest.
+
+    With equally many layers a stage, ranks that hold neither the first nor the last stage take equally long. What they hold
+    grows or shrinks from one to the next.
+    """
+    places = range(topology.pipeline)
+    return places if topology.stage_layers is not None or len(places) < 5 else (0, 1, len(places) - 2, len(places) - 1)
 
 
 def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, bool]]:

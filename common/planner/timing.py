@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from common.accelerators import Accelerator
@@ -44,9 +45,9 @@ class StepTime:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def step_time(config: RunConfig, topology: Topology, device: Accelerator, held: list[tuple[Memory, Traffic]]) -> StepTime:
-    """Of the slowest pipeline rank. held: what ``memory_of`` and ``traffic_of`` say of each."""
-    times = [_of_place(config, topology, device, place, *both) for place, both in enumerate(held)]
+def step_time(config: RunConfig, topology: Topology, device: Accelerator, held: Iterable[tuple[int, Memory, Traffic]]) -> StepTime:
+    """Of the slowest pipeline rank. held: places, and what ``memory_of`` and ``traffic_of`` say of each."""
+    times = (_of_place(config, topology, device, place, memory, traffic) for place, memory, traffic in held)
     return max(times, key=lambda time: time.total)
 
 
@@ -95,5 +96,5 @@ def flops_of_micro_batch(config: RunConfig, topology: Topology, place: int) -> f
 def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
     """Bytes per second of a group whose ranks lie one after another on servers: the network's where it leaves a server."""
     group = topology.group(kind, 0)
-    within = {rank // device.server_devices for rank in group}
-    return device.link if len(within) == 1 else device.network
+    within = group[0] // device.server_devices == group[-1] // device.server_devices
+    return device.link if within else device.network

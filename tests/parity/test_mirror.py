@@ -17,6 +17,9 @@ ONE_SIDED_FILES = {
     "semi_auto/__init__.py": "MindSpore's compiler splits graphs; torch's does not",
     "semi_auto/network.py": "MindSpore's compiler splits graphs; torch's does not",
     "semi_auto/engine.py": "MindSpore's compiler splits graphs; torch's does not",
+    "private_api.py": "MindSpore needs none of its private interfaces",
+    "parallel/private_api.py": "MindSpore needs none of its private interfaces",
+    "deepspeed/private_api.py": "DeepSpeed is torch's",
     "parallel/replica_strategies.py": "they compare with torch's own DDP",
 }
 
@@ -71,7 +74,7 @@ DIFFERENCES = {
         "seed_offset": "what torch's masks follow from",
         "tensor_group": "with sequence parallel, which is torch's",
     },
-    "parallel/pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over", "Stage": "of torch's schedules"},
+    "parallel/pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over"},
     "parallel/tensor_parallel.py": {
         "TensorGroup": "with sequence parallel, which is torch's",
         "Enter": "torch's are autograd functions",

@@ -45,6 +45,7 @@ from common.training.state import TrainState
 from common.weights.initial import initial_rows
 from torch_gpt2.checkpoint import restore_generators
 from torch_gpt2.data import inputs_and_targets
+from torch_gpt2.deepspeed.private_api import forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, Values
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
@@ -244,10 +245,8 @@ def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) ->
     os.environ["DS_ACCELERATOR"] = device.kind
     deepspeed = importlib.import_module("deepspeed")
     if not config.deepspeed.build_kernels:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster all-reduce for CPUs, compiled at first use
-    # what it remembers of groups that an earlier run of this process has left
-    deepspeed.comm.comm.cdb = None
-    importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
+        leave_out_shared_memory(deepspeed)
+    forget_groups(deepspeed)
     # it takes the device with the number LOCAL_RANK
     local_rank = process.local_rank if device.kind == "cpu" else device.index
     os.environ.update(torch_variables(process) | {"LOCAL_RANK": str(local_rank)})

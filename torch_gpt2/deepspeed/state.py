@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.config.schema import RunConfig
 from common.training.snapshot import STATE_NAMES, padded_rows, true_rows
+from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.optimizer import global_norm
 from torch_gpt2.parallel.world import World
 
@@ -61,7 +62,7 @@ class DeepSpeedState:
 
     def fill_moments(self, values: Iterable[tuple[str, str, NDArray[np.float32]]], updates: int) -> None:
         """After the optimizer's first step, before which DeepSpeed has no place for them."""
-        self._link_moments()
+        link_moments(self._optimizer)
         for name, part, array in values:
             if name not in self.parameters:
                 continue
@@ -90,19 +91,12 @@ class DeepSpeedState:
         return self._collect(self._weight)
 
     def moments(self) -> dict[str, NDArray[np.float32]]:
-        self._link_moments()
+        link_moments(self._optimizer)
         found: dict[str, NDArray[np.float32]] = {}
         for part in self.parts:
             collected = self._collect(lambda parameter, part=part: self._moment(parameter, part))  # type: ignore[misc]
             found.update({f"{name}.{part}": array for name, array in collected.items()})
         return found
-
-    def _link_moments(self) -> None:
-        """ZeRO 1 and 2 of 0.19 look for moments once, after the first of the parameter groups has made its first step: they must look
-        again when the other has too."""
-        if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _weight(self, parameter: nn.Parameter) -> Tensor:
         whole: Tensor = self._utils.safe_get_full_fp32_param(parameter) if self._sharded else parameter.detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -22,6 +20,7 @@ from common.config.schema import RunConfig
 from common.parallel.topology import GroupKind, Topology
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
+from torch_gpt2.parallel.private_api import FrugalStage
 from torch_gpt2.parallel.world import World
 
 _SCHEDULES: dict[str, Any] = {
@@ -37,8 +36,9 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
     """Leave of a model what one stage holds, under the names that it has in the whole. Its forward takes and gives hidden states where
     token ids, or what the head needs, are another stage's."""
     layers = topology.layers_of_stage(stage, model.config.num_layers)
-    for number in [key for key in model.h._modules if int(key) not in layers]:
-        del model.h._modules[number]
+    for name, _ in list(model.h.named_children()):
+        if int(name) not in layers:
+            delattr(model.h, name)  # del model.h[i] would number the others anew
     first, last = stage == 0, stage == topology.stages - 1
     if not first:
         del model.wpe
@@ -47,50 +47,6 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
         model.ln_f = nn.Identity()  # type: ignore[assignment]
     if not first and not last:
         del model.wte
-
-
-class Stage(PipelineStage):
-    """Has a buffer for a message from when it is awaited to the end of the pass that last needs it, where torch's has one for each micro
-    batch of a step all the time. Until then, and after, a buffer is on the meta device: shape and type alone."""
-
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(1, *args, **kwargs)
-        first = self.args_recv_info[0]
-        self.args_recv_info = {number: _without_memory(first) for number in range(num_microbatches)}
-        return result
-
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        return _without_memory(super()._create_grad_recv_info(act_send_info))
-
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        for info in recv_infos:
-            if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        self.args_recv_info[fwd_chunk_id] = _without_memory(self.args_recv_info[fwd_chunk_id])
-        return received
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        self.grad_recv_info[bwd_chunk_id] = _without_memory(self.grad_recv_info[bwd_chunk_id])
-        return received
-
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
-
-
-def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same, their buffers on the meta device; those from outside the pipeline have none."""
-    copies = tuple(copy.copy(message) for message in messages)
-    for message in copies:
-        if getattr(message, "buffer", None) is not None:
-            message.buffer = torch.empty_like(message.buffer, device="meta", requires_grad=message.buffer.requires_grad)
-    return copies
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -110,7 +66,7 @@ class Pipeline:
         self.has_loss = self._count - 1 in self._parts
         micro_batches = config.train.accumulation_steps
         assert micro_batches is not None
-        made = [Stage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
+        made = [FrugalStage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
         kind = _SCHEDULES[config.parallel.pipeline_schedule]
         if kind is Schedule1F1B and micro_batches < world.topology.pipeline:  # too few to alternate
             kind = ScheduleGPipe

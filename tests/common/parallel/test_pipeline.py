@@ -1,11 +1,14 @@
 """Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played with those."""
 
+import random
+import time
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 import pytest
 
-from common.parallel.pipeline import bubble, held_at_most, order_of_rank, schedule_error
+from common.parallel.pipeline import bubble, gradients_at_most, held_at_most, order_of_rank, schedule_error
 from common.parallel.topology import Topology
 
 SPLIT = ("interleaved_1f1b", "interleaved_zero_bubble")
@@ -124,3 +127,55 @@ def test_schedules_say_how_many_micro_batches_they_need() -> None:
     for schedule, number in (("1f1b", 4), ("gpipe", 1), ("zbv_zero_bubble", 1), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 8)):
         assert schedule_error(schedule, four, number) is None
     assert schedule_error("1f1b", Topology(), 1) is None
+
+
+PLAYED = [
+    *product(("gpipe", "1f1b"), (1,), (2, 3, 5), (1, 2, 5, 6, 14)),
+    *product(SPLIT, (1, 2, 3, 4), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 24, 30)),
+    *product(("zbv_zero_bubble",), (2,), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 24)),
+]
+
+
+def played(schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Micro batches held when they take most, and gradients held, by counting along the whole order."""
+    sent = {stage for stage in topology.stages_of(place) if stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place}
+    held, worst, gradients, most_gradients = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0, 0
+
+    def weight(counts: Mapping[int, int]) -> int:
+        return sum(sizes[stage] * count for stage, count in counts.items())
+
+    for action in order_of_rank(schedule, topology, place, micro_batches):
+        held[action.stage] += {"F": 1, "I": 0}.get(action.what, -1)
+        worst = dict(held) if weight(held) > weight(worst) else worst
+        gradients += action.stage in sent and action.what in ("B", "I")
+        most_gradients = max(most_gradients, gradients)
+        gradients -= action.stage in sent and action.what in ("B", "W")
+    return worst, most_gradients
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), PLAYED)
+def test_what_is_held_is_that_of_the_whole_order(schedule: str, virtual: int, ranks: int, micro_batches: int) -> None:
+    """Of any sizes of the stages, at the same moment of those that hold equally much."""
+    topology = layout(schedule, virtual, ranks)
+    if schedule_error(schedule, topology, micro_batches):
+        return
+    draw = random.Random(f"{schedule} {virtual} {ranks} {micro_batches}")
+    for place, same in product(range(ranks), (True, False, False, False)):
+        sizes = {stage: 1 if same else draw.randint(1, 9) for stage in topology.stages_of(place)}
+        worst, gradients = played(schedule, topology, place, micro_batches, sizes)
+        assert held_at_most(schedule, topology, place, micro_batches, sizes) == worst
+        assert gradients_at_most(schedule, topology, place, micro_batches) == gradients
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *SPLIT, "zbv_zero_bubble"])
+def test_what_is_held_takes_no_loop_over_micro_batches(schedule: str) -> None:
+    """More than some rounds bring nothing new; 127 x 129 micro batches go in 127 rounds of more than there are ranks."""
+    start = time.process_time()
+    topology = layout(schedule, 1 if schedule == "1f1b" else 2, 128)
+    for place, micro_batches in product((0, 1, 127), (127 * 129, 2**40, 2**40 + 1)):
+        sizes = {stage: 1 + stage for stage in topology.stages_of(place)}
+        held = held_at_most(schedule, topology, place, micro_batches, sizes)
+        assert max(held.values()) <= 3 * 128 and gradients_at_most(schedule, topology, place, micro_batches) <= 256
+        if micro_batches == 2**40:
+            assert held == held_at_most(schedule, topology, place, 2**20, sizes)
+    assert time.process_time() - start < 1

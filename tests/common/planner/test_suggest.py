@@ -11,8 +11,8 @@ from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.topology import Topology
-from common.planner.plan import make_plan, time_of
-from common.planner.suggest import Suggestions, describe_suggestions, suggest
+from common.planner.plan import make_plan, memory_limit, time_of
+from common.planner.suggest import Layout, Suggestions, _ways, _with_layout, describe_suggestions, suggest, telling_places
 from common.resolve.derive import resolve_config
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
@@ -115,4 +115,67 @@ def test_layouts_of_a_model_without_end_take_seconds() -> None:
     start = time.process_time()
     endless = {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6, "seq_length": 32, "vocab_size": 1000}
     assert not suggest(small(model=endless), 221760, ASCEND).fitting
+    assert time.process_time() - start < 5
+
+
+def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
+    """The fastest way of all that fit, by their whole plans."""
+    best = None
+    limit = memory_limit(config, ASCEND)
+    for zero, recompute, sequence in _ways(config, topology):
+        candidate = _with_layout(config, topology, zero=zero, recompute=recompute, sequence=sequence)
+        if isinstance(candidate, str) or (plan := make_plan(candidate)).peak > (limit or 0):
+            continue
+        seconds = time_of(plan, candidate, ASCEND).total
+        if best is None or seconds < best.seconds:
+            best = Layout(config=candidate, seconds=seconds)
+    return best
+
+
+@pytest.mark.parametrize("memory", [8, 24, 80])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"backend": "mindspore"},
+        {"engine": "deepspeed"},
+        {"parallel": {"pipeline_schedule": "interleaved_1f1b"}},
+        {"parallel": {"pipeline_schedule": "interleaved_zero_bubble"}},
+        {"parallel": {"pipeline_schedule": "zbv_zero_bubble"}, "precision": {"compute": "bfloat16"}},
+    ],
+)
+def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: int) -> None:
+    """Some ranks and less recomputation settle what all ranks and every way would: the same layouts, in the same time."""
+    model = {"num_layers": 24, "hidden_size": 4096, "num_heads": 32, "seq_length": 1024, "vocab_size": 50257}
+    train = {"micro_batch_size": 1, "global_batch_size": 48}
+    config = small(**{"model": model, "train": train, "context": {"max_device_memory": f"{memory}GB"}, **sections})
+    found = suggest(config, 24, ASCEND)
+    wanted = [tried_one_by_one(config, Topology(data=d, tensor=t, pipeline=p)) for d, t, p in layouts(found) if t <= ASCEND.server_devices]
+    fitting = sorted((layout for layout in wanted if layout is not None), key=lambda layout: layout.seconds)
+    assert sorted((layout.seconds, str(layout.plan.topology)) for layout in found.fitting) == [
+        (layout.seconds, str(layout.plan.topology)) for layout in sorted(fitting, key=lambda some: (some.seconds, str(some.plan.topology)))
+    ]
+    chosen = {str(layout.plan.topology): layout.config for layout in fitting}
+    assert all(layout.config == chosen[str(layout.plan.topology)] for layout in found.fitting)
+    for layout in found.fitting:
+        stages = layout.plan.stages
+        assert layout.plan.peak == max(stages[place].memory.peak for place in telling_places(layout.plan.topology))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sections"),
+    [
+        ("1f1b", {"num_layers": 221760}),
+        ("zbv_zero_bubble", {"num_layers": 221760}),
+        ("interleaved_zero_bubble", {"num_layers": 5040, "hidden_size": 840, "num_heads": 840}),
+    ],
+)
+def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(schedule: str, sections: dict[str, int]) -> None:
+    """221760 = 2^6 x 3^2 x 5 x 7 x 11 devices have 4536 layouts, and a batch of 4 samples a device divides among them all."""
+    start = time.process_time()
+    model = {"hidden_size": 5120, "num_heads": 40, "seq_length": 1024, "vocab_size": 50257, **sections}
+    train = {"micro_batch_size": 1, "global_batch_size": 4 * 221760}
+    config = small(model=model, train=train, parallel={"pipeline_schedule": schedule})
+    found = suggest(config, 221760, require_accelerator("Ascend 910B1"))
+    assert len(layouts(found)) == 4536
     assert time.process_time() - start < 5

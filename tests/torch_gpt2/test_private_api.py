@@ -1,0 +1,55 @@
+"""The private interfaces that torch_gpt2 uses exist in the installed versions, under the names and signatures it knows."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from torch_gpt2 import private_api as of_kernels
+from torch_gpt2.deepspeed import private_api as of_deepspeed
+from torch_gpt2.parallel import private_api as of_pipelining
+
+NAMES = [*of_kernels.PRIVATE, *of_pipelining.PRIVATE, *of_deepspeed.PRIVATE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_private_interface_is_there(name: str) -> None:
+    package = name.partition(".")[0]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    version = importlib.import_module(package).__version__
+    holder, _, attribute = name.rpartition(".")
+    try:
+        getattr(pkgutil.resolve_name(holder), attribute)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{package} {version} has no {name} ({error}); the file private_api.py says what it was used for, and what is public")
+
+
+def test_what_is_listed_is_what_is_used() -> None:
+    for module in (of_kernels, of_pipelining, of_deepspeed):
+        source = inspect.getsource(module)
+        listing = source.index("}\n")
+        for name in module.PRIVATE:
+            assert name.rpartition(".")[2] in source[listing:], f"{name} is listed in {module.__name__}, and nothing uses it"
+
+
+def test_a_stage_overrides_methods_of_these_signatures() -> None:
+    """The arguments that FrugalStage names itself; whatever follows them it hands on."""
+    stage = pkgutil.resolve_name("torch.distributed.pipelining.PipelineStage")
+    known = {
+        "_prepare_forward_infra": ["self", "num_microbatches"],
+        "_create_grad_recv_info": ["self", "act_send_info"],
+        "_get_recv_ops": ["self", "recv_infos"],
+        "_retrieve_recv_activations": ["self", "fwd_chunk_id"],
+        "_retrieve_recv_grads": ["self", "bwd_chunk_id"],
+        "backward_one_chunk": ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"],
+    }
+    for name, parameters in known.items():
+        theirs = list(inspect.signature(getattr(stage, name)).parameters)
+        assert theirs[: len(parameters)] == parameters, f"torch.distributed.pipelining.PipelineStage.{name} has other arguments: {theirs}"
