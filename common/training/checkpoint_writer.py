@@ -54,21 +54,21 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything a run needs to go on, copied out of the framework or lent by it until ``keep``, to be written while training goes on."""
+    """Everything a run needs to go on, copied out of the framework or lent by it until ``detach``, to be written while training goes on."""
 
     files: Mapping[str, Tensors]
     """File name -> tensors by name."""
     manifest: Mapping[str, Any]
     """Plain data; must hold ``state``."""
     part: Part | None = None
-    beside: Callable[[Path], None] | None = None
+    also_write: Callable[[Path], None] | None = None
     """Called with the folder of the checkpoints once this one is whole, or this rank's part of it, to write it in another form too."""
 
-    def keep(self) -> None:
+    def detach(self) -> None:
         """Call before tensors that were lent are changed."""
         for tensors in self.files.values():
             if isinstance(tensors, CopyOnWriteArrays):
-                tensors.keep()
+                tensors.detach()
 
     def release(self) -> None:
         """The writer is done with the tensors, or gives up."""
@@ -192,8 +192,8 @@ class CheckpointWriter:
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
         finally:
             snapshot.release()
-        if snapshot.beside is not None:
-            snapshot.beside(self.folder)
+        if snapshot.also_write is not None:
+            snapshot.also_write(self.folder)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part

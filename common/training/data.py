@@ -18,6 +18,7 @@ from common.dataset import (
     Samples,
     ShardedSampler,
     Split,
+    Tokens,
     open_samples,
     ordered_batches,
     parse_blend,
@@ -31,7 +32,6 @@ from common.log import LOG
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.training.loop import Tokens
 from common.training.state import TrainState
 from common.weights.names import count_parameters
 
