@@ -33,7 +33,7 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
 
 
 def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
-    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time."""
+    """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
     token_scores = device.compile(_TokenScores(model))
 
     def score(batch: RowBatch) -> TokenScores:

@@ -52,7 +52,7 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
-    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time, for padding never."""
+    """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
 
     @torch.no_grad()
     def score(batch: RowBatch) -> TokenScores:

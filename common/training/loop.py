@@ -43,11 +43,11 @@ class Run:
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
     peak_flops: float
-    """Of all devices together; 0 when unknown."""
+    """Peak of all devices together; 0 when unknown."""
     resumed: bool = False
-    """True when the run goes on from a checkpoint of its own folder, which need not be saved again."""
+    """Whether the run resumes a checkpoint of its own folder, which need not be saved again."""
     samples_per_epoch: int = 0
-    """For log lines that count epochs."""
+    """Used in log lines that count epochs."""
     peak_memory: Callable[[], int] = peak_resident_bytes
     """Most bytes held so far."""
     profile: ProfileWindow | None = None
@@ -127,9 +127,9 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
 
 
 def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
-    """One pass over the validation windows, if there are any; writes and returns its row.
+    """Go through the validation windows, if there are any; write the row and return it.
 
-    A signal, whose number is returned too, ends it without a row.
+    A signal ends the pass without a row. Its number is returned too.
     """
     if run.validation is None:
         return {}, 0
@@ -156,7 +156,7 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
 
 def _lacks_validation(run: Run, step: int) -> bool:
-    """Whether the run goes on from a checkpoint of its own at a step that was to be validated, and a stop or a kill prevented it."""
+    """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
     if not run.resumed or run.validation is None or not step or not _validation_due(run.config, step):
         return False
     return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
@@ -213,7 +213,7 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
 
 
 class _WatchedBatches:
-    """The batches that pass, their hashes noted, and the seconds in which there was none."""
+    """Batches on their way to the engine: their hashes, and the seconds spent waiting for them."""
 
     def __init__(self, batches: Iterator[Batch], step: int) -> None:
         self._batches = batches

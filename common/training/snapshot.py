@@ -34,7 +34,7 @@ class EngineState:
     """Updates made: Adam's bias correction counts them, skipped steps not."""
     loss_scale: dict[str, Any]
     rng: dict[str, Any]
-    """Generator states by backend; a run that comes from the other framework begins new dropout masks."""
+    """Generator states by backend; a run from the other framework begins new dropout masks."""
 
 
 def make_snapshot(
@@ -64,17 +64,17 @@ def make_snapshot(
 
 
 def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
-    """Without the rows that pad the vocabulary."""
+    """Cut off the rows that pad the vocabulary."""
     return values[: model.vocab_size] if name == EMBEDDING else values
 
 
 def true_slice(name: str, piece: TensorSlice, model: ModelConfig) -> TensorSlice:
-    """The same for a part of it."""
+    """Cut them off a part of a parameter."""
     return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
 
 
 def padded_rows(values: Array, rows: int) -> Array:
-    """``values`` with rows of zeros added up to ``rows``."""
+    """Add rows of zeros up to ``rows``."""
     if len(values) == rows:
         return values
     padded = np.zeros((rows, *values.shape[1:]), values.dtype)

@@ -345,6 +345,20 @@ def test_ranks_compare_their_weights_and_moments(start: Any, monkeypatch: pytest
         assert facts[fact] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_restore_reads_the_manifest_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the one reading, with checksums, by which the checkpoint was chosen."""
+    start("run", steps=2)
+    read: list[Path] = []
+
+    def count(checkpoint: Path, **options: Any) -> dict[str, Any]:
+        read.append(checkpoint)
+        return read_manifest(checkpoint, **options)
+
+    monkeypatch.setattr("common.training.checkpoint_reader.read_manifest", count)
+    folder = start("run", steps=3)
+    assert read == [folder / "checkpoints" / "step_00000002"]
+
+
 def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
     base = start("base", steps=2)
     tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
