@@ -30,12 +30,11 @@ def make_engine(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     from common.resolve.derive import resolve_config, resolve_length
     from torch_gpt2.device import open_device
     from torch_gpt2.engine import Engine
-    from torch_gpt2.model import build_model
 
     words = ["backend=torch", "output_dir=unused", "precision=float32", "train.max_steps=100", *arguments.overrides]
     config = resolve_length(resolve_config(load_config(arguments.config, words)), 1)
     device = open_device(config)
-    engine = Engine(build_model(config, device), config, device)
+    engine = Engine(config, device)
     with torch.no_grad():
         for tensor in engine.master.tensors.values():
             tensor.normal_(0.0, 0.02)
@@ -61,7 +60,7 @@ def stall(engine, folder: Path, passes: int) -> tuple[float, float, float]:  # t
             engine.model(ids)
         engine.device.synchronize()
         passed = time.perf_counter()
-        snapshot.keep()
+        snapshot.detach()
         return saved - start, time.perf_counter() - passed, passed - saved
 
 

@@ -98,14 +98,12 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
     from common.training.checkpoint_writer import CheckpointWriter
     from common.training.loop import Run, train
     from common.training.metrics import MetricsWriter
+    from common.training.start import Start
     from common.training.state import TrainState
     from torch_gpt2.engine import Engine
-    from torch_gpt2.model import initialise
-    from torch_gpt2.parallel.layout import build_parts
 
-    engine = Engine(build_parts(config, device, world), config, device, world=world)
-    initialise(engine.master.tensors, config)
-    engine.master.write_back()
+    engine = Engine(config, device, world=world)
+    engine.begin(Start())
     turns.weights = list(engine.master.tensors.values())
     folder, writes = Path(config.output_dir), world.rank == 0
     with (
@@ -121,7 +119,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
             metrics=metrics,
             peak_flops=0.0,
             peak_memory=device.peak_memory,
-            agree=world.all_reduce_max,
+            max_over_ranks=world.all_reduce_max,
         )
         train(run, TrainState())
 

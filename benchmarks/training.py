@@ -67,11 +67,10 @@ def random_batches(config: Any) -> Iterator[Any]:
 
 def our_step(package: str, config: Any, device: Any) -> Any:
     from common.dataset import Batch
+    from common.training.start import Start
 
-    model_room, engine_room = (importlib.import_module(f"{package}.{room}") for room in ("model", "engine"))
-    engine = engine_room.Engine(model_room.build_model(config, device), config, device)
-    model_room.initialise(engine.master.tensors, config)
-    engine.master.write_back()
+    engine = importlib.import_module(f"{package}.engine").Engine(config, device)
+    engine.begin(Start())
     return lambda tokens: engine.run(iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="")]), 1)[0].loss
 
 

@@ -14,7 +14,7 @@ from common.resolve.derive import require_length
 from common.tokenizer import require_files
 from common.training.checkpoint import NoCheckpointError, find_checkpoint, require_checkpoint
 from common.training.data import open_tokenizer, require_entries, tokenizer_source
-from common.training.setup import checkpoint_to_use
+from common.training.start import checkpoint_to_use
 
 
 def check_inputs(run_mode: str, config: RunConfig) -> None:

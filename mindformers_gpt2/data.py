@@ -1,138 +1,14 @@
-"""Token batches through MindSpore's data pipeline to its tensors, and token files as MindRecord."""
+"""Token batches from numpy to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-from mindspore import Tensor, dataset
-from mindspore.mindrecord import FileWriter
-from numpy.typing import NDArray
+from mindspore import Tensor
 
-from common.dataset import Batch, GPTDataset
-from common.dataset.indexed import with_extension
-from common.dataset.metadata import METADATA_EXTENSION, write_metadata
-from common.dataset.mindrecord_file import COLUMN, MindRecordFile
-from common.dataset.mindrecord_output import join_shards, publication, shard_names
-from common.errors import ConfigError, DataError, GPT2Error, StorageError
-from common.training.data import TrainingData
-from common.training.state import TrainState
-
-_SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}
-# Tokens in one call, 4 MB at most: FileWriter looks for 10 MB of free disk before each, and crashes when a call runs out of it.
-_CHUNK_TOKENS = 1 << 20
-_MOST_SHARDS = 1000  # FileWriter's limit
-_FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
+from common.dataset import Tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenMindRecord:
-    """files: the shards in order. rows: in all of them. left_over: tokens at the end of the data that fill no row."""
-
-    files: tuple[Path, ...]
-    rows: int
-    left_over: int
-
-
-def inputs_and_targets(tokens: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int32."""
-    return Tensor(np.ascontiguousarray(tokens[:, :-1])), Tensor(np.ascontiguousarray(tokens[:, 1:]))
-
-
-@contextmanager
-def training_batches(data: TrainingData, state: TrainState) -> Iterator[Iterator[Batch]]:
-    """Batches from where ``state`` stands, read ahead by a GeneratorDataset that ends with the context; the sampler's order."""
-    if not data.prefetch:
-        yield data.batches(state)
-        return
-    failures: list[Exception] = []
-
-    def rows() -> Iterator[tuple[Any, ...]]:
-        try:
-            for batch in data.batches(state):
-                yield batch.tokens, np.int64(batch.consumed_samples), np.array(batch.sample_hash)
-        except Exception as error:  # MindSpore would bury it in a report of its own
-            failures.append(error)
-            raise
-
-    columns = ["tokens", "consumed_samples", "sample_hash"]
-    dataset.config.set_prefetch_size(data.prefetch)
-    pipeline = dataset.GeneratorDataset(rows, columns, shuffle=False, num_parallel_workers=1, python_multiprocessing=False)
-    source = pipeline.create_tuple_iterator(num_epochs=1, output_numpy=True)
-
-    def batches() -> Iterator[Batch]:
-        try:
-            for tokens, consumed, sample_hash in source:
-                yield Batch(tokens=tokens, consumed_samples=int(consumed), sample_hash=str(sample_hash))
-        except RuntimeError:
-            if failures:
-                raise failures[0] from None
-            raise
-
-    try:
-        yield batches()
-    finally:
-        source.release()
-
-
-def check_mindrecord(target: Path, shards: int) -> None:
-    """Refuse a name or a number of files that FileWriter would refuse. Raises ConfigError."""
-    if not 1 <= shards <= _MOST_SHARDS:
-        raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
-    if _FORBIDDEN & set(target.name):
-        raise ConfigError(f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose another --output-prefix")
-
-
-def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
-    """The windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1 tokens; neighbours share one.
-
-    target: the name that FileWriter would be given; its folder is made when absent, an older set of this name is replaced, and
-    nothing appears under it on failure. shards: files of consecutive rows, as equal as can be. Memory does not grow with the data.
-    Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
-    """
-    check_mindrecord(target, shards)
-    windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
-    rows = windows.samples_per_epoch
-    if shards > rows:
-        raise DataError(f"{prefix}: gives {rows} rows of {seq_length + 1} tokens, too few for {shards} files; ask for fewer --num-splits")
-    names = shard_names(target.name, shards)
-    with publication(target, names) as folder:
-        paths = [folder / name for name in names]
-        bounds = [rows * number // shards for number in range(shards + 1)]
-        for path, first, end in zip(paths, bounds[:-1], bounds[1:], strict=True):
-            _write_file(path, windows, first, end)
-        join_shards(paths)
-        metadata = windows.data.metadata()
-        if metadata is not None:
-            options = metadata.options | {"format": "mindrecord", "seq_length": str(seq_length)}
-            metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)
-            write_metadata(with_extension(folder / target.name, METADATA_EXTENSION), metadata)
-    files = tuple(target.with_name(name) for name in names)
-    return WrittenMindRecord(files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1)
-
-
-def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
-    """Rows first ... end - 1; then read back and compared, since FileWriter drops what it does not like with a warning only."""
-    step = max(1, _CHUNK_TOKENS // (windows.seq_length + 1))
-    chunks = [np.arange(start, min(start + step, end)) for start in range(first, end, step)]
-    try:
-        writer = FileWriter(str(path), shard_num=1, overwrite=True)
-        writer.add_schema(_SCHEMA, "token ids")
-        for ids in chunks:
-            writer.write_raw_data([{COLUMN: row} for row in windows.read(ids)])
-        writer.commit()
-        written = MindRecordFile(path)
-        same = len(written) == end - first and all((written.read(ids - first) == windows.read(ids)).all() for ids in chunks)
-    except DataError as error:
-        raise StorageError(f"{path.name}: was not written whole ({error}); is the disk full?") from error
-    except GPT2Error:  # a signal
-        raise
-    except Exception as error:  # FileWriter raises RuntimeError and exceptions of its own, of several lines
-        lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [repr(error)]
-        raise StorageError(f"{path.name}: MindSpore could not write it: {lines[0]}; is the disk full?") from error
-    if not same:
-        raise StorageError(f"{path.name}: reads back other rows than were written; the disk may be full or failing")
+    ids, targets = tokens[:, :-1], tokens[:, 1:]
+    return Tensor(np.ascontiguousarray(ids)), Tensor(np.ascontiguousarray(targets))

@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: loss on the validation windows, perplexity of a text, last words of LAMBADA."""
+"""Evaluate a checkpoint: validation loss, perplexity of a text, accuracy on LAMBADA."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from mindspore import Tensor, nn, ops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
-from common.training import setup
+from common.planner.room import check_memory
+from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
-from mindformers_gpt2.engine import Engine
+from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
 from mindformers_gpt2.model import GPT2, build_model
+from mindformers_gpt2.parallel.world import World
 
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    setup.check_memory(config, process, device)
+    check_memory(config, process, device)
     task, config = open_task(config)
-    checkpoint = setup.weights_to_use(config, task.tokenizer_record)
+    checkpoint = weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
     if isinstance(task, ValidationTask):
-        result = task.result(*Engine(model, config, device).evaluate(task.windows()))
+        result = task.result(*sum_losses(device.compile(model.loss_sum), task.windows(), World()))
     else:
         result = task.result(score_rows(task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit))
     report(config, checkpoint, result)
 
 
 def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
-    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time."""
+    """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
     token_scores = device.compile(_TokenScores(model))
 
     def score(batch: RowBatch) -> TokenScores:

@@ -29,10 +29,11 @@ from common.config.schema import RunConfig
 from common.errors import RunError
 from common.files import atomic_write, fsync_folder
 from common.log import LOG
+from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
-from common.training import setup
 from common.training.export import export_folder
 from common.training.manifest import read_manifest
+from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2, build_model
@@ -44,8 +45,8 @@ TOLERANCE = 1e-6
 
 def export(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    setup.check_memory(config, process, device)
-    checkpoint = setup.weights_to_use(config, None, export=True)
+    check_memory(config, process, device)
+    checkpoint = weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     model = build_model(config, device)

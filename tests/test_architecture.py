@@ -79,6 +79,41 @@ def test_each_room_of_common_imports_only_lower_ones() -> None:
     assert upwards == []
 
 
+def files_imported(package: Path) -> dict[str, set[str]]:
+    """Module names of a package's files, and the files of the package that each one imports.
+
+    Imports inside functions and for types count too: a reader follows them just the same.
+    """
+    root = package.parent
+    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in package.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[module] = names & set(modules) - {module}
+    return graph
+
+
+@pytest.mark.parametrize("package", ["common", *sorted(BACKENDS)])
+def test_the_files_of_a_package_form_no_cycle(package: str) -> None:
+    left = files_imported(ROOT / package)
+    assert len(left) > 20
+    while free := {module for module, imports in left.items() if not imports & left.keys()}:
+        left = {module: imports for module, imports in left.items() if module not in free}
+    assert left == {}, "these import each other, or import files that do"
+
+
+def test_a_cycle_of_files_is_found(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "a.py").write_text("from room import b")
+    (tmp_path / "room" / "b.py").write_text("if TYPE_CHECKING:\n    from room.a import A")
+    assert files_imported(tmp_path / "room") == {"room.a": {"room.b"}, "room.b": {"room.a"}}
+
+
 def test_common_imports_with_every_framework_blocked() -> None:
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "common").rglob("*.py")]
     assert len(modules) > 20

@@ -43,7 +43,7 @@ from common.files import temporary_folder
 from common.tokenizer import TOKENIZERS
 
 if TYPE_CHECKING:
-    from mindformers_gpt2.data import WrittenMindRecord
+    from mindformers_gpt2.mindrecord import WrittenMindRecord
 
 DEFAULT_SEQ_LENGTH = 1024
 
@@ -129,7 +129,7 @@ def _pairs_folder(prefix: Path) -> Iterator[Path]:
 def _mindrecord_writer() -> tuple[Callable[[Path, int], None], Callable[[Path, Path, int, int], WrittenMindRecord]]:
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
     try:
-        from mindformers_gpt2.data import check_mindrecord, write_mindrecord
+        from mindformers_gpt2.mindrecord import check_mindrecord, write_mindrecord
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mindspore":
             raise

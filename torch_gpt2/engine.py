@@ -3,71 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config.load import flatten
+from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
-from common.dataset import Batch
+from common.dataset import Batch, Tokens
 from common.parallel.sharding import slices_of_rank
-from common.training.checkpoint_writer import Snapshot
-from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale, clip_factor
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.checkpoint_writer import Part, Snapshot
+from common.training.copy_on_write import CopyOnWriteArrays
+from common.training.engine import StepResult
+from common.training.loss_scale import clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
-from common.training.snapshot import STATE_NAMES
+from common.training.snapshot import STATE_NAMES, true_slice
 from common.training.state import TrainState
-from torch_gpt2.checkpoint import take_snapshot
+from common.weights.pieces import to_rectangle
+from torch_gpt2.base_engine import BaseEngine
+from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.evaluate import sum_losses
-from torch_gpt2.model import GPT2
-from torch_gpt2.optimizer import MasterWeights, build_optimizer, global_norm, local_shard, scale_gradients
-from torch_gpt2.parallel.layout import GradientSync
+from torch_gpt2.model import GPT2, initialise
+from torch_gpt2.optimizer import (
+    MasterWeights,
+    build_optimizer,
+    global_norm,
+    local_shard,
+    scale_gradients,
+)
+from torch_gpt2.parallel.data_parallel import LossSum
+from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
 
 
-class Engine:
-    """Implements ``common.training.loop.Engine`` for the device of one rank. The config must be resolved."""
-
-    steps_per_run = 1
+class Engine(BaseEngine):
+    """The native engine: the model's layout and torch's own optimizers."""
 
     def __init__(
         self,
-        model: GPT2 | list[GPT2],
         config: RunConfig,
         device: TorchDevice,
-        record: Mapping[str, Any] | None = None,
+        process: Process = ALONE,
         world: World | None = None,
+        manifest_extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """``model``: or its parts on this rank. ``record``: plain data kept in every checkpoint's manifest. ``world``: the ranks, where
-        there are several."""
-        self.parts = model if isinstance(model, list) else [model]
+        super().__init__(config, device, process, world, manifest_extra)
+        self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
-        self.config = config
-        self.device = device
-        self.record = dict(record or {})
-        self.world = world or World()
-        self.step = 0
-        self.loss_scale = LossScale(config.loss_scale)
         parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
         self.master = MasterWeights(parameters, DTYPES[config.precision.reduction])
         self.optimizer = build_optimizer(self.master.tensors, config.optimizer, fused=device.fused_optimizer)
         self._lent: Snapshot | None = None
         """What the checkpoint writer may still be reading."""
-        self._loss_sum = torch.compile(self.parts[0].loss_sum) if config.train.compile else self.parts[0].loss_sum
+        self._loss_sum = torch.compile(self.model.loss_sum) if config.train.compile else self.model.loss_sum
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
-        self._sharing = GradientSync(config, self.world)
+        self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         """Which part of each parameter this rank holds."""
-        self._pipeline = Pipeline(self.parts, config, self.world, device) if self.world.topology.pipeline > 1 else None
+        is_piped = self.world.topology.pipeline > 1
+        self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         for part in self.parts:
@@ -76,7 +77,7 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
-        return sum_losses(self.parts, loss_sum, batches, self.device, self.world, counts=self._has_loss)
+        return sum_losses(self.parts, loss_sum, batches, self.device, self.world, has_loss=self._has_loss)
 
     @property
     def _has_loss(self) -> bool:
@@ -86,51 +87,74 @@ class Engine:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold different parts of the weights, so that each writes its own."""
-        return not self._sharing.alone
+        return not self._gradient_sync.alone
 
-    def writes(self, name: str) -> bool:
-        """Whether this rank is the one, of those that hold the same part of a parameter, that counts and writes it."""
-        return self._sharing.counts(name)
+    def owns(self, name: str) -> bool:
+        """Whether this rank writes a parameter; one does of those that hold the same part."""
+        return self._gradient_sync.owns(name)
 
     def local_weights(self) -> dict[str, Tensor]:
-        """What this rank holds of the weights that the optimizer updates."""
+        """Return what this rank holds of the weights that the optimizer updates."""
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
+        """Lend the tensors of a CPU to the writer; copy those of other devices."""
         generators = self.world.gather(self.device.rng_state())
         if self.world.rank and not self.is_sharded:
             return None
-        snapshot = take_snapshot(self, state, generators)
-        self._lent = snapshot if self.device.kind == "cpu" else None  # other devices have copied
+        owned = {name: true_slice(name, self.pieces[name], self.config.model) for name in self.master.tensors if self.owns(name)}
+        parts = STATE_NAMES[self.config.optimizer.name]
+        moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned)
+        rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
+        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
+        snapshot = self._make_snapshot(
+            state,
+            CopyOnWriteArrays(weights_on_host(self.master.tensors, owned)),
+            CopyOnWriteArrays(moments),
+            optimizer_steps=steps,
+            generators=generators,
+            versions={},
+            part=part if self.is_sharded else None,
+        )
+        self._lent = snapshot if self.device.kind == "cpu" else None
         return snapshot
 
-    def identity(self, state: TrainState) -> dict[str, Any]:
-        """What must be the same on every rank before the first step."""
-        facts = {"data": self.record.get("data"), "state": state.to_dict()}
-        return dict(flatten(self.config.model_dump(exclude={"context"}))) | facts
-
     def norm_of_weights(self) -> float:
-        """Of this rank's part alone; ranks that hold the same part must have the same."""
         return global_norm(list(self.local_weights().values())).item()
 
     def norm_of_moments(self) -> float:
-        """As norm_of_weights, of the optimizer's state; 0 before the first step."""
         parts = STATE_NAMES[self.config.optimizer.name]
-        found = [state[part] for state in self.optimizer.state.values() for part in parts if state.get(part) is not None]
-        return global_norm([local_shard(values) for values in found]).item() if found else 0.0
+        found = [local_shard(state[part]) for state in self.optimizer.state.values() for part in parts if state.get(part) is not None]
+        return global_norm(found).item() if found else 0.0
 
-    def _train_step(self, tokens: NDArray[np.int32], limits: Limits) -> StepResult:
+    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+        if reader is None:
+            initialise(self.local_weights(), self.config, self.pieces)
+        else:
+            fill_weights(self.master.tensors, reader.weights(self.config.model, self.pieces))
+        self.master.write_back()
+
+    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+        fill_moments(
+            self.master.tensors,
+            self.optimizer,
+            reader.moments(self.config, optimizer_steps, self.pieces),
+            steps=optimizer_steps if self.config.optimizer.name != "sgd" else None,
+            steps_on_device=self.device.fused_optimizer,
+        )
+
+    def _train_step(self, tokens: Tokens, limits: Limits) -> StepResult:
         self.step += 1
         scale = self.loss_scale.value
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate_gradients(tokens, scale)
         gradients = self.master.take_gradients()
         self._data_parallel.sum_gradients(list(gradients.values()))
-        self._sharing.complete(gradients)
-        if self._sharing.alone:
+        self._gradient_sync.complete(gradients)
+        if self._gradient_sync.alone:
             norm = self._data_parallel.norm(global_norm(list(gradients.values()))).item() / scale
         else:
-            norm = self._sharing.norm(gradients) / scale
+            norm = self._gradient_sync.norm(gradients) / scale
         rate = learning_rate(self.config.optimizer, self.step)
         finite = math.isfinite(norm) and math.isfinite(loss)
         applied = finite and not limits.exceeded(loss, norm)
@@ -139,14 +163,14 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             if self._lent is not None:
-                self._lent.keep()
+                self._lent.detach()
                 self._lent = None
             self._data_parallel.update(self.optimizer.step)
             self.master.write_back()
         self.loss_scale.update(finite)
         return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
 
-    def _accumulate_gradients(self, tokens: NDArray[np.int32], scale: float) -> float:
+    def _accumulate_gradients(self, tokens: Tokens, scale: float) -> float:
         """Mean loss of the global batch; its gradient, times ``scale``, is left in the parameters."""
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
         assert micro is not None and samples is not None
@@ -165,3 +189,32 @@ class Engine:
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return self.world.sum(total.item() if self._has_loss else 0.0)[0]
+
+
+@torch.no_grad()
+def sum_losses(
+    parts: Sequence[GPT2],
+    loss_sum: LossSum,
+    batches: Iterable[Tokens],
+    device: TorchDevice,
+    world: World,
+    *,
+    has_loss: bool,
+) -> tuple[float, int]:
+    """Return the sum of the losses over all predicted tokens of all ranks, and their number.
+
+    has_loss: whether this rank's losses count; others may have the same, or none.
+    """
+    for part in parts:
+        part.eval()
+    total, tokens = 0.0, 0
+    for batch in batches:
+        # a rank without a batch goes through the model for the ranks that need its part
+        rows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
+        ids, targets = inputs_and_targets(rows, device)
+        loss = loss_sum(ids, targets).item()
+        if len(batch):
+            total += loss
+            tokens += targets.numel()
+    total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
+    return total, int(all_tokens)

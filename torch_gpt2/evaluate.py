@@ -1,11 +1,9 @@
-"""What a checkpoint is worth: loss on the validation windows, perplexity of a text, last words of LAMBADA."""
+"""Evaluate a checkpoint: validation loss, perplexity of a text, accuracy on LAMBADA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,29 +13,28 @@ from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
 from common.parallel.sharding import slices_of_rank
 from common.parallel.topology import Topology
-from common.training import setup
+from common.planner.room import check_memory
 from common.training.agreement import check_everywhere
-from common.training.loop import Tokens
+from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
-from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import TorchDevice, open_device
+from torch_gpt2.engine import sum_losses
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
-from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
-from torch_gpt2.parallel.world import World, open_world
+from torch_gpt2.parallel.world import open_world
 
 
 def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    setup.check_memory(config, process, device)
+    check_memory(config, process, device)
     topology = Topology.from_config(config.parallel)
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
-        checkpoint = world.decide_on_rank_0(lambda: setup.weights_to_use(config, task.tokenizer_record))
+        checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
         parts = build_parts(config, device, world)
@@ -45,8 +42,8 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
         load_weights(parameters, config.model, checkpoint, slices_of_rank(config, topology, world.at, parameters))
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
-            loss_sum, counts = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
-            figures = sum_losses(parts, loss_sum, task.windows(), device, world, counts=counts and world.at.tensor == 0)
+            loss_sum, has_loss = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
+            figures = sum_losses(parts, loss_sum, task.windows(), device, world, has_loss=has_loss and world.at.tensor == 0)
             result = task.result(*figures)
         else:
             result = task.result(score_rows(task.rows, make_scorer(parts[0], device), config.evaluation.batch_size, task.unit))
@@ -54,27 +51,8 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
             report(config, checkpoint, result)
 
 
-@torch.no_grad()
-def sum_losses(
-    parts: Sequence[GPT2], loss_sum: LossSum, batches: Iterable[Tokens], device: TorchDevice, world: World, *, counts: bool
-) -> tuple[float, int]:
-    """Sum of the losses over all predicted tokens of all ranks, in nats, and their number. counts: whether this rank's losses do."""
-    for part in parts:
-        part.eval()
-    total, tokens = 0.0, 0
-    for batch in batches:
-        # a rank without a batch goes through the model all the same, for the ranks that need its part
-        ids, targets = inputs_and_targets(batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32), device)
-        loss = loss_sum(ids, targets).item()
-        if len(batch):
-            total += loss
-            tokens += targets.numel()
-    total, all_tokens = world.sum(total, tokens) if counts else world.sum(0.0, 0.0)
-    return total, int(all_tokens)
-
-
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
-    """The model as ``score_rows`` uses it; logits exist for ROWS_AT_ONCE targets at one time, for padding never."""
+    """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
 
     @torch.no_grad()
     def score(batch: RowBatch) -> TokenScores:

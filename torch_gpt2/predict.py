@@ -14,8 +14,9 @@ from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
-from common.training import setup
+from common.planner.room import check_memory
 from common.training.data import describe_tokenizer, open_tokenizer
+from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.model import GPT2, Block, build_model
@@ -24,10 +25,10 @@ from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
 
 def predict(config: RunConfig, process: Process = ALONE) -> None:
     device = open_device(config, process)
-    setup.check_memory(config, process, device)
+    check_memory(config, process, device)
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
-    checkpoint = setup.weights_to_use(config, describe_tokenizer(tokenizer))
+    checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
     load_weights(dict(model.named_parameters()), config.model, checkpoint)
     rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)

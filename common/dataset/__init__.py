@@ -5,7 +5,7 @@ from common.dataset.indexed import IndexedDataset, token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.metadata import Metadata
 from common.dataset.prefetch import Prefetch
-from common.dataset.sampler import Batch, ShardedSampler, ordered_batches
+from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
 from common.dataset.samples import GPTDataset, Samples
 from common.dataset.split import Split, parse_split
 
@@ -20,6 +20,7 @@ __all__ = [
     "Samples",
     "ShardedSampler",
     "Split",
+    "Tokens",
     "open_samples",
     "ordered_batches",
     "parse_blend",

@@ -12,6 +12,9 @@ import numpy.typing as npt
 from common.dataset.samples import Samples
 from common.errors import ConfigError, DataError
 
+Tokens = npt.NDArray[np.int32]
+"""Token ids (rows, columns)."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
@@ -20,7 +23,7 @@ class Batch:
     consumed_samples and sample_hash describe the run after this batch: what a checkpoint must hold to go on behind it.
     """
 
-    tokens: npt.NDArray[np.int32]
+    tokens: Tokens
     consumed_samples: int
     sample_hash: str
 
@@ -59,7 +62,7 @@ class ShardedSampler:
         """The sample hash before any sample: 16 hex digits that stand for the data and its settings."""
         return self.samples.fingerprint
 
-    def batch(self, consumed_samples: int) -> npt.NDArray[np.int32]:
+    def batch(self, consumed_samples: int) -> Tokens:
         """(local_batch_size, seq_length + 1) tokens of the global batch that starts at sample ``consumed_samples``."""
         first = consumed_samples + self._first
         ids = np.arange(first, first + self.local_batch_size)
@@ -86,7 +89,7 @@ class ShardedSampler:
 
 def ordered_batches(
     samples: Samples, batch_size: int, limit: int | None = None, *, rank: int = 0, ranks: int = 1, vocab_size: int | None = None
-) -> Iterator[npt.NDArray[np.int32]]:
+) -> Iterator[Tokens]:
     """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first ``limit`` samples of it.
 
     Of several ranks each gets every ``ranks``-th batch, and as many as the others: its last one may be empty. vocab_size: as in
@@ -102,7 +105,7 @@ def ordered_batches(
         yield tokens
 
 
-def check_tokens(tokens: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:
+def check_tokens(tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:
     """Raises DataError naming the file and the id when a token is not in 0 ... vocab_size - 1."""
     if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:  # seen as unsigned, a negative id is a huge one
         return

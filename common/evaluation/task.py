@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.schema import EvaluationConfig, RunConfig
+from common.dataset import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
@@ -14,7 +15,7 @@ from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
 from common.launcher.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
-from common.training.loop import Tokens, perplexity
+from common.training.loop import perplexity
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "validation": (),

@@ -94,7 +94,7 @@ def slices_of_rank(config: RunConfig, topology: Topology, at: Coordinates, names
     }
 
 
-def counts(parallel: ParallelConfig, topology: Topology, at: Coordinates, name: str) -> bool:
+def owns(parallel: ParallelConfig, topology: Topology, at: Coordinates, name: str) -> bool:
     """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient norm and in a checkpoint; of the ranks
     that hold the same part, one does."""
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.accelerators import GIB
+from common.cluster.environment import Process
 from common.config.schema import RunConfig
+from common.device import Device
 from common.errors import ConfigError
+from common.log import LOG
 from common.parallel.topology import Topology
 from common.planner.memory import Memory, memory_of
 
@@ -81,6 +84,24 @@ def check_room(
     if need.likely > there:
         return f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
     return None
+
+
+def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
+    """Compare the plan's memory with what is there, before anything is allocated.
+
+    Warns on rank 0. Raises ConfigError where the run cannot fit.
+    """
+    ranks = Topology.from_config(config.parallel).world_size
+    warning = check_room(
+        config,
+        kind=device.kind,
+        device_memory=device.total_memory(),
+        rank=process.rank % ranks,
+        ranks=min(process.local_world_size, ranks),
+        training=training,
+    )
+    if warning is not None and process.rank == 0:
+        LOG.warning(warning)
 
 
 def fits_machine(config: RunConfig, peak: int, root: Path = Path("/")) -> str | None:

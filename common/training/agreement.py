@@ -14,7 +14,7 @@ from common.weights.files import file_checksum
 
 
 def identity_of(found: Path | None) -> str:
-    """Of a checkpoint that all hosts must read, as this one sees it."""
+    """Return a fingerprint of a checkpoint, by which all hosts see that they read the same files."""
     if found is None:
         return "none"
     try:
@@ -24,10 +24,10 @@ def identity_of(found: Path | None) -> str:
 
 
 def check_everywhere(world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with") -> None:
-    """Raise on every rank unless all of them read the same checkpoint, with the checksums of its manifest.
+    """Raise on every rank unless all of them read the same whole checkpoint.
 
-    Rank 0 has compared them where it chose the checkpoint. Of the others, the first one that sees other files than rank 0 or on another
-    host does so, for all that see the same.
+    Rank 0 has compared the checksums where it chose the checkpoint. Among ranks that see other
+    files, or the files on another host, the first one compares them for all.
     """
     world.require_equal({what: identity_of(checkpoint)})
     if checkpoint is None or world.size == 1:
@@ -45,7 +45,7 @@ def check_everywhere(world: WorldBase, checkpoint: Path | None, what: str = "the
 
 
 def _view_of(checkpoint: Path) -> Any:
-    """Stand for a folder's files as this process sees them: the same for processes that read the same files on the same host."""
+    """Return a value that is the same for processes that read the same files on the same host."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except (OSError, ValueError):

@@ -44,44 +44,47 @@ PATIENCE_AFTER_FAILURE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of the parts of a snapshot that ``ranks`` write, each its own: rectangles of the tensors, none of them in two parts."""
+    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not overlap."""
 
     rank: int
     ranks: int
     rectangles: Mapping[str, Rectangle]
-    """By parameter; those of its moments are the same."""
+    """By parameter; moments have the same as their parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything a run needs to go on, copied out of the framework or lent by it until ``keep``, to be written while training goes on."""
+    """Everything needed to resume a run, to be written while training goes on.
+
+    Tensors are copied out of the framework, or lent by it until ``detach``.
+    """
 
     files: Mapping[str, Tensors]
     """File name -> tensors by name."""
     manifest: Mapping[str, Any]
-    """Plain data; must hold ``state``."""
+    """Plain data, with ``state`` among it."""
     part: Part | None = None
-    beside: Callable[[Path], None] | None = None
-    """Called with the folder of the checkpoints once this one is whole, or this rank's part of it, to write it in another form too."""
+    also_write: Callable[[Path], None] | None = None
+    """Writes another form too, given the folder of checkpoints, once this rank's part is whole."""
 
-    def keep(self) -> None:
-        """Call before tensors that were lent are changed."""
+    def detach(self) -> None:
+        """Make lent tensors independent of the framework's memory, before that changes."""
         for tensors in self.files.values():
             if isinstance(tensors, CopyOnWriteArrays):
-                tensors.keep()
+                tensors.detach()
 
     def release(self) -> None:
-        """The writer is done with the tensors, or gives up."""
+        """Give lent tensors back, because they are written or will never be."""
         for tensors in self.files.values():
             if isinstance(tensors, CopyOnWriteArrays):
                 tensors.release()
 
 
 class CheckpointWriter:
-    """Saves snapshots under ``folder`` one after the other, in a thread unless ``asynchronous`` is False.
+    """Saves snapshots under ``folder`` one after the other, in a thread if ``asynchronous``.
 
-    Of the checkpoints that were there at its start and those it has written, it keeps the newest ``keep`` (0: all), and beyond these the
-    newest one that is known to be good. It removes no others.
+    It knows the checkpoints that were there at its start and those it has written. Of these it
+    keeps the newest ``keep`` (0: all), and the newest one whose weights are known to be good.
     """
 
     def __init__(
@@ -94,9 +97,10 @@ class CheckpointWriter:
         patience: float = 3600.0,
         require_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """active: False on ranks other than 0, which must leave the folder alone. patience: seconds in which all ranks must have written
-        their parts after rank 0 has. require_folder: raises LostFolderError where the folder is no longer this run's.
+        """active: False on ranks other than 0, which must leave the folder alone.
 
+        patience: seconds in which all ranks must have written their parts after rank 0 has.
+        require_folder: raises LostFolderError where the folder is no longer this run's.
         Raises CheckpointError where the folder cannot be looked into.
         """
         self._patience = patience
@@ -119,7 +123,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for what is being written, whatever happened; a failure here must not hide the one that ends the run."""
+        """Wait for what is being written. A failure here does not hide the one that ends the run."""
         if value is not None:
             self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
         try:
@@ -130,7 +134,10 @@ class CheckpointWriter:
             LOG.error(str(error))
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Begin to write ``step_<step>``; waits for the save before. Raises StorageError, also on behalf of the save before."""
+        """Wait for the save before, and begin to write ``step_<step>``.
+
+        Raises StorageError, also on behalf of the save before.
+        """
         self.wait()
         self.require_folder()
         self._good = self._newest_good()
@@ -192,8 +199,8 @@ class CheckpointWriter:
             raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
         finally:
             snapshot.release()
-        if snapshot.beside is not None:
-            snapshot.beside(self.folder)
+        if snapshot.also_write is not None:
+            snapshot.also_write(self.folder)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part
@@ -217,7 +224,10 @@ class CheckpointWriter:
         fsync_folder(temporary)
 
     def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
-        """What all ranks have written, waited for. Raises StorageError naming those that have not."""
+        """Wait for all ranks and return what they have written.
+
+        Raises StorageError naming those that have not.
+        """
         files: dict[str, dict[str, Any]] = {}
         waiting, began = set(range(ranks)), time.monotonic()
         while True:
@@ -237,7 +247,7 @@ class CheckpointWriter:
             time.sleep(0.05)
 
     def _prune(self, written: Path) -> None:
-        """Keep the folder just written and the newest others before it; then those of a future that was left behind."""
+        """Keep the folder just written, then the newest before it, then those of later steps."""
         self._known.add(written.name)
         if not self._keep:
             return
@@ -255,7 +265,10 @@ class CheckpointWriter:
 
 
 def _remove(temporary: Path, part: Part | None) -> None:
-    """What this rank has written. The folder stays where others may be writing: without it they would fail too, and be blamed."""
+    """Remove what this rank has written.
+
+    The folder stays where others may be writing: without it they would fail too, and be blamed.
+    """
     if part is None:
         shutil.rmtree(temporary, ignore_errors=True)
         return

@@ -1,7 +1,7 @@
 """Arrays that a running engine lends to the checkpoint writer, so that saving needs neither a copy nor a wait.
 
 The writer reads them one after the other while the next step goes forward and backward. Before the engine changes them it calls
-``keep``, which copies those that are not written yet.
+``detach``, which copies those that are not written yet.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CopyOnWriteArrays(Mapping[str, Array]):
         with self._change:
             self._forget_used()
 
-    def keep(self) -> None:
+    def detach(self) -> None:
         """Return when the engine may change its memory: what is unread is copied, and what is being read has been read."""
         with self._change:
             for name in [name for name in self._arrays if name in self._lent and name != self._used]:

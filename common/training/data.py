@@ -1,4 +1,4 @@
-"""The data of a run, opened from its config: training batches, validation windows, and what identifies them."""
+"""Training batches and validation windows of a run, and what identifies them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from common.dataset import (
     Samples,
     ShardedSampler,
     Split,
+    Tokens,
     open_samples,
     ordered_batches,
     parse_blend,
@@ -31,7 +32,6 @@ from common.log import LOG
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.training.loop import Tokens
 from common.training.state import TrainState
 from common.weights.names import count_parameters
 
@@ -43,7 +43,7 @@ class TrainingData:
     validation: Callable[[], Iterator[Tokens]] | None
     """Starts a pass over the rank's share of the validation windows; None when there are none."""
     no_validation: str | None
-    """Why not."""
+    """Why there are none."""
     tokenizer_record: dict[str, Any] | None
     """Kind, sha256 and vocabulary size of the tokenizer that made the data, as far as known."""
     prefetch: int = 0
@@ -60,12 +60,12 @@ class TrainingData:
         return self.sampler.samples.samples_per_epoch if self.sampler else 0
 
     def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Batches from where ``state`` stands, read when asked."""
+        """Return batches from where ``state`` stands, read when asked for."""
         assert self.sampler is not None
         return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
 
     def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
-        """The same, read ahead by a thread that ends with the context."""
+        """Return the same, read ahead by a thread that ends with the context."""
         return Prefetch(self.batches(state), self.prefetch) if self.prefetch else nullcontext(self.batches(state))
 
     def require_validation(self) -> Iterator[Tokens]:
@@ -77,10 +77,11 @@ class TrainingData:
 def open_data(
     config: RunConfig, *, training: bool = True, rank: int = 0, ranks: int | None = None, whole_validation: bool = False
 ) -> tuple[TrainingData, RunConfig]:
-    """Open the data of a resolved config; also settles the vocabulary and the length of the run.
+    """Open the data of a resolved config; also settle the vocabulary and the length of the run.
 
-    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones when left out. Validation windows are
-    divided too, but not with ``whole_validation``. Raises DataError and ConfigError.
+    rank: data-parallel rank. ranks: number of ranks that share a batch, by default all
+    data-parallel ones. They share validation windows too, unless ``whole_validation`` is set.
+    Raises DataError and ConfigError.
     """
     made_with = _tokenizer_record(config)
     given, remarks = _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
@@ -146,7 +147,7 @@ def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *,
 
 
 def require_entries(entries: list[str | float] | None) -> list[str | float]:
-    """The entries of data.train. Raises ConfigError when there are none."""
+    """Return the entries of data.train. Raises ConfigError when there are none."""
     if not entries:
         raise ConfigError(
             "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord, as tools/preprocess_data.py writes them"
@@ -155,7 +156,10 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
 
 
 def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
-    """From the .meta.json beside the data. Raises DataError when parts of a blend were made with different tokenizers."""
+    """Read the tokenizer's record from the .meta.json files beside the data.
+
+    Raises DataError when parts of a blend were made with different tokenizers.
+    """
     records: dict[str, tuple[Path, Metadata]] = {}
     for entries in (config.data.train, config.data.validation):
         for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
@@ -172,7 +176,7 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
 
 
 def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
-    """The tokenizer of data.tokenizer, and the config with its vocabulary settled; what does not fit is said."""
+    """Load data.tokenizer and settle the config's vocabulary. Warns of what does not fit."""
     tokenizer, source = _load_tokenizer(config)
     config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
     for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), config.model.vocab_size):
@@ -181,13 +185,13 @@ def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
 
 
 def _load_tokenizer(config: RunConfig) -> tuple[Tokenizer, str]:
-    """The tokenizer, and where it lies."""
+    """Return the tokenizer and its path."""
     wish, source = tokenizer_source(config)
     return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
 
 
 def tokenizer_source(config: RunConfig) -> tuple[TokenizerConfig, str]:
-    """data.tokenizer, and its vocabulary or folder. Raises ConfigError when it is not given."""
+    """Return data.tokenizer and its vocabulary or folder. Raises ConfigError when there is none."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
@@ -200,9 +204,10 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _given_tokenizer(config: RunConfig, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
-    """The record of data.tokenizer, and what is wrong with it: where one only trains, its files may be absent.
+    """Return the record of data.tokenizer, and warnings. Training does without its files.
 
-    is_known: the data say which tokenizer made them. Raises TokenizerError where the files of a tokenizer that is needed are broken.
+    is_known: whether the data say which tokenizer made them. Raises TokenizerError where the files
+    of a tokenizer that is needed are broken.
     """
     wish = config.data.tokenizer
     if wish is None:

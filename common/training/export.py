@@ -14,9 +14,10 @@ from common.config.schema import RunConfig
 from common.files import whole_folder
 from common.log import LOG
 from common.resolve.derive import resolve_vocabulary
-from common.training import setup
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.manifest import read_manifest, write_manifest
-from common.training.snapshot import MODEL_FILE, read_weights
+from common.training.snapshot import MODEL_FILE
+from common.training.start import weights_to_use
 from common.weights.arrays import TensorKind
 from common.weights.files import stream_safetensors
 from common.weights.names import parameter_shapes
@@ -25,14 +26,14 @@ from common.weights.names import parameter_shapes
 def export(config: RunConfig) -> None:
     """Write ``weights`` in the run folder. Raises CheckpointError naming every tensor that is missing, unexpected or not whole, and
     StorageError; an older export is then untouched."""
-    checkpoint = setup.weights_to_use(config, None, export=True)
+    checkpoint = weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint, checksums=False)
     config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
     kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in parameter_shapes(config.model).items()}
     folder = Path(config.output_dir) / "weights"
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
-        checksum = stream_safetensors(file, kinds, (values for _, values in read_weights(checkpoint, config.model)))
+        checksum = stream_safetensors(file, kinds, (values for _, values in CheckpointReader(checkpoint).weights(config.model)))
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
         write_manifest(temporary, {**manifest, "exported_from": str(checkpoint.resolve()), "files": files})

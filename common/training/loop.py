@@ -12,60 +12,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from common.config.schema import RunConfig
-from common.dataset import Batch
+from common.dataset import Batch, Tokens
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
 from common.launcher.heartbeat import beat
 from common.log import LOG, progress_bar
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.training.checkpoint_writer import CheckpointWriter
+from common.training.engine import Engine
 from common.training.metrics import MetricsWriter, flops_per_token
-from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
+from common.training.outliers import NO_LIMITS, limits_of, record_outlier
 from common.training.profile import ProfileWindow
 from common.training.report import make_report
 from common.training.saving import Saver
 from common.training.state import TrainState
 from common.training.stop import StopSignal
-
-Tokens = NDArray[np.int32]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What an engine reports of one optimizer step, over all ranks."""
-
-    loss: float
-    """Mean loss of the global batch, nats per token."""
-    grad_norm: float
-    """Global gradient norm before clipping, the loss scale taken out."""
-    learning_rate: float
-    loss_scale: float
-    skipped: bool
-    """True when the gradient was not finite, or beyond the limits, and the weights were left as they were."""
-
-
-class Engine(Protocol):
-    """A model with its optimizer, on some devices."""
-
-    steps_per_run: int
-    """Steps that ``run`` likes to be asked for at once: 1, or the sink size of a graph that loops on the device."""
-
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        """Take ``steps`` batches and make as many optimizer steps; one beyond the limits leaves weights and optimizer as they are."""
-        ...
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Sum of the losses over all predicted tokens of all ranks, in nats, and their number."""
-        ...
-
-    def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Everything needed to go on from ``state``; tensors may be lent until the next update. None on ranks that need not write."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +43,16 @@ class Run:
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
     peak_flops: float
-    """Of all devices together; 0 when unknown."""
+    """Peak of all devices together; 0 when unknown."""
     resumed: bool = False
-    """True when the run goes on from a checkpoint of its own folder, which need not be saved again."""
+    """Whether the run resumes a checkpoint of its own folder, which need not be saved again."""
     samples_per_epoch: int = 0
-    """For log lines that count epochs."""
+    """Used in log lines that count epochs."""
     peak_memory: Callable[[], int] = peak_resident_bytes
     """Most bytes held so far."""
     profile: ProfileWindow | None = None
-    agree: Callable[[int], int] = int
-    """The largest of the numbers of all ranks. Without it a rank could stop at another step than the others."""
+    max_over_ranks: Callable[[int], int] = int
+    """Largest of the numbers of all ranks, by which they stop at the same step."""
 
 
 def train(run: Run, state: TrainState) -> dict[str, Any]:
@@ -130,7 +93,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 saver.step(row)
                 _check_divergence(config, state)
             run.checkpoints.raise_failure()
-            stopping = run.agree(stop.number or 0)
+            stopping = run.max_over_ranks(stop.number or 0)
             if not stopping and state.step < last_step and (saver.is_postponed or _due(config.checkpoint.interval, state.step)):
                 saver.save_unless_diverging(state)
             was_validated = run.validation is None or not _validation_due(config, state.step)
@@ -164,20 +127,20 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
 
 
 def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
-    """One pass over the validation windows, if there are any; writes and returns its row.
+    """Go through the validation windows, if there are any; write the row and return it.
 
-    A signal, whose number is returned too, ends it without a row.
+    A signal ends the pass without a row. Its number is returned too.
     """
     if run.validation is None:
         return {}, 0
 
     def go_on(_: Tokens) -> bool:
         beat(step, "validating")
-        return not run.agree(stop.number or 0)
+        return not run.max_over_ranks(stop.number or 0)
 
     start = time.perf_counter()
     total, tokens = run.engine.evaluate(itertools.takewhile(go_on, run.validation()))
-    stopping = run.agree(stop.number or 0)
+    stopping = run.max_over_ranks(stop.number or 0)
     if stopping:
         return {}, stopping
     loss = total / tokens
@@ -193,10 +156,10 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
 
 def _lacks_validation(run: Run, step: int) -> bool:
-    """Whether the run goes on from a checkpoint of its own at a step that was to be validated, and a stop or a kill prevented it."""
+    """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
     if not run.resumed or run.validation is None or not step or not _validation_due(run.config, step):
         return False
-    return bool(run.agree(int(run.metrics.lacks_validation(step))))
+    return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
 
 
 def _validation_due(config: RunConfig, step: int) -> bool:
@@ -228,7 +191,7 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
         state.sample_hash = sample_hash
         state.skipped_steps += result.skipped
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
-        outlier = notice(state, config.logging, result.loss, result.grad_norm, skipped=result.skipped)
+        outlier = record_outlier(state, config.logging, result.loss, result.grad_norm, skipped=result.skipped)
         yield {
             "step": state.step,
             "loss": result.loss,
@@ -250,7 +213,7 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
 
 
 class _WatchedBatches:
-    """The batches that pass, their hashes noted, and the seconds in which there was none."""
+    """Batches on their way to the engine: their hashes, and the seconds spent waiting for them."""
 
     def __init__(self, batches: Iterator[Batch], step: int) -> None:
         self._batches = batches
@@ -273,7 +236,7 @@ class _WatchedBatches:
 
 
 def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
-    """At most what the engine likes, and none beyond the next step at which something must happen."""
+    """Return how many steps to ask for: none beyond the next one at which something happens."""
     intervals = (run.config.validation.interval, run.config.checkpoint.interval)
     stops = [last_step, *((step // n + 1) * n for n in intervals if n), *(run.profile.boundaries if run.profile else ())]
     return min(run.engine.steps_per_run, min(stop for stop in stops if stop > step) - step)

@@ -37,7 +37,7 @@ def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
     return Limits(loss=_limit(state.losses, config.outlier_deviations), grad_norm=_limit(state.grad_norms, config.outlier_deviations))
 
 
-def notice(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
+def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
     """Warn when the step just done is an outlier, and add it to the history unless it was not finite.
 
     Outliers enter too, as in OLMo-core: the limits then follow a lasting change of level within a few steps, where a history without

@@ -11,7 +11,7 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from common.config.schema import RunConfig
-from common.parallel.sharding import counts, padded_vocabulary
+from common.parallel.sharding import owns, padded_vocabulary
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
@@ -24,9 +24,11 @@ from mindformers_gpt2.parallel.tensor_parallel import split_model
 from mindformers_gpt2.parallel.world import World
 
 
-def build_part(config: RunConfig, device: MindSporeDevice, world: World) -> GPT2:
-    """What this rank holds of the model, with weights not yet filled in. It is cut while it has no memory, so that a rank never holds
-    more than its own."""
+def build_parts(config: RunConfig, device: MindSporeDevice, world: World) -> list[GPT2]:
+    """Return what this rank holds of the model, one stage, with weights not yet filled in.
+
+    It is cut while it has no memory, so that a rank never holds more than its own.
+    """
     topology = world.topology
     with no_init_parameters():
         model = GPT2(config.model, config.precision, padded_vocabulary(config), native=device.native_kernels)
@@ -38,7 +40,7 @@ def build_part(config: RunConfig, device: MindSporeDevice, world: World) -> GPT2
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
     set_recompute(model, config.train)
-    return model
+    return [model]
 
 
 def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) -> NDArray[np.uint32]:
@@ -57,7 +59,7 @@ class GradientSync(nn.Cell):
     def __init__(self, config: RunConfig, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
         """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the same, or none."""
         super().__init__()
-        self.counts = partial(counts, config.parallel, world.topology, world.at)
+        self.owns = partial(owns, config.parallel, world.topology, world.at)
         """Whether this rank speaks for its part of a parameter; others may hold the same."""
         assert world.everyone is not None
         self.data_parallel = DataParallel(config, world, list(shapes.values()))
@@ -65,7 +67,7 @@ class GradientSync(nn.Cell):
         copies = world.groups.get(GroupKind.EMBEDDING)
         assert copies is None or next(iter(shapes)) == EMBEDDING
         self.between_copies = all_reduce(copies) if copies is not None else None
-        self.counted = Tensor([self.counts(name) for name in shapes])
+        self.owned = Tensor([self.owns(name) for name in shapes])
         self.reshape, self.concat, self.sum = ops.Reshape(), ops.Concat(), ops.ReduceSum()
         self.has_loss = has_loss
 
@@ -77,7 +79,7 @@ class GradientSync(nn.Cell):
             summed = (self.between_copies(summed[0]), *summed[1:])
         each = self.concat(ops.HyperMap()(self._squares, summed))
         mine = loss if self.has_loss else ops.zeros_like(loss)
-        both = self.concat((self.reshape(mine, (1,)), self.reshape(self.sum(ops.select(self.counted, each, ops.zeros_like(each))), (1,))))
+        both = self.concat((self.reshape(mine, (1,)), self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,))))
         # MindSpore keeps messages in order only where one needs the other, and the line above may be a constant
         both = self.everyone(ops.depend(both, each))
         return both[0], ops.sqrt(both[1]), summed

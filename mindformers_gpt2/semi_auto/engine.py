@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from numpy.typing import NDArray
 
 from common.config.schema import RunConfig
-from common.dataset import Batch
+from common.dataset import Tokens
 from common.errors import RunError
 from common.log import LOG
 from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
-from common.training.loop import StepResult, Tokens
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
-from common.weights.pieces import TensorSlice
+from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.engine import Engine, _QueuedStep
 from mindformers_gpt2.parallel.collectives import all_reduce
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
 
 
-class SemiAutoEngine(Engine):
-    """Implements ``common.training.loop.Engine`` for one rank of several. Made within the world, before anything else of the model.
+class SemiAutoEngine(BaseEngine):
+    """One rank of several. Made within the world, before anything else of the model.
 
-    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is compiled each parameter is this rank's
-    part, and is filled, written to checkpoints and read from them as such, in the project's own format.
+    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is
+    compiled each parameter is this rank's part. It is filled, written to checkpoints and read from
+    them as such, in the project's own format.
     """
 
-    def __init__(self, config: RunConfig, device: MindSporeDevice, world: World, record: Mapping[str, Any] | None = None) -> None:
-        """Compiles the step, which takes minutes for a large model. Raises RunError where the compiler's parts are not the plan's."""
-        self.config, self.device, self.world, self.record = config, device, world, dict(record or {})
-        self.step, self.steps_per_run = 0, config.train.sink_size
+    def __init__(
+        self,
+        config: RunConfig,
+        device: MindSporeDevice,
+        world: World | None = None,
+        manifest_extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile the step, which takes minutes for a large model.
+
+        Raises RunError where the compiler's parts are not the plan's.
+        """
+        super().__init__(config, device, world, manifest_extra)
+        world = self.world
         settings = semi_auto_settings(config, world.rank)
         Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
         ms.set_auto_parallel_context(**settings)
@@ -55,18 +61,13 @@ class SemiAutoEngine(Engine):
         assert micro is not None and accumulation is not None
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
-        self.pieces: dict[str, TensorSlice] = {name: held_slice(name, config, world.at) for name in self.master.tensors}
+        self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
             if tuple(tensor.shape) != held_shape(name, config):
                 raise RunError(
                     f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name} {padded_shapes(config)[name]}, the plan"
                     f" says {held_shape(name, config)}; set parallel.parallel_mode=1, since for other splits there are no checkpoints"
                 )
-
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        ops.assign(self._step.limits, Tensor((limits.loss, limits.grad_norm), ms.float32))
-        queued = [self._train(next(batches).tokens) for _ in range(steps)]
-        return [step.read() for step in queued]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         """Every rank reads the same windows. Too few for a batch are filled up with copies of one, which are then taken out again."""
@@ -86,16 +87,18 @@ class SemiAutoEngine(Engine):
     def is_sharded(self) -> bool:
         return True
 
-    def writes(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         return owns(name, self.config, self.world.at)
 
-    def _train(self, tokens: NDArray[np.int32]) -> _QueuedStep:
+    def _set_limits(self, limits: Tensor) -> None:
+        ops.assign(self._step.limits, limits)
+
+    def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
         ops.assign(self._step.rate, Tensor(rate, ms.float32))
         self._step.set_train()
-        loss, norm, applied, scale = self._step(*inputs_and_targets(tokens))
-        return _QueuedStep(loss=loss, norm=norm, applied=applied, scale=scale, rate=rate)
+        return (rate, *self._step(*inputs_and_targets(tokens)))
 
     def _share_embedding(self) -> None:
         """Give the first stage's table to the last: a training graph sends it along, one without a backward pass does not."""
@@ -107,7 +110,7 @@ class SemiAutoEngine(Engine):
         if not first:
             ops.assign(self._embedding, shared)
 
-    def _total(self, tokens: NDArray[np.int32]) -> float:
+    def _total(self, tokens: Tokens) -> float:
         assert self.config.train.global_batch_size is not None
         self._evaluation.set_train(False)
         mean = float(self._evaluation(*inputs_and_targets(tokens)).asnumpy())

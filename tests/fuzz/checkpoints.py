@@ -19,10 +19,11 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.log import LOG
 from common.resolve.derive import resolve_config
-from common.training import setup
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.loss_scale import LossScale
-from common.training.snapshot import EngineState, make_snapshot, read_moments, read_states, read_weights
+from common.training.snapshot import EngineState, make_snapshot
+from common.training.start import where_to_start
 from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
@@ -105,7 +106,7 @@ def prepare(folder: Path) -> Prepared:
             moments=moments,
             engine=engine,
             versions={"backend": "torch"},
-            record={"data": "f" * 16, "tokenizer": None},
+            extra={"data": "f" * 16, "tokenizer": None},
         )
         with CheckpointWriter(run / "checkpoints", asynchronous=False) as writer:
             writer.save(snapshot)
@@ -140,14 +141,15 @@ def read(run: Path, resume: str = "auto") -> tuple[Stand | None, list[str]]:
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
     data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="f" * 16, samples_per_epoch=100, no_validation=None)
     with log_lines() as records:
-        start = setup.where_to_start(config, data)
+        start = where_to_start(config, data)
         warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
         if start.resume is None:
             return None, warnings
         scale = LossScale(config.loss_scale)
-        state, engine = read_states(start.resume, config, scale)
-        weights = {name: values.tobytes() for name, values in read_weights(start.resume, config.model)}
-        moments = {f"{name}.{part}": values.tobytes() for name, part, values in read_moments(start.resume, config, engine.optimizer_steps)}
+        reader = CheckpointReader(start.resume)
+        state, engine = reader.states(config, scale)
+        weights = {name: values.tobytes() for name, values in reader.weights(config.model)}
+        moments = {f"{name}.{part}": values.tobytes() for name, part, values in reader.moments(config, engine.optimizer_steps)}
         warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     stand = Stand(state=state.to_dict(), engine=vars(engine), scale=scale.state(), weights=weights, moments=moments)
     return stand, warnings

@@ -15,18 +15,16 @@ ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip in
 
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.engine  # noqa: E402
-import torch_gpt2.model  # noqa: E402
 from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
 from common.training.checkpoint_writer import CheckpointWriter  # noqa: E402
-from common.training.loop import StepResult  # noqa: E402
+from common.training.engine import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
-from common.training.outliers import Limits, limits_of, notice  # noqa: E402
+from common.training.outliers import Limits, limits_of, record_outlier  # noqa: E402
+from common.training.start import Start  # noqa: E402
 from common.training.state import TrainState  # noqa: E402
-from mindformers_gpt2.checkpoint import restore  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
-from mindformers_gpt2.model import build_model, initialise  # noqa: E402
 from mindformers_gpt2.optimizer import DeviceLossScale  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config as base_config  # noqa: E402
 
@@ -40,17 +38,15 @@ def make_config(**changes: Any) -> RunConfig:
 
 def make_engine(config: RunConfig) -> Engine:
     device = open_device(config)
-    engine = Engine(build_model(config, device), config, device)
-    initialise(engine.master.tensors, config)
-    engine.master.write_back()
+    engine = Engine(config, device)
+    engine.begin(Start())
     return engine
 
 
 def make_torch_engine(config: RunConfig) -> torch_gpt2.engine.Engine:
     device = torch_gpt2.device.select_device("cpu")
-    engine = torch_gpt2.engine.Engine(torch_gpt2.model.build_model(config, device), config, device)
-    torch_gpt2.model.initialise(engine.master.tensors, config)
-    engine.master.write_back()
+    engine = torch_gpt2.engine.Engine(config, device)
+    engine.begin(Start())
     return engine
 
 
@@ -80,7 +76,7 @@ def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
         folder = writer.save(whole.snapshot(state))
     rest = bits(whole.run(iter(batches(8)[4:]), 4))
     resumed = make_engine(config)
-    assert restore(resumed, folder) == state
+    assert resumed.begin(Start(resume=folder)) == state
     moments = load_file(folder / "optimizer.safetensors").values()
     assert resumed.norm_of_moments() == pytest.approx(math.sqrt(sum(float((values**2).sum()) for values in moments)), rel=1e-4)
     assert bits(resumed.run(iter(batches(8)[4:]), 4)) == rest
@@ -161,7 +157,7 @@ def test_the_same_outlier_is_skipped_as_on_torch() -> None:
         for batch in calm:
             [result] = engine.run(iter([batch]), 1, limits_of(state, logging))
             results.append(result)
-            outlier = notice(state, logging, result.loss, result.grad_norm, skipped=result.skipped)
+            outlier = record_outlier(state, logging, result.loss, result.grad_norm, skipped=result.skipped)
             assert outlier == result.skipped
         found.append(results)
     for results in found:

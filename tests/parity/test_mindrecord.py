@@ -17,7 +17,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
-from mindformers_gpt2.data import write_mindrecord
+from mindformers_gpt2.mindrecord import write_mindrecord
 from tests.config_overrides import changed
 
 STEPS = 6

@@ -14,9 +14,9 @@ import pytest
 
 from common.config.schema import RunConfig
 from common.training.checkpoint import find_checkpoint
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
-from common.training.snapshot import read_weights
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import listening_addresses, pids_with, run_words, start_script, wait_until
 
@@ -164,7 +164,7 @@ def struck(run: Path, launcher: subprocess.Popen[bytes], victim: int, what: sign
     checkpoint = find_checkpoint(run)
     if checkpoint is not None:
         model = RunConfig.model_validate(read_manifest(checkpoint)["config"]).model
-        assert all(np.isfinite(values).all() for _, values in read_weights(checkpoint, model))
+        assert all(np.isfinite(values).all() for _, values in CheckpointReader(checkpoint).weights(model))
     return code, seconds
 
 

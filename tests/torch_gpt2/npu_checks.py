@@ -31,7 +31,7 @@ from tests.config_overrides import changed
 from torch_gpt2.device import open_device, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
-from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, predict
 from torch_gpt2.train import train
@@ -165,7 +165,7 @@ def test_adamw(start: Start, config: Callable[..., RunConfig]) -> None:
         assert [row.get(key) for row in npu] == [value and pytest.approx(value, rel=1e-6) for value in (row.get(key) for row in cpu)]
     device = select_device("npu")
     settings = config("none", "npu")
-    engine = Engine(build_model(settings, device), settings, device)
+    engine = Engine(settings, device)
     assert not any(group["fused"] for group in engine.optimizer.param_groups)
     weight = torch.nn.Parameter(torch.ones(2, device="npu"))
     weight.sum().backward()

@@ -13,6 +13,7 @@ from common.dataset import Batch
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.outliers import Limits
 from common.training.schedule import learning_rate
+from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.names import decays
 from tests.config_overrides import changed
@@ -20,7 +21,6 @@ from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.loss import cross_entropy_sum
-from torch_gpt2.model import build_model, initialise
 
 STEPS = 10
 
@@ -37,9 +37,8 @@ def make_config(**changes: Any) -> RunConfig:
 
 def make_engine(config: RunConfig) -> Engine:
     device = select_device("cpu")
-    engine = Engine(build_model(config, device), config, device)
-    initialise(engine.master.tensors, config)
-    engine.master.write_back()
+    engine = Engine(config, device)
+    engine.begin(Start())
     return engine
 
 

@@ -23,7 +23,7 @@ from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import MetricsWriter, read_metrics
 from tests.config_overrides import changed
-from torch_gpt2.checkpoint import restore
+from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.train import train
 
@@ -115,7 +115,8 @@ def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any, monkeypatch:
     assert [row["step"] for row in read_metrics(parts / "metrics.jsonl") if row.get("skipped")] == skipped
     # without its history the second half would decide otherwise: the test is not blind
     start("forgetful", logging=settings, train=train_settings | {"max_steps": 10})
-    monkeypatch.setattr("torch_gpt2.train.restore", lambda *words: replace(restore(*words), losses=[], grad_norms=[]))
+    begin = Engine.begin
+    monkeypatch.setattr(Engine, "begin", lambda *words: replace(begin(*words), losses=[], grad_norms=[]))
     other = start("forgetful", logging=settings, train=train_settings | {"max_steps": 20})
     assert [row["step"] for row in read_metrics(other / "metrics.jsonl") if row.get("skipped")] != skipped
 
@@ -344,6 +345,20 @@ def test_ranks_compare_their_weights_and_moments(start: Any, monkeypatch: pytest
         assert facts[fact] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_restore_reads_the_manifest_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the one reading, with checksums, by which the checkpoint was chosen."""
+    start("run", steps=2)
+    read: list[Path] = []
+
+    def count(checkpoint: Path, **options: Any) -> dict[str, Any]:
+        read.append(checkpoint)
+        return read_manifest(checkpoint, **options)
+
+    monkeypatch.setattr("common.training.checkpoint_reader.read_manifest", count)
+    folder = start("run", steps=3)
+    assert read == [folder / "checkpoints" / "step_00000002"]
+
+
 def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
     base = start("base", steps=2)
     tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
@@ -372,7 +387,7 @@ def test_going_back_and_being_killed_goes_on_from_there(start: Any, monkeypatch:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_gpt2.train.train_loop", killed)
+    monkeypatch.setattr("common.training.session.train_loop", killed)
     with pytest.raises(KeyboardInterrupt):
         start("run", steps=10, checkpoint__resume=str(folder / "checkpoints" / "step_00000004"))
     monkeypatch.undo()

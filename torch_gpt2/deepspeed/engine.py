@@ -1,7 +1,7 @@
-"""DeepSpeed behind ``common.training.loop.Engine``: ZeRO 0 to 3, offload, pipeline with ZeRO-1.
+"""DeepSpeed behind ``common.training.engine.Engine``: ZeRO 0 to 3, offload, pipeline with ZeRO-1.
 
-Model, data, loop and checkpoints are the native engine's, so that a run moves between the two. The package is imported when an engine
-is made, and not before.
+Model, data, loop and checkpoints are the native engine's, so that a run moves between the two. The
+package is imported when an engine is made, and not before.
 """
 
 from __future__ import annotations
@@ -15,89 +15,67 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 
-from common.cluster.environment import Process, torch_variables
-from common.config.load import flatten
+from common.cluster.environment import ALONE, Process, torch_variables
 from common.config.schema import RunConfig
-from common.dataset import Batch
+from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DeviceError
-from common.parallel.topology import Topology
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Snapshot
-from common.training.loop import StepResult, Tokens
-from common.training.loss_scale import LossScale, clip_factor
+from common.training.engine import StepResult
+from common.training.loss_scale import clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
-from common.training.setup import Start
-from common.training.snapshot import EngineState, make_snapshot, read_moments, read_states, read_weights
 from common.training.state import TrainState
 from common.weights.initial import initial_rows
-from torch_gpt2.checkpoint import restore_generators
+from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.data import inputs_and_targets
+from torch_gpt2.deepspeed.pipeline import build_pipeline
 from torch_gpt2.deepspeed.private_api import forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, Values
-from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.loss import cross_entropy_sum
-from torch_gpt2.model import GPT2, build_meta_model, build_model
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.model import GPT2, build_model
 from torch_gpt2.optimizer import build_optimizer, global_norm, parameter_groups, scale_gradients
 from torch_gpt2.parallel.world import World
 
 
-class DeepSpeedEngine:
-    """Implements ``common.training.loop.Engine`` for one rank, with the weights that ``start`` names. The config must be resolved.
+class DeepSpeedEngine(BaseEngine):
+    """Steps by DeepSpeed.
 
     Raises ConfigError when the package is absent, and DeviceError for float16 weights on a CPU.
     """
 
-    steps_per_run = 1
-
     def __init__(
-        self, config: RunConfig, device: TorchDevice, process: Process, world: World, start: Start, record: Mapping[str, Any] | None = None
+        self,
+        config: RunConfig,
+        device: TorchDevice,
+        process: Process = ALONE,
+        world: World | None = None,
+        manifest_extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """``record``: plain data kept in every checkpoint's manifest."""
-        self.config = config
-        self.device = device
-        self.world = world
-        self.record = dict(record or {})
-        self.step = 0
+        super().__init__(config, device, process, world, manifest_extra)
         self.updates = 0
         """Steps that were not skipped."""
-        self.loss_scale = LossScale(config.loss_scale)
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
         self._ranks = config.parallel.data_parallel or 1
         self._pipeline = config.parallel.pipeline_stage > 1
-        deepspeed = _open_deepspeed(config, device, process)
-        self._version = deepspeed.__version__
-        module, model = _build_pipeline(deepspeed, config, device, process.rank) if self._pipeline else _build_whole(config, device)
-        parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
-        self._state = DeepSpeedState(parameters, config, world, device.torch_device)
-        self._state.fill(_weights(config, start, parameters))
-        optimizer: dict[str, Any] = (
-            {"model_parameters": parameter_groups(parameters, config.optimizer)}  # for DeepSpeed's own kernels
-            if "optimizer" in self.settings
-            else {"optimizer": build_optimizer(parameters, config.optimizer, fused=device.fused_optimizer)}
+        self._deepspeed = _open_deepspeed(config, device, process)
+        self._module, self._model = (
+            build_pipeline(self._deepspeed, config, device, process.rank) if self._pipeline else _build_whole(config, device)
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
-            self._engine, self.optimizer, _, _ = deepspeed.initialize(model=module, config=self.settings, **optimizer)
-        self._state.attach(self._engine, deepspeed.utils)
-        if config.precision.parameters != "float32":
-            self._state.fill_masters(_weights(config, start, parameters))
-        if config.parallel.zero_stage == 3:  # the loss reads it outside the module to which it belongs
-            deepspeed.zero.register_external_parameter(module, model.wte.weight)
+        self._parameters = {name: parameter for name, parameter in self._model.named_parameters() if not parameter.is_meta}
+        self._state = DeepSpeedState(self._parameters, config, self.world, device.torch_device)
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        """``limits`` were refused with the config: DeepSpeed tells the norm of a step after its update."""
+        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too late."""
         return [self._train_step(next(batches).tokens) for _ in range(steps)]
 
     @torch.no_grad()
@@ -127,43 +105,57 @@ class DeepSpeedEngine:
         weights, moments = self._state.weights(), self._state.moments() if self.updates else {}
         if self.world.rank:
             return None
-        return make_snapshot(
-            self.config,
+        return self._make_snapshot(
             state,
-            weights=weights,
-            moments=moments,
-            engine=EngineState(optimizer_steps=self.updates, loss_scale=self.loss_scale.state(), rng={"torch": generators}),
-            versions={"backend": "torch", "torch": torch.__version__, "deepspeed": self._version},
-            record=self.record,
+            weights,
+            moments,
+            optimizer_steps=self.updates,
+            generators=generators,
+            versions={"deepspeed": self._deepspeed.__version__},
         )
 
-    def restore(self, checkpoint: Path) -> TrainState:
-        """Put the engine where the checkpoint was taken, apart from the weights, which it has since it was made."""
-        state, saved = read_states(checkpoint, self.config, self.loss_scale)
-        moments = read_moments(checkpoint, self.config, saved.optimizer_steps)
-        first = next(moments, None)
-        if first is not None:
-            self._make_moments()
-            self._state.fill_moments(itertools.chain([first], moments), saved.optimizer_steps)
-            self.updates = max(saved.optimizer_steps, 1)
-        restore_generators(self.device, self.world, saved, checkpoint)
-        self.step = state.step
-        return state
-
-    def identity(self, state: TrainState) -> dict[str, Any]:
-        """What must be the same on every rank before the first step."""
-        facts = {"data": self.record.get("data"), "state": state.to_dict(), "DeepSpeed's settings": self.settings}
-        return dict(flatten(self.config.model_dump(exclude={"context"}))) | facts
+    def identity(self) -> dict[str, Any]:
+        return {"DeepSpeed's settings": self.settings}
 
     def norm_of_weights(self) -> float:
-        """Of this rank's part under ZeRO 0; ranks that hold the same part must have the same."""
         return self._state.norm_of_weights()
 
     def norm_of_moments(self) -> float:
-        """As norm_of_weights, of the optimizer's state; 0 before the first step."""
         return self._state.norm_of_moments()
 
-    def _train_step(self, tokens: NDArray[np.int32]) -> StepResult:
+    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+        """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
+        self._state.fill(self._weights(reader))
+        optimizer: dict[str, Any] = (
+            {"model_parameters": parameter_groups(self._parameters, self.config.optimizer)}
+            if "optimizer" in self.settings  # DeepSpeed's own kernels
+            else {"optimizer": build_optimizer(self._parameters, self.config.optimizer, fused=self.device.fused_optimizer)}
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+            self._engine, self.optimizer, _, _ = self._deepspeed.initialize(model=self._module, config=self.settings, **optimizer)
+        self._state.attach(self._engine, self._deepspeed.utils)
+        if self.config.precision.parameters != "float32":
+            self._state.fill_masters(self._weights(reader))
+        if self.config.parallel.zero_stage == 3:  # the loss reads it outside its own module
+            self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
+
+    def _weights(self, reader: CheckpointReader | None) -> Values:
+        """Names and values of a checkpoint's weights, or of the initial ones."""
+        config = self.config
+        if reader is not None:
+            return reader.weights(config.model)
+        shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self._parameters.items()}
+        return ((name, initial_rows(config.model, config.seed, name, shape)) for name, shape in shapes.items())
+
+    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+        moments = reader.moments(self.config, optimizer_steps)
+        first = next(moments, None)
+        if first is not None:
+            self._make_moments()
+            self._state.fill_moments(itertools.chain([first], moments), optimizer_steps)
+            self.updates = max(optimizer_steps, 1)
+
+    def _train_step(self, tokens: Tokens) -> StepResult:
         self.step += 1
         scale = self.loss_scale.value
         rate = learning_rate(self.config.optimizer, self.step)
@@ -173,7 +165,7 @@ class DeepSpeedEngine:
         self.loss_scale.update(finite)
         return StepResult(loss=loss, grad_norm=norm if finite else math.inf, learning_rate=rate, loss_scale=scale, skipped=not finite)
 
-    def _update(self, tokens: NDArray[np.int32], rate: float, scale: float) -> tuple[float, float]:
+    def _update(self, tokens: Tokens, rate: float, scale: float) -> tuple[float, float]:
         """Loss of one step and its norm before clipping. DeepSpeed leaves the weights as they are where the norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -228,14 +220,6 @@ class DeepSpeedEngine:
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
-def _weights(config: RunConfig, start: Start, parameters: Mapping[str, Tensor]) -> Values:
-    checkpoint = start.resume or start.weights
-    if checkpoint is not None:
-        return read_weights(checkpoint, config.model)
-    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
-    return ((name, initial_rows(config.model, config.seed, name, shape)) for name, shape in shapes.items())
-
-
 def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) -> Any:
     """The package, told which device to use and which processes there are."""
     if importlib.util.find_spec("deepspeed") is None:
@@ -275,72 +259,3 @@ class _MeanLossModule(nn.Module):
 def _build_whole(config: RunConfig, device: TorchDevice) -> tuple[nn.Module, GPT2]:
     model = build_model(config, device)
     return _MeanLossModule(model, config), model
-
-
-# ---- the stages of a pipeline ----
-
-
-class _Positions(nn.Module):
-    """Between the tied token embedding and the first block."""
-
-    def __init__(self, model: GPT2) -> None:
-        super().__init__()
-        self.wpe = model.wpe
-        self.dropout, self.dtype = model.dropout, model.compute_dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.wpe(torch.arange(x.shape[1], device=x.device))  # (B, T, C)
-        return F.dropout(x.to(self.dtype), self.dropout, self.training)
-
-
-class _StageBlocks(nn.Module):
-    """The blocks of one stage; DeepSpeed cuts the list of layers so that each rank has one of these."""
-
-    def __init__(self, model: GPT2, layers: range) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(model.h[layer] for layer in layers)
-        self.recompute = model.recompute
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = recompute(block, x, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else block(x)
-        return x
-
-
-def _build_pipeline(deepspeed: Any, config: RunConfig, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
-    """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage uses has memory.
-
-    The first and the last stage each have ``wte``, whose gradients DeepSpeed adds up.
-    """
-    topology = Topology.from_config(config.parallel)
-    stage, last = topology.coordinates(rank).pipeline, topology.pipeline - 1
-    model = build_meta_model(config)
-    positions = _Positions(model)
-    stages = [_StageBlocks(model, topology.layers_of_stage(number, config.model.num_layers)) for number in range(topology.pipeline)]
-    for module in (stages[stage], *([positions] if stage == 0 else []), *([model.ln_f] if stage == last else [])):
-        module.to_empty(device=device.torch_device)
-    tied = ("wte", nn.Embedding, *model.wte.weight.shape)
-    place = {"device": device.torch_device, "dtype": DTYPES[config.precision.parameters]}
-
-    def mean_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy_sum(hidden.flatten(0, 1), model.wte.weight, targets.flatten(), config.model.vocab_size)
-        return total / targets.numel()
-
-    pipe = deepspeed.pipe
-    with contextlib.redirect_stdout(io.StringIO()):
-        pipeline = pipe.PipelineModule(
-            layers=[
-                pipe.TiedLayerSpec(*tied, **place),
-                positions,
-                *stages,
-                model.ln_f,
-                pipe.TiedLayerSpec(*tied, forward_fn=lambda wte, hidden: hidden, **place),  # the loss multiplies by it
-            ],
-            num_stages=topology.pipeline,
-            loss_fn=mean_loss,
-            partition_method=f"type:{_StageBlocks.__name__}",
-            dynamic_shape=True,  # validation may have other shapes
-        )
-    if "wte" in pipeline.tied_modules:
-        model.wte = pipeline.tied_modules["wte"]
-    return pipeline, model

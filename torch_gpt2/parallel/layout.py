@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config.schema import RunConfig
-from common.parallel.sharding import Role, counts, padded_vocabulary, role_of
+from common.parallel.sharding import Role, owns, padded_vocabulary, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -69,7 +69,7 @@ class GradientSync:
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)
         self.alone = config.parallel.zero_stage == 0 and world.topology.tensor == world.topology.pipeline == 1
-        self.counts = partial(counts, config.parallel, world.topology, world.at)
+        self.owns = partial(owns, config.parallel, world.topology, world.at)
         """Whether this rank speaks for its part of a parameter; others may hold the same."""
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
@@ -82,6 +82,6 @@ class GradientSync:
 
     def norm(self, gradients: dict[str, Tensor]) -> float:
         """Euclidean norm over the gradients of all ranks, each element counted once."""
-        mine = [gradient for name, gradient in gradients.items() if self.counts(name) and gradient.numel()]
+        mine = [gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()]
         squared = float(global_norm(mine).double().square()) if mine else 0.0
         return math.sqrt(self._world.sum(squared)[0])

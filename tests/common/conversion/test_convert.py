@@ -28,8 +28,8 @@ from common.conversion.heads import warn_of_heads  # noqa: E402
 from common.conversion.project import write_project  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.training.checkpoint_reader import CheckpointReader  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
-from common.training.snapshot import read_weights  # noqa: E402
 from common.weights.formats import open_tensors  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
@@ -46,7 +46,7 @@ IDS = torch.arange(18).reshape(2, 9) * 5
 
 
 def ours_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.array(values)) for name, values in read_weights(folder, MODEL)}
+    return {name: torch.from_numpy(np.array(values)) for name, values in CheckpointReader(folder).weights(MODEL)}
 
 
 def theirs(**more: Any) -> Any:

@@ -168,7 +168,7 @@ def test_splits_are_disjoint_and_cover_all_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seq_length", "shards"), [(4, 1), (7, 3), (99, 1), (10, 12)])
 def test_written_rows_are_the_windows_of_the_pair(tmp_path: Path, write_pair: Any, seq_length: int, shards: int) -> None:
-    from mindformers_gpt2.data import write_mindrecord
+    from mindformers_gpt2.mindrecord import write_mindrecord
 
     prefix = write_pair([40, 1, 88, 301, 20], dtype="int32")
     target = tmp_path / "out" / "data.mindrecord"
@@ -192,7 +192,7 @@ def test_written_rows_are_the_windows_of_the_pair(tmp_path: Path, write_pair: An
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) -> None:
-    from mindformers_gpt2.data import write_mindrecord
+    from mindformers_gpt2.mindrecord import write_mindrecord
 
     prefix, target = write_pair([10, 11]), tmp_path / "out" / "data.mindrecord"
     for seq_length, shards, error, message in (
@@ -210,7 +210,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) 
 @pytest.mark.parametrize("older", [False, True])
 def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch, older: bool) -> None:
     """Nothing is there, or the set that was there before."""
-    from mindformers_gpt2.data import write_mindrecord
+    from mindformers_gpt2.mindrecord import write_mindrecord
 
     rename, calls = os.replace, []
 

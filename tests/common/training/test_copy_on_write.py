@@ -16,7 +16,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("read", range(5))
-def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
+def test_an_owner_may_change_his_memory_after_detaching(read: int) -> None:
     """The reader has used ``read`` of four arrays when the owner wants to go on."""
     mine = arrays()
     lent = CopyOnWriteArrays(mine)
@@ -24,7 +24,7 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
     assert [float(lent[name][0]) for name in lent] == [0.0, 1.0, 2.0, 3.0], "looking uses nothing"
     iterator = lent.values()
     used = [next(iterator) for _ in range(read)]
-    owner = threading.Thread(target=lent.keep)
+    owner = threading.Thread(target=lent.detach)
     owner.start()
     owner.join(0.2 if read else 10)
     assert owner.is_alive() == (read > 0), "an array in use cannot be given back"
@@ -44,7 +44,7 @@ def test_an_owner_may_change_his_memory_after_keep(read: int) -> None:
 def test_release_frees_an_owner_whose_writer_has_failed() -> None:
     lent = CopyOnWriteArrays(arrays())
     next(lent.values())
-    owner = threading.Thread(target=lent.keep)
+    owner = threading.Thread(target=lent.detach)
     owner.start()
     lent.release()
     owner.join(10)
@@ -56,7 +56,7 @@ def test_a_file_written_while_the_owner_changes_his_memory(tmp_path: Path) -> No
     lent = CopyOnWriteArrays(mine)
     writer = threading.Thread(target=write_safetensors, args=(tmp_path / "file", lent))
     writer.start()
-    lent.keep()
+    lent.detach()
     for array in mine.values():
         array[:] = np.nan
     writer.join(60)

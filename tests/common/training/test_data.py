@@ -1,21 +1,25 @@
 """The data of a run, opened from its config: what training says of vocabularies before its first step."""
 
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
-from common.errors import TokenizerError
+from common.errors import DataError, TokenizerError
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
 from common.training import data as module
 from common.training.data import open_data, open_tokenizer
+from common.training.state import TrainState
+from tests.config_overrides import changed
 
 SIZE = 101
 
@@ -36,7 +40,7 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
     return prefix
 
 
-def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE) -> RunConfig:
+def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "unused",
         "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": vocab_size},
@@ -44,7 +48,7 @@ def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE) ->
         "optimizer": {"learning_rate": 0.1},
         "data": {"train": str(prefix), "split": "90,10,0"} | ({} if tokenizer is None else {"tokenizer": str(tokenizer)}),
     }
-    return resolve_config(build_config(tree))
+    return resolve_config(build_config(changed(tree, changes)))
 
 
 @pytest.fixture
@@ -91,3 +95,26 @@ def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, mon
         open_data(make_config(pair, tmp_path))
     (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
     assert "the data do not say their vocabulary" in remark
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: int) -> None:
+    data, _ = open_data(make_config(corpus_prefix, None, data__prefetch=prefetch))
+    expected = [next(batches) for batches in [data.batches(TrainState())] for _ in range(50)]
+    state = TrainState(consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash)
+    threads = threading.active_count()
+    with data.training_batches(state) as batches:
+        for batch in expected[10:]:
+            found = next(batches)
+            np.testing.assert_array_equal(found.tokens, batch.tokens)
+            assert (found.consumed_samples, found.sample_hash) == (batch.consumed_samples, batch.sample_hash)
+            assert found.tokens.dtype == np.int32
+    assert threading.active_count() == threads
+
+
+def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
+    """The corpus holds tokens up to 100; a vocabulary of 50 does not."""
+    data, _ = open_data(make_config(corpus_prefix, None, vocab_size=50))
+    with data.training_batches(TrainState()) as batches, pytest.raises(DataError, match="vocab_size"):
+        for _ in range(50):
+            next(batches)

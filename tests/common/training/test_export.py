@@ -20,10 +20,10 @@ from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.resolve.derive import resolve_mode
 from common.training.checkpoint import find_checkpoint
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from common.training.export import export
 from common.training.manifest import MANIFEST, read_manifest, write_manifest
-from common.training.snapshot import read_moments, read_weights
 from common.weights.names import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,10 +95,10 @@ def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     assert after == before
     # the folder is a checkpoint of weights
     assert find_checkpoint(exported) == exported
-    for name, values in read_weights(exported, config.model):
+    for name, values in CheckpointReader(exported).weights(config.model):
         np.testing.assert_array_equal(values, found[name])
     with pytest.raises(CheckpointError, match=r"an export, without the state of the optimizer; .* checkpoint\.init_from="):
-        next(iter(read_moments(exported, config, 7)))
+        next(iter(CheckpointReader(exported).moments(config, 7)))
     # and may be exported again, over itself
     export(config_of(tmp_path, checkpoint={"load": str(exported)}))
     assert load_file(exported / "model.safetensors").keys() == found.keys()

@@ -15,9 +15,9 @@ from common.config.load import build_config
 from common.errors import CheckpointError, ConfigError, UserError
 from common.log import LOG
 from common.resolve.derive import resolve_config
-from common.training import setup
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.training.start import Start, where_to_start
 
 TREE: dict[str, Any] = {
     "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
@@ -43,10 +43,10 @@ def save(folder: Path, *steps: int, **writer: Any) -> CheckpointWriter:
     return made
 
 
-def start(run: Path, **checkpoint: Any) -> setup.Start:
+def start(run: Path, **checkpoint: Any) -> Start:
     config = resolve_config(build_config(TREE | {"output_dir": str(run), "checkpoint": checkpoint}))
     data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="")
-    return setup.where_to_start(config, data)
+    return where_to_start(config, data)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
     """So does one whose first save was cut off; another program's file named latest is no run."""
     (tmp_path / "checkpoints" / ".step_00000005.tmp").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert start(tmp_path) == setup.Start()
+    assert start(tmp_path) == Start()
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "latest").write_text("global_step100")
     assert find_checkpoint(tmp_path / "else") is None

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.dataset import Batch
+from common.dataset import Batch, Tokens
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.loop import Run, StepResult, Tokens, perplexity, train
+from common.training.engine import StepResult
+from common.training.loop import Run, perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow

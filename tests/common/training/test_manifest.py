@@ -40,7 +40,7 @@ def record(step: int = 10) -> dict[str, Any]:
             rng={"torch": states},
         ),
         versions={"backend": "torch", "torch": "2.13"},
-        record={"tokenizer": None, "data": "29544761717fbba3", "samples_per_epoch": 700},
+        extra={"tokenizer": None, "data": "29544761717fbba3", "samples_per_epoch": 700},
     )
     files = {"model.safetensors": {"bytes": 12, "crc32": 5, "pieces": {"w": [[0, 3]]}}}
     return {**snapshot.manifest, "files": files}

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from common.config.schema import LoggingConfig
-from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
+from common.training.outliers import NO_LIMITS, Limits, limits_of, record_outlier
 from common.training.state import TrainState
 
 
 def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:
     """The state after steps of these losses, whose gradient norms are twice as large, and which of them were outliers."""
     state = TrainState()
-    return state, [notice(state, config, loss, 2 * loss, skipped=False) for loss in losses]
+    return state, [record_outlier(state, config, loss, 2 * loss, skipped=False) for loss in losses]
 
 
 def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> None:
@@ -35,7 +35,7 @@ def test_no_limits_before_half_a_window_without_spread_and_when_off() -> None:
     state, found = after([1.0, 2.0, 1.0, 2.0, 1e9], LoggingConfig())
     assert not any(found) and state == TrainState()
     remembering = TrainState(losses=[1.0] * 8, grad_norms=[1.0] * 8)
-    assert not notice(remembering, LoggingConfig(), 2.0, 2.0, skipped=False) and remembering == TrainState()
+    assert not record_outlier(remembering, LoggingConfig(), 2.0, 2.0, skipped=False) and remembering == TrainState()
 
 
 def test_only_what_is_far_above_is_an_outlier_and_it_enters_the_history() -> None:

@@ -14,17 +14,19 @@ import pytest
 
 from common import run_folder
 from common.config.load import build_config
-from common.dataset import Batch
+from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import find_checkpoint, whole_checkpoints
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.loop import Run, StepResult, Tokens, train
+from common.training.engine import StepResult
+from common.training.loop import Run, train
 from common.training.loss_scale import LossScale
 from common.training.manifest import read_manifest
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.snapshot import EngineState, make_snapshot, read_states
+from common.training.snapshot import EngineState, make_snapshot
 from common.training.state import TrainState
 from tests.config_overrides import changed
 
@@ -62,7 +64,7 @@ class Scripted:
             moments={},
             engine=EngineState(optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}),
             versions={},
-            record={},
+            extra={},
         )
 
 
@@ -91,7 +93,7 @@ def start(
     config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
     with run_folder.owned_folder(folder):
         found = find_checkpoint(folder)
-        state = TrainState() if found is None else read_states(found, config, LossScale(config.loss_scale))[0]
+        state = TrainState() if found is None else CheckpointReader(found).states(config, LossScale(config.loss_scale))[0]
         with (
             CheckpointWriter(
                 folder / "checkpoints",

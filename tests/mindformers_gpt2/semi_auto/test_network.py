@@ -17,10 +17,11 @@ from common.dataset import Batch  # noqa: E402
 from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
 from common.training.schedule import learning_rate  # noqa: E402
+from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
-from mindformers_gpt2.model import GPT2, build_model, initialise  # noqa: E402
+from mindformers_gpt2.model import GPT2, initialise  # noqa: E402
 from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
@@ -85,8 +86,8 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     device = open_device(one)
     tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
     batches = [Batch(tokens=rows, consumed_samples=2 * index, sample_hash="") for index, rows in enumerate(tokens, 1)]
-    engine = Engine(build_model(one, device), one, device)
-    initialise(engine.master.tensors, one)
+    engine = Engine(one, device)
+    engine.begin(Start())
     expected = engine.run(iter(batches), 6)
     network = build_network(one)
     step = build_step(network, one, 0)

@@ -1,0 +1,95 @@
+"""What an engine takes out of a checkpoint, whichever backend and layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.schema import ModelConfig, RunConfig
+from common.errors import CheckpointError
+from common.parallel.sharding import slice_of
+from common.training.loss_scale import LossScale
+from common.training.manifest import MANIFEST, read_manifest
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES, EngineState
+from common.training.state import TrainState
+from common.weights.names import parameter_shapes
+from common.weights.pieces import TensorSlice, open_stored
+
+Array = NDArray[np.float32]
+Pieces = Mapping[str, TensorSlice]
+
+
+class CheckpointReader:
+    """A checkpoint whose manifest is read once and whose tensors are read one at a time.
+
+    Checksums are not compared: whoever chose the checkpoint has done so. Every method raises
+    CheckpointError where the checkpoint does not hold what is asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manifest = read_manifest(folder, checksums=False)
+
+    def states(self, config: RunConfig, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
+        """Return the run's and the engine's state; ``loss_scale`` takes over its part.
+
+        Raises CheckpointError for another optimizer than the config's.
+        """
+        try:
+            saved = self._manifest["config"]["optimizer"]["name"]
+            state = TrainState.from_dict(self._manifest["state"])
+            engine = EngineState(**self._manifest["engine"])
+            loss_scale.load(engine.loss_scale)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
+        state.skipped_in_a_row = 0  # a new start gets all of train.max_skipped_steps
+        if saved != config.optimizer.name:
+            raise CheckpointError(
+                f"{self.folder}: holds the state of optimizer.name={saved}, the config says"
+                f" {config.optimizer.name}; go on with the former, or start anew from these weights"
+                " with checkpoint.init_from"
+            )
+        return state, engine
+
+    def weights(self, model: ModelConfig, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
+        """Yield names and values of all weights, or of ``pieces`` of them.
+
+        Raises CheckpointError unless every tensor is there with the model's shape.
+        """
+        shapes = parameter_shapes(model)
+        with open_stored(self.folder, MODEL_FILE, self._manifest) as stored:
+            stored.require(shapes)
+            for name, piece in (pieces or _whole(shapes)).items():
+                yield name, stored.read(name, piece)
+
+    def moments(self, config: RunConfig, optimizer_steps: int, pieces: Pieces | None = None) -> Iterator[tuple[str, str, Array]]:
+        """Yield parameter names, parts of the optimizer's state and values.
+
+        There is nothing before the first step, and for sgd without momentum. sgd may also begin or
+        end to use momentum: an empty file is then no fault, and a full one is left unread.
+        """
+        shapes = parameter_shapes(config.model)
+        parts = STATE_NAMES[config.optimizer.name]
+        is_sgd = config.optimizer.name == "sgd"
+        if is_sgd and not config.optimizer.momentum:
+            return
+        if optimizer_steps and self._manifest["files"].keys() == {MODEL_FILE}:
+            raise CheckpointError(
+                f"{self.folder}: an export, without the state of the optimizer; resume what it was"
+                " made of, or start anew from its weights with"
+                f" checkpoint.init_from={self.folder}"
+            )
+        with open_stored(self.folder, OPTIMIZER_FILE, self._manifest) as stored:
+            if not stored and (is_sgd or not optimizer_steps):
+                return
+            stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
+            for name, piece in (pieces or _whole(shapes)).items():
+                for part in parts:
+                    yield name, part, stored.read(f"{name}.{part}", piece)
+
+
+def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    return {name: slice_of(name, shape) for name, shape in shapes.items()}

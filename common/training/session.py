@@ -1,0 +1,119 @@
+"""A training run on one rank, the same on both backends: what the ranks agree on, then all steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import run_folder
+from common.config.load import flatten
+from common.config.schema import RunConfig
+from common.device import Device
+from common.log import LOG
+from common.parallel.world import WorldBase
+from common.training.agreement import check_everywhere
+from common.training.checkpoint_writer import CheckpointWriter
+from common.training.data import TrainingData
+from common.training.engine import Engine
+from common.training.loop import Run, train as train_loop
+from common.training.metrics import MetricsWriter
+from common.training.profile import ProfileWindow, Trace
+from common.training.start import Start, record_start, where_to_start
+from common.training.state import TrainState
+from common.training.summary import announce, finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What all ranks know before an engine is made. Rank 0 holds the run folder."""
+
+    config: RunConfig
+    data: TrainingData
+    world: WorldBase
+    start: Start
+    holders: list[str]
+    """What each rank reads in the lock of the run folder: see ``run_folder.keeper``."""
+
+    @property
+    def manifest_extra(self) -> dict[str, Any]:
+        """Plain data about the run's data, kept in every checkpoint's manifest."""
+        return {
+            "tokenizer": self.data.tokenizer_record,
+            "data": self.data.fingerprint,
+            "samples_per_epoch": self.data.samples_per_epoch,
+        }
+
+    def train(self, engine: Engine, device: Device, trace: Trace) -> None:
+        """Train from the agreed start to the last step; see ``loop.train`` for what it raises."""
+        config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
+        state = engine.begin(self.start)
+        state.sample_hash = state.sample_hash or self.data.fingerprint
+        self._require_equal_ranks(engine, state)
+        profile = ProfileWindow(config, state, trace, rank=self.world.rank)
+        announce(config, self.data, device.name, self.start, state)
+        if is_first:
+            record_start(config, self.start)
+        with (
+            CheckpointWriter(
+                folder / "checkpoints",
+                keep=config.checkpoint.keep,
+                asynchronous=config.checkpoint.asynchronous,
+                active=is_first,
+                patience=config.runtime.stall_limit,
+                require_folder=run_folder.keeper(folder, self.holders, self.world.rank),
+            ) as checkpoints,
+            MetricsWriter(
+                folder,
+                step=state.step,
+                tensorboard=config.logging.tensorboard,
+                active=is_first,
+            ) as metrics,
+            self.data.training_batches(state) as batches,
+            profile,
+        ):
+            run = Run(
+                config=config,
+                engine=engine,
+                batches=batches,
+                validation=self.data.validation,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                peak_flops=device.peak_flops(config.precision.compute) * self.world.size,
+                resumed=self.start.in_folder(folder),
+                samples_per_epoch=self.data.samples_per_epoch,
+                peak_memory=device.peak_memory,
+                profile=profile,
+                max_over_ranks=self.world.all_reduce_max,
+            )
+            summary = train_loop(run, state)
+        if is_first:
+            finish(config, state, summary, peak_memory=device.peak_memory())
+
+    def _require_equal_ranks(self, engine: Engine, state: TrainState) -> None:
+        """Raise ConfigError where ranks differ in what must be the same before the first step.
+
+        ZeRO gives every rank other weights, so that their norms say nothing.
+        """
+        if not self.config.parallel.zero_stage:
+            norms = {"norm of the weights": engine.norm_of_weights()}
+            if self.start.resume is not None:
+                norms["norm of the optimizer's state"] = engine.norm_of_moments()
+            self.world.require_equal(norms, self.world.replicas)
+        settings = dict(flatten(self.config.model_dump(exclude={"context"})))
+        facts = {"data": self.data.fingerprint, "state": state.to_dict()}
+        self.world.require_equal(settings | facts | engine.identity())
+
+
+def agree_on_start(config: RunConfig, data: TrainingData, world: WorldBase) -> Session:
+    """Let rank 0 choose where to start, and make sure that every rank finds the same checkpoint.
+
+    Raises ConfigError and CheckpointError.
+    """
+    start = world.decide_on_rank_0(lambda: where_to_start(config, data))
+    check_everywhere(world, start.resume or start.weights)
+    folder = Path(config.output_dir)
+    holders = world.gather(run_folder.holder(folder))
+    if len(set(holders)) > 1 and world.rank == 0:
+        LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
+    return Session(config=config, data=data, world=world, start=start, holders=holders)

@@ -1,0 +1,183 @@
+"""Where a run begins: which checkpoint it resumes, loads or begins from, and whether that fits the config."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config.load import flatten, save_config
+from common.config.schema import RunConfig
+from common.errors import CheckpointError, ConfigError
+from common.files import clean_up
+from common.log import LOG
+from common.training.checkpoint import (
+    find_checkpoint,
+    point_latest,
+    read_or_name_older,
+    require_checkpoint,
+    step_of,
+)
+from common.training.data import TrainingData
+from common.training.fits import require_same_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins: a checkpoint to resume, weights to start from, or neither."""
+
+    resume: Path | None = None
+    weights: Path | None = None
+
+    def in_folder(self, folder: Path) -> bool:
+        """True when a checkpoint of this very run is resumed."""
+        return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
+
+
+def require_writable(checkpoints: Path) -> None:
+    """Raise ConfigError unless checkpoints can be written into this folder, which is made if need be."""
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=checkpoints):
+            pass
+        with os.scandir(checkpoints) as entries:
+            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a folder that this user can write, or choose"
+            " another output_dir"
+        ) from None
+    if wrong:
+        raise ConfigError(f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir")
+
+
+def where_to_start(config: RunConfig, data: TrainingData) -> Start:
+    """Obey checkpoint.resume and checkpoint.init_from.
+
+    Raises CheckpointError or ConfigError where that is not possible, or no checkpoint could be
+    written.
+    """
+    start = _choose(config, data)
+    require_writable(Path(config.output_dir) / "checkpoints")
+    return start
+
+
+def _choose(config: RunConfig, data: TrainingData) -> Start:
+    folder = Path(config.output_dir)
+    with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
+        clean_up(folder / "checkpoints", "step_*")
+    if config.checkpoint.load is not None:
+        LOG.warning(
+            f"checkpoint.load={config.checkpoint.load} is for eval and predict, and training does"
+            " not begin there: to go on from it say checkpoint.resume, to begin with its weights"
+            " checkpoint.init_from"
+        )
+    resume = _checkpoint_to_resume(config.checkpoint.resume, folder)
+    if resume is not None:
+        manifest = _read_fitting(
+            resume,
+            "checkpoint.resume",
+            config,
+            data.tokenizer_record,
+            anew=config.checkpoint.resume == "auto",
+        )
+        _log_changes(manifest, config, data)
+        return Start(resume=resume)
+    if config.checkpoint.init_from is not None:
+        key = "checkpoint.init_from"
+        weights = require_checkpoint(Path(config.checkpoint.init_from), key)
+        _read_fitting(weights, key, config, data.tokenizer_record)
+        return Start(weights=weights)
+    return Start()
+
+
+def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
+    """Return the checkpoint that checkpoint.resume asks for; None to begin anew."""
+    if wish == "auto":
+        return find_checkpoint(folder)
+    if wish == "latest":
+        return require_checkpoint(folder, "checkpoint.resume=latest")
+    if wish != "never":
+        return require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
+    if find_checkpoint(folder) is not None:
+        raise ConfigError(f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or checkpoint.resume=auto")
+    return None
+
+
+def record_start(config: RunConfig, start: Start) -> None:
+    """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
+
+    A run sent back to an older checkpoint must not return to the newer one when it is killed.
+    """
+    folder = Path(config.output_dir)
+    if start.resume is not None and start.in_folder(folder):
+        point_latest(start.resume)
+    save_config(config, folder / "config.yaml")
+
+
+def checkpoint_to_use(config: RunConfig) -> Path:
+    """Return checkpoint.load, else the run folder's newest checkpoint, else checkpoint.init_from.
+
+    Raises CheckpointError.
+    """
+    settings = config.checkpoint
+    if settings.load is not None:
+        return require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+    found = find_checkpoint(Path(config.output_dir))
+    return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+
+
+def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+    """Return the checkpoint to evaluate, generate with or export.
+
+    Raises CheckpointError unless its tokenizer and its model are those of the config.
+    """
+    checkpoint = checkpoint_to_use(config)
+    _read_fitting(checkpoint, "checkpoint.load", config, tokenizer, export=export)
+    return checkpoint
+
+
+def _read_fitting(
+    checkpoint: Path,
+    key: str,
+    config: RunConfig,
+    tokenizer: dict[str, Any] | None,
+    *,
+    anew: bool = False,
+    export: bool = False,
+) -> dict[str, Any]:
+    """Return the manifest of a checkpoint of the config's model and this tokenizer.
+
+    key: the override that takes another checkpoint. anew, export: see ``require_same_model``.
+    Raises CheckpointError.
+    """
+    manifest = read_or_name_older(checkpoint, key)
+    _check_tokenizer(manifest, tokenizer, checkpoint)
+    require_same_model(manifest, config, checkpoint, anew=anew, export=export)
+    return manifest
+
+
+def _log_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingData) -> None:
+    """Log what has changed since the checkpoint."""
+    if manifest.get("data") != data.fingerprint:
+        LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
+    before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
+    silent = {"predict", "evaluation", "logging", "profile", "checkpoint"}
+    decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.skip_outliers else set()
+    for key, value in now.items():
+        if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
+            LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
+
+
+def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
+    trained = manifest.get("tokenizer")
+    if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens"
+            f" (sha256 {trained.get('sha256', '')[:12]}),"
+            f" the one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256 {tokenizer['sha256'][:12]});"
+            " give the vocabulary files it was trained with"
+        )

@@ -1,0 +1,167 @@
+"""What MindSpore's engines share: the start of a run, queued steps, and snapshots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from common.config.schema import RunConfig
+from common.dataset import Batch, Tokens
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.checkpoint_writer import Part, Snapshot
+from common.training.engine import StepResult
+from common.training.outliers import NO_LIMITS, Limits
+from common.training.snapshot import EngineState, make_snapshot, true_slice
+from common.training.start import Start
+from common.training.state import TrainState
+from common.weights.pieces import TensorSlice, to_rectangle
+from mindformers_gpt2.checkpoint import (
+    fill_moments,
+    fill_weights,
+    moments_on_host,
+    weights_on_host,
+)
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.mindspore_ckpt import epoch_and_step, write_ckpt
+from mindformers_gpt2.model import initialise
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm
+from mindformers_gpt2.parallel.world import World
+
+QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
+"""Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the device."""
+
+
+class BaseEngine(ABC):
+    """Implements ``common.training.engine.Engine``. The config must be resolved."""
+
+    master: MasterWeights
+    optimizer: Optimizer
+    loss_scale: DeviceLossScale
+    pieces: dict[str, TensorSlice]
+    """Which part of each parameter this rank holds."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: MindSporeDevice,
+        world: World | None = None,
+        manifest_extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """manifest_extra: plain data kept in every checkpoint's manifest."""
+        self.config = config
+        self.device = device
+        self.world = world or World()
+        self.manifest_extra = dict(manifest_extra or {})
+        self.step = 0
+        self.steps_per_run = config.train.sink_size
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts of the weights, so that each writes its own."""
+
+    @abstractmethod
+    def owns(self, name: str) -> bool:
+        """Whether this rank writes a parameter; one does of those that hold the same part."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]: ...
+
+    @abstractmethod
+    def _set_limits(self, limits: Tensor) -> None:
+        """Take the largest loss and gradient norm of the next steps, float32 (2,)."""
+
+    @abstractmethod
+    def _train_step(self, tokens: Tokens) -> QueuedStep: ...
+
+    def begin(self, start: Start) -> TrainState:
+        checkpoint = start.resume or start.weights
+        reader = CheckpointReader(checkpoint) if checkpoint is not None else None
+        loss_scale, weights = self.loss_scale.read(), self.master.tensors
+        states = reader.states(self.config, loss_scale) if reader and start.resume else None
+        self.device.seed(self.config.seed)
+        if reader is None:
+            initialise(weights, self.config, self.pieces)
+        else:
+            fill_weights(weights, reader.weights(self.config.model, self.pieces))
+        state = TrainState()
+        if reader is not None and states is not None:
+            state, saved = states
+            self.loss_scale.write(loss_scale)
+            steps = saved.optimizer_steps
+            moments = reader.moments(self.config, steps, self.pieces)
+            if fill_moments(self.optimizer, moments):
+                steps = max(steps, 1)  # torch's sgd counts none, and has a momentum all the same
+            ops.assign(self.optimizer.steps, Tensor(steps, ms.int32))
+        self.world.meet()  # with ZeRO the next line communicates
+        self.master.write_back()
+        self.step = state.step
+        return state
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def norm_of_weights(self) -> float:
+        return float(global_norm(*self.master.tensors.values()).asnumpy())
+
+    def norm_of_moments(self) -> float:
+        found = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
+        return float(global_norm(*found).asnumpy()) if found else 0.0
+
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+        """Start all steps before the first result is read."""
+        self.world.meet()
+        self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
+        queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
+        return [_wait(*step) for step in queued]
+
+    def snapshot(self, state: TrainState) -> Snapshot | None:
+        """Copy weights, optimizer state and counters to the host: all, or this rank's part."""
+        if self.world.rank and not self.is_sharded:
+            return None
+        config, rank = self.config, self.world.rank
+        pieces = {name: true_slice(name, self.pieces[name], config.model) for name in self.master.tensors if self.owns(name)}
+        pieces = {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
+        weights = weights_on_host(self.master.tensors, pieces)
+        steps = int(self.optimizer.steps.asnumpy())
+        moments = moments_on_host(self.optimizer, pieces) if steps else {}
+        rectangles = {name: to_rectangle(piece) for name, piece in pieces.items()}
+        part = Part(rank=rank, ranks=self.world.size, rectangles=rectangles)
+        snapshot = make_snapshot(
+            config,
+            state,
+            weights=weights,
+            moments=moments,
+            engine=EngineState(
+                optimizer_steps=steps,
+                loss_scale=self.loss_scale.read().state(),
+                rng={"mindspore": self.device.rng_state()},
+            ),
+            versions={"backend": "mindspore", "mindspore": ms.__version__},
+            extra=self.manifest_extra,
+            part=part if self.is_sharded else None,
+        )
+        if config.checkpoint.ckpt_prefix is None:
+            return snapshot
+        place = epoch_and_step(config, int(self.manifest_extra.get("samples_per_epoch", 0)), state)
+        return replace(
+            snapshot,
+            also_write=partial(write_ckpt, weights | moments, rank, config.checkpoint, place, state.step),
+        )
+
+
+def _wait(rate: float, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor) -> StepResult:
+    """Wait for a queued step."""
+    return StepResult(
+        loss=float(loss.asnumpy()),
+        grad_norm=float(norm.asnumpy()),
+        learning_rate=rate,
+        loss_scale=float(scale.asnumpy()),
+        skipped=not bool(applied.asnumpy()),
+    )

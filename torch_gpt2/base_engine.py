@@ -1,0 +1,127 @@
+"""What torch's engines share: the start of a run, and the frame of a snapshot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from common.cluster.environment import ALONE, Process
+from common.config.schema import RunConfig
+from common.dataset import Batch, Tokens
+from common.errors import CheckpointError
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.checkpoint_writer import Part, Snapshot
+from common.training.engine import StepResult
+from common.training.loss_scale import LossScale
+from common.training.outliers import NO_LIMITS, Limits
+from common.training.snapshot import EngineState, make_snapshot
+from common.training.start import Start
+from common.training.state import TrainState
+from common.weights.files import Tensors
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.parallel.layout import seed_offset
+from torch_gpt2.parallel.world import World
+
+
+class BaseEngine(ABC):
+    """Implements ``common.training.engine.Engine``. The config must be resolved."""
+
+    steps_per_run = 1
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: TorchDevice,
+        process: Process = ALONE,
+        world: World | None = None,
+        manifest_extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """manifest_extra: plain data kept in every checkpoint's manifest."""
+        self.config = config
+        self.device = device
+        self.world = world or World()
+        self.manifest_extra = dict(manifest_extra or {})
+        self.step = 0
+        self.loss_scale = LossScale(config.loss_scale)
+
+    @abstractmethod
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]: ...
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]: ...
+
+    @abstractmethod
+    def snapshot(self, state: TrainState) -> Snapshot | None: ...
+
+    @abstractmethod
+    def norm_of_weights(self) -> float: ...
+
+    @abstractmethod
+    def norm_of_moments(self) -> float: ...
+
+    @abstractmethod
+    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+        """Take the weights of a checkpoint, or the initial ones."""
+
+    @abstractmethod
+    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+        """Take the optimizer's state of a checkpoint."""
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def begin(self, start: Start) -> TrainState:
+        checkpoint = start.resume or start.weights
+        reader = CheckpointReader(checkpoint) if checkpoint is not None else None
+        states = reader.states(self.config, self.loss_scale) if reader and start.resume else None
+        self._fill_weights(reader)
+        self.device.seed(self.config.seed + seed_offset(self.config, self.world))
+        if reader is None or states is None:
+            return TrainState()
+        state, saved = states
+        self._fill_moments(reader, saved.optimizer_steps)
+        try:
+            self._restore_generators(saved)
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{reader.folder}: the state of the random generators is broken ({error}); use another checkpoint"
+            ) from None
+        self.step = state.step
+        return state
+
+    def _restore_generators(self, saved: EngineState) -> None:
+        """Go on with the saved dropout masks, where the number of ranks is the same."""
+        generators = saved.rng.get("torch", [])
+        if len(generators) == self.world.size:  # other ranks would draw other masks anyway
+            self.device.set_rng_state(generators[self.world.rank])
+
+    def _make_snapshot(
+        self,
+        state: TrainState,
+        weights: Tensors,
+        moments: Tensors,
+        *,
+        optimizer_steps: int,
+        generators: list[dict[str, Any]],
+        versions: Mapping[str, str],
+        part: Part | None = None,
+    ) -> Snapshot:
+        """Add the counters to tensors; generators: of all ranks."""
+        engine = EngineState(
+            optimizer_steps=optimizer_steps,
+            loss_scale=self.loss_scale.state(),
+            rng={"torch": generators},
+        )
+        return make_snapshot(
+            self.config,
+            state,
+            weights=weights,
+            moments=moments,
+            engine=engine,
+            versions={"backend": "torch", "torch": torch.__version__, **versions},
+            extra=self.manifest_extra,
+            part=part,
+        )
