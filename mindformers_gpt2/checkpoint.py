@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.errors import StorageError
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.snapshot import EngineState, make_snapshot, padded_rows, read_moments, read_states, read_weights, true_slice
@@ -98,13 +98,12 @@ def _remove(paths: Iterable[Path]) -> None:
 def _epoch_and_step(engine: Engine, state: TrainState) -> tuple[int, int]:
     """Epoch and step in it, both from 1, as MindSpore counts them."""
     batch = engine.config.train.global_batch_size
-    assert batch is not None
     steps = max(1, int(engine.record.get("samples_per_epoch", 0)) // batch)
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 
 
 def load_weights(
-    tensors: Mapping[str, Parameter], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
+    tensors: Mapping[str, Parameter], model: ResolvedModel, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
 ) -> None:
     """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
     every tensor is there with the model's shape."""

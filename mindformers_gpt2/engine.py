@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from common.config.load import flatten
-from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
@@ -32,7 +32,7 @@ from mindformers_gpt2.parallel.world import World
 
 
 class Engine:
-    """Implements ``common.training.loop.Engine`` for the device of one rank. The config must be resolved.
+    """Implements ``common.training.loop.Engine`` for the device of one rank.
 
     A step is two graphs, gradients of a micro batch and update, which wait for nothing on the host: ``run`` starts all its steps
     before it reads the first result. Only a pipeline waits, for the messages between its stages.
@@ -41,7 +41,7 @@ class Engine:
     def __init__(
         self,
         model: GPT2,
-        config: RunConfig,
+        config: TrainingRun,
         device: MindSporeDevice,
         record: Mapping[str, Any] | None = None,
         world: World | None = None,
@@ -81,13 +81,7 @@ class Engine:
         return [step.read() for step in queued]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        total, tokens = 0.0, 0
-        for batch in batches:
-            if not len(batch):  # nor have the ranks that need this one's part of the model
-                continue
-            ids, targets = inputs_and_targets(batch)
-            total += float(self._loss_sum(ids, targets).asnumpy())
-            tokens += targets.size
+        total, tokens = sum_losses(self._loss_sum, batches)
         total, all_tokens = self.world.sum(total, tokens) if self._has_loss else self.world.sum(0.0, 0.0)
         return total, int(all_tokens)
 
@@ -138,7 +132,6 @@ class Engine:
     def _accumulate_gradients(self, tokens: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
         micro = self.config.train.micro_batch_size
-        assert micro is not None
         batch = [inputs_and_targets(tokens[start : start + micro]) for start in range(0, tokens.shape[0], micro)]
         if self._pipeline is not None:
             return self._pipeline.step(batch, self._dropout_keys)
@@ -155,6 +148,18 @@ class Engine:
         if not self._drops:
             return ()
         return (Tensor(own_dropout_keys(self.config, self.world, self.step, number)),)
+
+
+def sum_losses(loss_sum: Callable[[Tensor, Tensor], Tensor], batches: Iterable[Tokens]) -> tuple[float, int]:
+    """Sum of the losses over all predicted tokens of this rank, in nats, and their number."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        if not len(batch):  # nor have the ranks that need this one's part of the model
+            continue
+        ids, targets = inputs_and_targets(batch)
+        total += float(loss_sum(ids, targets).asnumpy())
+        tokens += targets.size
+    return total, tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,17 +6,17 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.parallel.resolved_run import ResolvedRun
 from common.training import setup
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
-from mindformers_gpt2.engine import Engine
+from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
 from mindformers_gpt2.model import GPT2, build_model
 
 
-def evaluate(config: RunConfig, process: Process = ALONE) -> None:
+def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     setup.check_memory(config, process, device)
     task, config = open_task(config)
@@ -24,7 +24,7 @@ def evaluate(config: RunConfig, process: Process = ALONE) -> None:
     model = build_model(config, device)
     load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
     if isinstance(task, ValidationTask):
-        result = task.result(*Engine(model, config, device).evaluate(task.windows()))
+        result = task.result(*sum_losses(device.compile(model.loss_sum), task.windows()))
     else:
         result = task.result(score_rows(task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit))
     report(config, checkpoint, result)

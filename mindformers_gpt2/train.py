@@ -6,9 +6,8 @@ from pathlib import Path
 
 from common import run_folder
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.log import LOG
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.parallel_mode import compiled_mode
 from common.training import setup
 from common.training.agreement import check_everywhere
@@ -29,10 +28,10 @@ from mindformers_gpt2.profile import make_trace
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 
-def train(config: RunConfig, process: Process = ALONE) -> None:
+def train(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     setup.check_memory(config, process, device, training=True)
-    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    at = config.topology.coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
     whole = compiled and config.parallel.full_batch is not False
     data, config = open_data(config, rank=0 if whole else at.data, ranks=1 if whole else None, whole_validation=compiled)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.copy_on_write import CopyOnWriteArrays
@@ -69,7 +69,7 @@ def _cut(engine: Engine, name: str, tensor: Tensor) -> Any:
 
 @torch.no_grad()
 def load_weights(
-    tensors: Mapping[str, Tensor], model: ModelConfig, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
+    tensors: Mapping[str, Tensor], model: ResolvedModel, checkpoint: Path, pieces: Mapping[str, TensorSlice] | None = None
 ) -> None:
     """Fill parameters by name from ``checkpoint``; ``pieces``: which part each of them is, if not whole. Raises CheckpointError unless
     every tensor is there with the model's shape."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.config.load import flatten
-from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.training.checkpoint_writer import Snapshot
 from common.training.loop import StepResult, Tokens
@@ -35,14 +35,14 @@ from torch_gpt2.parallel.world import World
 
 
 class Engine:
-    """Implements ``common.training.loop.Engine`` for the device of one rank. The config must be resolved."""
+    """Implements ``common.training.loop.Engine`` for the device of one rank."""
 
     steps_per_run = 1
 
     def __init__(
         self,
         model: GPT2 | list[GPT2],
-        config: RunConfig,
+        config: TrainingRun,
         device: TorchDevice,
         record: Mapping[str, Any] | None = None,
         world: World | None = None,
@@ -149,7 +149,6 @@ class Engine:
     def _accumulate_gradients(self, tokens: NDArray[np.int32], scale: float) -> float:
         """Mean loss of the global batch; its gradient, times ``scale``, is left in the parameters."""
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
-        assert micro is not None and samples is not None
         predicted = samples * (tokens.shape[1] - 1)
         if self._pipeline is not None:
             ids, targets = inputs_and_targets(tokens, self.device)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
+from common.parallel.resolved_run import ResolvedRun
 from common.training import setup
 from common.training.data import describe_tokenizer, open_tokenizer
 from torch_gpt2.checkpoint import load_weights
@@ -21,7 +21,7 @@ from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.model import GPT2, Block, build_model
 
 
-def predict(config: RunConfig, process: Process = ALONE) -> None:
+def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     setup.check_memory(config, process, device)
     tokenizer, config = open_tokenizer(config)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from common import run_folder
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.log import LOG
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.training import setup
 from common.training.agreement import check_everywhere
 from common.training.checkpoint_writer import CheckpointWriter
@@ -27,10 +26,10 @@ from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
 
 
-def train(config: RunConfig, process: Process = ALONE) -> None:
+def train(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     setup.check_memory(config, process, device, training=True)
-    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    at = config.topology.coordinates(process.rank)
     data, config = open_data(config, rank=at.data)
     folder = Path(config.output_dir)
     writes = process.rank == 0

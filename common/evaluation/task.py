@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.schema import EvaluationConfig, RunConfig
+from common.config.schema import EvaluationConfig
 from common.errors import ConfigError
 from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
 from common.launcher.heartbeat import beat
+from common.parallel.resolved_run import ResolvedRun
 from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import Tokens, perplexity
 
@@ -24,7 +25,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 """What each task reads of EvaluationConfig; the rest is refused, not ignored."""
 
 
-def open_task(config: RunConfig, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, RunConfig]:
+def open_task(config: ResolvedRun, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
     """The task of a resolved config, its file read; also settles the vocabulary. rank: data-parallel rank, of validation windows.
 
     Raises ConfigError, TokenizerError.
@@ -60,7 +61,7 @@ def _check_settings(config: EvaluationConfig) -> None:
 class ValidationTask:
     """Loss on the validation windows of the data, which an engine sums as it does while training."""
 
-    config: RunConfig
+    config: ResolvedRun
     data: TrainingData
 
     @property

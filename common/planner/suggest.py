@@ -11,10 +11,12 @@ from itertools import product
 from typing import Any
 
 from common.accelerators import GIB, Accelerator
+from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Topology
 from common.planner.plan import Plan, make_plan, memory_limit, table, time_of
 from common.resolve.derive import resolve_config
@@ -26,7 +28,7 @@ _SHOWN = 10
 class Layout:
     """One that fits."""
 
-    config: RunConfig
+    config: ResolvedRun
     plan: Plan
     seconds: float
 
@@ -39,8 +41,8 @@ class Suggestions:
     """Reason -> layouts."""
 
 
-def suggest(config: RunConfig, devices: int, device: Accelerator) -> Suggestions:
-    """Needs a config that resolve_config returned, for whatever layout. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
+def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
+    """Try every layout for so many devices. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
     if not 1 <= devices <= MAX_RANKS:
         raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
     fitting: list[Layout] = []
@@ -57,7 +59,7 @@ def suggest(config: RunConfig, devices: int, device: Accelerator) -> Suggestions
     return Suggestions(fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused)
 
 
-def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout | str:
+def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layout | str:
     """The fastest way to make this layout fit, or why there is none. Of equally fast ones the one that changes least."""
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
@@ -85,7 +87,7 @@ def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout 
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
-def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, bool]]:
+def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
     """ZeRO stage, recomputation and sequence parallel worth trying, what the engines support."""
     zeros: Iterable[int] = range(4) if topology.data > 1 else (0,)
     if config.backend == "mindspore":
@@ -96,8 +98,8 @@ def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, boo
     return product(zeros, ("none", "selective", "full"), sequences)
 
 
-def _with_layout(config: RunConfig, topology: Topology, *, zero: int, recompute: str, sequence: bool) -> RunConfig | str:
-    """The config for this layout, resolved, or what speaks against it."""
+def _with_layout(config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool) -> ResolvedRun | str:
+    """The run with this layout, or what speaks against it."""
     if config.engine == "deepspeed" and topology.tensor > 1:
         return "engine deepspeed has no tensor parallel in this version"
     same = topology.pipeline == config.parallel.pipeline_stage
@@ -114,17 +116,10 @@ def _with_layout(config: RunConfig, topology: Topology, *, zero: int, recompute:
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
     if topology.tensor == 1:
         train["recompute_slice_activation"] = False
-    tried = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=train),
-            "device": "auto",
-        }
-    )
+    written = as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
     try:
-        tried = resolve_config(tried, world_size=topology.world_size)
-        virtual = Topology.from_config(tried.parallel)
-        error = schedule_error(tried.parallel.pipeline_schedule, virtual, tried.train.accumulation_steps or 1)
+        tried = resolve_config(written, world_size=topology.world_size)
+        error = schedule_error(tried.parallel.pipeline_schedule, tried.topology, tried.batch.accumulation)
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
     return tried if error is None else error
@@ -158,7 +153,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
     return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
-def _words(config: RunConfig) -> Iterator[str]:
+def _words(config: ResolvedRun) -> Iterator[str]:
     """What to write behind the command."""
     for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel", "micro_batch_num"):
         value = getattr(config.parallel, name)

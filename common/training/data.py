@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
-from common.config.schema import RunConfig, TokenizerConfig
+from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
     Metadata,
@@ -28,6 +28,7 @@ from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -74,13 +75,37 @@ class TrainingData:
         return self.validation()
 
 
+@overload
 def open_data(
-    config: RunConfig, *, training: bool = True, rank: int = 0, ranks: int | None = None, whole_validation: bool = False
-) -> tuple[TrainingData, RunConfig]:
-    """Open the data of a resolved config; also settles the vocabulary and the length of the run.
+    config: ResolvedRun,
+    *,
+    training: Literal[True] = True,
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, TrainingRun]: ...
+@overload
+def open_data(
+    config: ResolvedRun,
+    *,
+    training: Literal[False],
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, ResolvedRun]: ...
+def open_data(
+    config: ResolvedRun,
+    *,
+    training: bool = True,
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, ResolvedRun]:
+    """Open the data, and settle the vocabulary and, for training, the length of the run.
 
-    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones when left out. Validation windows are
-    divided too, but not with ``whole_validation``. Raises DataError and ConfigError.
+    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones
+    when left out. Validation windows are divided too, but not with ``whole_validation``.
+    Raises DataError and ConfigError.
     """
     made_with = _tokenizer_record(config)
     given, remarks = _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
@@ -98,7 +123,6 @@ def open_data(
         require_length(config)
         samples = _open(config, config.data.train, "train", shuffle=config.data.shuffle)
         config = resolve_length(config, samples.samples_per_epoch)
-        assert config.train.global_batch_size is not None and config.parallel.data_parallel is not None
         sampler = ShardedSampler(
             samples,
             global_batch_size=config.train.global_batch_size,
@@ -108,7 +132,7 @@ def open_data(
         )
     validation, reason = None, None
     try:
-        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel or 1)))
+        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)))
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -124,16 +148,15 @@ def open_data(
     return data, config
 
 
-def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
     samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
-    assert batch_size is not None
     return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
 
 
-def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
+def _open(config: ResolvedRun, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
     return open_samples(
         [str(entry) for entry in require_entries(entries)],
         split=split,
@@ -154,7 +177,7 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
     return entries
 
 
-def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
+def _tokenizer_record(config: ResolvedRun) -> dict[str, Any] | None:
     """From the .meta.json beside the data. Raises DataError when parts of a blend were made with different tokenizers."""
     records: dict[str, tuple[Path, Metadata]] = {}
     for entries in (config.data.train, config.data.validation):
@@ -171,7 +194,7 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
+def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:
     """The tokenizer of data.tokenizer, and the config with its vocabulary settled; what does not fit is said."""
     tokenizer, source = _load_tokenizer(config)
     config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
@@ -180,13 +203,13 @@ def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
     return tokenizer, config
 
 
-def _load_tokenizer(config: RunConfig) -> tuple[Tokenizer, str]:
+def _load_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, str]:
     """The tokenizer, and where it lies."""
     wish, source = tokenizer_source(config)
     return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
 
 
-def tokenizer_source(config: RunConfig) -> tuple[TokenizerConfig, str]:
+def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
     """data.tokenizer, and its vocabulary or folder. Raises ConfigError when it is not given."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
@@ -199,7 +222,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def _given_tokenizer(config: RunConfig, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def _given_tokenizer(config: ResolvedRun, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """The record of data.tokenizer, and what is wrong with it: where one only trains, its files may be absent.
 
     is_known: the data say which tokenizer made them. Raises TokenizerError where the files of a tokenizer that is needed are broken.

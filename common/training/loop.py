@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
 from common.launcher.heartbeat import beat
 from common.log import LOG, progress_bar
+from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.metrics import MetricsWriter, flops_per_token
 from common.training.outliers import NO_LIMITS, Limits, limits_of, notice
@@ -72,7 +72,7 @@ class Engine(Protocol):
 class Run:
     """The fixed parts of one run."""
 
-    config: RunConfig
+    config: TrainingRun
     engine: Engine
     batches: Iterator[Batch]
     validation: Callable[[], Iterable[Tokens]] | None
@@ -102,7 +102,6 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     """
     config = run.config
     last_step = config.train.max_steps
-    assert last_step is not None
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
     saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.resumed else None)
@@ -199,7 +198,7 @@ def _lacks_validation(run: Run, step: int) -> bool:
     return bool(run.agree(int(run.metrics.lacks_validation(step))))
 
 
-def _validation_due(config: RunConfig, step: int) -> bool:
+def _validation_due(config: TrainingRun, step: int) -> bool:
     return _due(config.validation.interval, step) or step == config.train.max_steps
 
 
@@ -211,7 +210,6 @@ def perplexity(loss: float) -> float:
 def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
     config = run.config
     samples = config.train.global_batch_size
-    assert samples is not None
     batches = _WatchedBatches(run.batches, state.step)
     if run.profile is not None:
         run.profile.begin(state.step + 1)
@@ -283,7 +281,7 @@ def _due(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _check_divergence(config: RunConfig, state: TrainState) -> None:
+def _check_divergence(config: TrainingRun, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
             f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite gradient"

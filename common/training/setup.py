@@ -12,13 +12,11 @@ from typing import Any
 
 from common.cluster.environment import Process
 from common.config.load import flatten, save_config
-from common.config.schema import RunConfig
 from common.device import Device
 from common.errors import CheckpointError, ConfigError
 from common.files import clean_up
 from common.log import LOG
-from common.parallel.sharding import padded_vocabulary
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.planner.room import check_room
 from common.training.checkpoint import find_checkpoint, point_latest, read_or_name_older, require_checkpoint, step_of
 from common.training.data import TrainingData
@@ -41,14 +39,14 @@ class Start:
         return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
 
 
-def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
+def check_memory(config: ResolvedRun, process: Process, device: Device, *, training: bool = False) -> None:
     """Hold the plan's memory against what is there, before anything is allocated. Raises ConfigError where it cannot fit."""
     warning = check_room(
         config,
         kind=device.kind,
         device_memory=device.total_memory(),
-        rank=process.rank % Topology.from_config(config.parallel).world_size,
-        ranks=min(process.local_world_size, Topology.from_config(config.parallel).world_size),
+        rank=process.rank % config.topology.world_size,
+        ranks=min(process.local_world_size, config.topology.world_size),
         training=training,
     )
     if warning is not None and process.rank == 0:
@@ -72,7 +70,7 @@ def require_writable(checkpoints: Path) -> None:
         raise ConfigError(f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir")
 
 
-def where_to_start(config: RunConfig, data: TrainingData) -> Start:
+def where_to_start(config: TrainingRun, data: TrainingData) -> Start:
     """Obey checkpoint.resume and checkpoint.init_from. Raises CheckpointError or ConfigError when they cannot be obeyed, or where no
     checkpoint could be written."""
     start = _choose(config, data)
@@ -80,7 +78,7 @@ def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     return start
 
 
-def _choose(config: RunConfig, data: TrainingData) -> Start:
+def _choose(config: TrainingRun, data: TrainingData) -> Start:
     wish, folder = config.checkpoint.resume, Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
         clean_up(folder / "checkpoints", "step_*")
@@ -116,7 +114,7 @@ def _choose(config: RunConfig, data: TrainingData) -> Start:
     return Start()
 
 
-def begin(config: RunConfig, start: Start) -> None:
+def begin(config: TrainingRun, start: Start) -> None:
     """The last thing before the first step: the resolved config is written, and ``latest`` names where the run stands."""
     folder = Path(config.output_dir)
     if start.resume is not None and start.in_folder(folder):
@@ -124,7 +122,7 @@ def begin(config: RunConfig, start: Start) -> None:
     save_config(config, folder / "config.yaml")
 
 
-def checkpoint_to_use(config: RunConfig) -> Path:
+def checkpoint_to_use(config: ResolvedRun) -> Path:
     """checkpoint.load, else the newest checkpoint of the run folder, else checkpoint.init_from. Raises CheckpointError."""
     settings = config.checkpoint
     if settings.load is not None:
@@ -133,7 +131,7 @@ def checkpoint_to_use(config: RunConfig) -> Path:
     return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
 
 
-def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+def weights_to_use(config: ResolvedRun, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
     """The checkpoint to evaluate, generate with or export, once its tokenizer and its model are those of the config."""
     checkpoint = checkpoint_to_use(config)
     manifest = read_or_name_older(checkpoint, "checkpoint.load")
@@ -142,22 +140,22 @@ def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, expor
     return checkpoint
 
 
-def announce(config: RunConfig, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
+def announce(config: TrainingRun, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
     """The arithmetic of the run, before its first step, in the style of its log."""
     use_style(config)
     model, train, optimizer = config.model, config.train, config.optimizer
-    rows = padded_vocabulary(config)
+    rows = config.vocab_rows
     padding = f", padded to {rows}" if rows != model.vocab_size else ""
     LOG.info(
         f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {count_parameters(model):,} parameters,"
         f" vocabulary {model.vocab_size}{padding}"
     )
-    batch = train.global_batch_size or 0
+    batch = train.global_batch_size
     LOG.info(
         f"batch: global {batch} = micro {train.micro_batch_size} x data parallel {config.parallel.data_parallel} x accumulation"
         f" {train.accumulation_steps} samples; {batch * model.seq_length:,} tokens a step"
     )
-    epochs = (train.max_steps or 0) * batch / data.samples_per_epoch
+    epochs = train.max_steps * batch / data.samples_per_epoch
     LOG.info(
         f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples;"
         f" {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up {optimizer.warmup_steps}"
@@ -175,7 +173,7 @@ def announce(config: RunConfig, data: TrainingData, device_name: str, start: Sta
         LOG.info(f"starting from initial weights of seed {config.seed}")
 
 
-def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
+def finish(config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
     """The summary lines, and the plot."""
     folder = Path(config.output_dir)
     if config.logging.plot:
@@ -201,7 +199,7 @@ def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, pea
     make_report(config).final(summary)
 
 
-def _tell_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingData) -> None:
+def _tell_changes(manifest: dict[str, Any], config: TrainingRun, data: TrainingData) -> None:
     """Say aloud what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")

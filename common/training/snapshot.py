@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig, RunConfig
+from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
@@ -44,7 +45,7 @@ class EngineState:
 
 
 def make_snapshot(
-    config: RunConfig,
+    config: ResolvedRun,
     state: TrainState,
     *,
     weights: Tensors,
@@ -68,7 +69,7 @@ def make_snapshot(
     return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
 
 
-def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
+def read_states(checkpoint: Path, config: ResolvedRun, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
     """The run's and the engine's state; ``loss_scale`` takes over its part. Raises CheckpointError for another optimizer."""
     manifest = read_manifest(checkpoint, checksums=False)  # whoever chose this checkpoint has compared them
     try:
@@ -86,7 +87,7 @@ def read_states(checkpoint: Path, config: RunConfig, loss_scale: LossScale) -> t
     return state, engine
 
 
-def read_weights(checkpoint: Path, model: ModelConfig, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
+def read_weights(checkpoint: Path, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
     """Names and values of all weights, or of the ``pieces`` asked for, one at a time. Raises CheckpointError unless every tensor is there
     with the model's shape."""
     shapes = parameter_shapes(model)
@@ -97,7 +98,7 @@ def read_weights(checkpoint: Path, model: ModelConfig, pieces: Pieces | None = N
 
 
 def read_moments(
-    checkpoint: Path, config: RunConfig, optimizer_steps: int, pieces: Pieces | None = None
+    checkpoint: Path, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None
 ) -> Iterator[tuple[str, str, Array]]:
     """Parameter names, parts of the optimizer's state and values; nothing before the first step and for sgd without momentum.
 
@@ -127,12 +128,12 @@ def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
     return {name: slice_of(name, shape) for name, shape in shapes.items()}
 
 
-def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
+def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
     """Without the rows that pad the vocabulary."""
     return values[: model.vocab_size] if name == EMBEDDING else values
 
 
-def true_slice(name: str, piece: TensorSlice, model: ModelConfig) -> TensorSlice:
+def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
     """The same for a part of it."""
     return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
 

@@ -11,11 +11,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
-from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.errors import RunError
 from common.log import LOG
 from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
@@ -38,7 +38,7 @@ class SemiAutoEngine(Engine):
     part, and is filled, written to checkpoints and read from them as such, in the project's own format.
     """
 
-    def __init__(self, config: RunConfig, device: MindSporeDevice, world: World, record: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: TrainingRun, device: MindSporeDevice, world: World, record: Mapping[str, Any] | None = None) -> None:
         """Compiles the step, which takes minutes for a large model. Raises RunError where the compiler's parts are not the plan's."""
         self.config, self.device, self.world, self.record = config, device, world, dict(record or {})
         self.step, self.steps_per_run = 0, config.train.sink_size
@@ -52,7 +52,6 @@ class SemiAutoEngine(Engine):
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
         self.master, self.optimizer, self.loss_scale = self._step.master, self._step.optimizer, self._step.loss_scale
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
-        assert micro is not None and accumulation is not None
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
         self.pieces: dict[str, TensorSlice] = {name: held_slice(name, config, world.at) for name in self.master.tensors}
@@ -108,7 +107,6 @@ class SemiAutoEngine(Engine):
             ops.assign(self._embedding, shared)
 
     def _total(self, tokens: NDArray[np.int32]) -> float:
-        assert self.config.train.global_batch_size is not None
         self._evaluation.set_train(False)
         mean = float(self._evaluation(*inputs_and_targets(tokens)).asnumpy())
         copies = self.world.topology.data if self.config.parallel.full_batch is False else 1  # each rank gave the same rows
@@ -127,5 +125,5 @@ class Evaluation(nn.Cell):
         return loss
 
 
-def _no_tokens(rows: int, config: RunConfig) -> tuple[Tensor, Tensor]:
+def _no_tokens(rows: int, config: ResolvedRun) -> tuple[Tensor, Tensor]:
     return inputs_and_targets(np.zeros((rows, config.model.seq_length + 1), np.int32))

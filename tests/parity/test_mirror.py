@@ -38,6 +38,7 @@ DIFFERENCES = {
         "shard_model": "FSDP2's",
         "sum_over": "torch sums tensor by tensor, outside of graphs",
     },
+    "engine.py": {"sum_losses": "torch's is in evaluate.py, where ranks share an evaluation"},
     "evaluate.py": {"sum_losses": "ranks share an evaluation on torch alone in this version"},
     "loss.py": {
         "cross_entropy_sum": "a function around torch's autograd function",

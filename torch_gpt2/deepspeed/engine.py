@@ -28,10 +28,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from common.cluster.environment import Process, torch_variables
 from common.config.load import flatten
-from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.errors import ConfigError, DeviceError
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.checkpoint_writer import Snapshot
@@ -54,7 +53,7 @@ from torch_gpt2.parallel.world import World
 
 
 class DeepSpeedEngine:
-    """Implements ``common.training.loop.Engine`` for one rank, with the weights that ``start`` names. The config must be resolved.
+    """Implements ``common.training.loop.Engine`` for one rank, with the weights that ``start`` names.
 
     Raises ConfigError when the package is absent, and DeviceError for float16 weights on a CPU.
     """
@@ -62,7 +61,13 @@ class DeepSpeedEngine:
     steps_per_run = 1
 
     def __init__(
-        self, config: RunConfig, device: TorchDevice, process: Process, world: World, start: Start, record: Mapping[str, Any] | None = None
+        self,
+        config: TrainingRun,
+        device: TorchDevice,
+        process: Process,
+        world: World,
+        start: Start,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         """``record``: plain data kept in every checkpoint's manifest."""
         self.config = config
@@ -74,7 +79,7 @@ class DeepSpeedEngine:
         """Steps that were not skipped."""
         self.loss_scale = LossScale(config.loss_scale)
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
-        self._ranks = config.parallel.data_parallel or 1
+        self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         deepspeed = _open_deepspeed(config, device, process)
         self._version = deepspeed.__version__
@@ -105,7 +110,7 @@ class DeepSpeedEngine:
         self._engine.eval()
         config = self.config
         width = 4 * config.parallel.pipeline_stage if self._pipeline else 1  # so many at once keep a pipeline busy
-        blank = np.zeros((config.validation.micro_batch_size or 1, config.model.seq_length + 1), np.int32)
+        blank = np.zeros((config.validation.micro_batch_size, config.model.seq_length + 1), np.int32)
         total, tokens = 0.0, 0
         rest = iter(batches)
         while True:
@@ -183,7 +188,6 @@ class DeepSpeedEngine:
             self.optimizer.override_loss_scale(scale)
         self._engine.train()
         micro = self.config.train.micro_batch_size
-        assert micro is not None
         pieces = [tokens[start : start + micro] for start in range(0, len(tokens), micro)]
         if self._pipeline:
             loss = self._engine.train_batch(inputs_and_targets(piece, self.device) for piece in pieces).item()
@@ -222,12 +226,11 @@ class DeepSpeedEngine:
     def _make_moments(self) -> None:
         """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
         train = self.config.train
-        assert train.micro_batch_size is not None and train.accumulation_steps is not None
         shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
-def _weights(config: RunConfig, start: Start, parameters: Mapping[str, Tensor]) -> Values:
+def _weights(config: ResolvedRun, start: Start, parameters: Mapping[str, Tensor]) -> Values:
     checkpoint = start.resume or start.weights
     if checkpoint is not None:
         return read_weights(checkpoint, config.model)
@@ -235,7 +238,7 @@ def _weights(config: RunConfig, start: Start, parameters: Mapping[str, Tensor]) 
     return ((name, initial_rows(config.model, config.seed, name, shape)) for name, shape in shapes.items())
 
 
-def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) -> Any:
+def _open_deepspeed(config: ResolvedRun, device: TorchDevice, process: Process) -> Any:
     """The package, told which device to use and which processes there are."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]', or set engine=native")
@@ -263,7 +266,7 @@ def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) ->
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(self, model: GPT2, config: RunConfig) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun) -> None:
         super().__init__()
         self.model = model
         self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
@@ -273,7 +276,7 @@ class _MeanLossModule(nn.Module):
         return mean
 
 
-def _build_whole(config: RunConfig, device: TorchDevice) -> tuple[nn.Module, GPT2]:
+def _build_whole(config: ResolvedRun, device: TorchDevice) -> tuple[nn.Module, GPT2]:
     model = build_model(config, device)
     return _MeanLossModule(model, config), model
 
@@ -308,12 +311,12 @@ class _StageBlocks(nn.Module):
         return x
 
 
-def _build_pipeline(deepspeed: Any, config: RunConfig, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
+def _build_pipeline(deepspeed: Any, config: ResolvedRun, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
     """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage uses has memory.
 
     The first and the last stage each have ``wte``, whose gradients DeepSpeed adds up.
     """
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     stage, last = topology.coordinates(rank).pipeline, topology.pipeline - 1
     model = build_meta_model(config)
     positions = _Positions(model)

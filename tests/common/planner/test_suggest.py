@@ -10,10 +10,9 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.topology import Topology
 from common.planner.plan import make_plan, time_of
 from common.planner.suggest import Suggestions, describe_suggestions, suggest
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 ASCEND = require_accelerator("Ascend 910A")
@@ -21,7 +20,7 @@ ASCEND = require_accelerator("Ascend 910A")
 
 def preset(name: str, *overrides: str) -> RunConfig:
     config = load_config(FOLDER / f"{name}.yaml", overrides)
-    return resolve_config(config, world_size=Topology.from_config(config.parallel).world_size)
+    return resolve_config(config, world_size=written_ranks(config))
 
 
 def layouts(found: Suggestions) -> set[tuple[int, int, int]]:

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from common.config.load import build_config
 from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.sharding import padded_vocabulary
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode, resolve_vocabulary
 from tests.config_overrides import changed
 
@@ -135,14 +134,15 @@ def test_warm_up_beyond_the_end() -> None:
 
 def test_vocabulary_against_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
-        resolve_vocabulary(config(), 101, "the tokenizer")
-    assert resolve_vocabulary(config(model__vocab_size=50304), 50257, "t").model.vocab_size == 50257
-    assert resolve_vocabulary(config(model__vocab_size=13317), 13316, "t").model.vocab_size == 13317
+        resolve_vocabulary(resolve_config(config()), 101, "the tokenizer")
+    assert resolve_vocabulary(resolve_config(config(model__vocab_size=50304)), 50257, "t").model.vocab_size == 50257
+    assert resolve_vocabulary(resolve_config(config(model__vocab_size=13317)), 13316, "t").model.vocab_size == 13317
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
 def test_padded_vocabulary_is_megatrons(ranks: int, rows: int) -> None:
-    assert padded_vocabulary(config(model__vocab_size=50257, parallel__model_parallel=ranks)) == rows
+    run = config(model__vocab_size=50257, parallel__model_parallel=ranks)
+    assert resolve_config(run, world_size=ranks).vocab_rows == rows
 
 
 @pytest.mark.parametrize("mode", ["eval", "predict", "export"])
