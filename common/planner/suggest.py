@@ -110,7 +110,6 @@ def _with_layout(config: ResolvedRun, topology: Topology, *, zero: int, recomput
         "zero_stage": zero,
         "shard_size": None,
         "sequence_parallel": sequence,
-        "micro_batch_num": None,
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
@@ -155,7 +154,8 @@ def _row(layout: Layout) -> tuple[str, ...]:
 
 def _words(config: ResolvedRun) -> Iterator[str]:
     """What to write behind the command."""
-    for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel", "micro_batch_num"):
-        value = getattr(config.parallel, name)
+    names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
+    values = {name: getattr(config.parallel, name) for name in names}
+    for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():
         yield f"parallel.{name}={str(value).lower() if isinstance(value, bool) else value}"
     yield f"train.recompute={config.train.recompute}"

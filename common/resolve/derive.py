@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from common.config.resolved import as_run, resolve_model
-from common.config.schema import MOST, ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
+from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
 from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
@@ -37,7 +35,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     batch = plan_batch(
         global_batch=config.train.global_batch_size,
         micro_batch=config.train.micro_batch_size,
-        accumulation=_accumulation(config),
+        accumulation=config.train.accumulation_steps,
         data_parallel=data_parallel,
     )
     scale_mode = config.loss_scale.mode
@@ -52,10 +50,9 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
             "global_batch_size": batch.global_batch,
             "accumulation_steps": batch.accumulation,
         },
-        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation, **_optimizer_split(parallel)},
+        parallel={"data_parallel": data_parallel},
         validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
         loss_scale={"mode": scale_mode},
-        device=_TARGETS.get(config.context.device_target or "", config.device),
     )
     check_engine(resolved)
     return resolved
@@ -90,33 +87,12 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     return resolve_config(as_run(RunConfig, config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
 
 
-_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
-
-
-_MINDSPORE_ONLY = (
-    *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
-    *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
-    *(
-        f"parallel.{name}"
-        for name in (
-            "parallel_mode", "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean",
-            "enable_alltoall", "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
-        )
-    ),
-    "checkpoint.ckpt_prefix",
-    "export.batch_size",
-)  # fmt: skip
-
-
 def _check_backend(config: RunConfig) -> None:
     """Refuse what the backend cannot honour whatever the device."""
     context, train = config.context, config.train
-    target = _TARGETS.get(context.device_target or "", config.device)
     if config.export.batch_size is not None and config.export.format == "safetensors":
         raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
-    if config.device not in ("auto", target):
-        raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
-    check_device_id(config, target)
+    check_device_id(config, config.device)
     if config.backend == "mindspore":
         if train.compile:
             raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
@@ -134,11 +110,9 @@ def _check_backend(config: RunConfig) -> None:
         return
     if config.export.format == "mindir":
         raise ConfigError("export.format=mindir is for backend mindspore; set export.format=safetensors, or backend=mindspore")
-    for dotted in _MINDSPORE_ONLY:
-        section, _, name = dotted.partition(".")
-        given = getattr(config, section)
-        if getattr(given, name) != type(given).model_fields[name].default:
-            raise ConfigError(f"{dotted}={getattr(given, name)} is for backend mindspore; leave it out with backend torch")
+    for section, values in config:
+        for name in values.changed("backend") if isinstance(values, Section) else ():
+            raise ConfigError(f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with backend torch")
 
 
 def _check_observation(config: RunConfig) -> None:
@@ -275,26 +249,3 @@ def require_length(config: RunConfig) -> None:
 
 def _without_length() -> ConfigError:
     return ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")
-
-
-def _accumulation(config: RunConfig) -> int | None:
-    steps, alias = config.train.accumulation_steps, config.parallel.micro_batch_num
-    if steps is not None and alias is not None and steps != alias:
-        raise ConfigError(
-            f"train.accumulation_steps={steps} and parallel.micro_batch_num={alias} are two names of one number;"
-            " make them equal or drop one"
-        )
-    return steps if steps is not None else alias
-
-
-def _optimizer_split(parallel: ParallelConfig) -> dict[str, Any]:
-    """zero_stage, which MindFormers has other names for. Raises ConfigError where they contradict each other."""
-    wish, stage = parallel.enable_parallel_optimizer, parallel.zero_stage
-    if wish is False and stage:
-        raise ConfigError(
-            f"parallel.enable_parallel_optimizer=false and parallel.zero_stage={stage} contradict each other; keep one of them"
-        )
-    stage = max(stage, int(wish or False))
-    if stage and parallel.parallel_optimizer_config.gradient_accumulation_shard:
-        stage = max(stage, 2)
-    return {"zero_stage": stage, "enable_parallel_optimizer": None}

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from common.config.schema import ParallelConfig, TrainConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.resolved_run import ResolvedRun
 
 COMPILED = ("semi_auto_parallel", "auto_parallel")
 """Modes in which MindSpore's compiler splits the graph."""
-
-_COMPILED_ONLY = (
-    "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean", "enable_alltoall",
-    "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
-)  # fmt: skip
-_RECOMPUTE = ("mp_comm_recompute", "recompute_slice_activation")
-"""Likewise of ``train``."""
 
 
 def compiled_mode(config: ResolvedRun, kind: str) -> bool:
@@ -54,12 +46,12 @@ def _check_explicit(config: ResolvedRun) -> None:
             f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3 (hybrid_parallel), or 1 (semi_auto_parallel)"
             " on Ascend"
         )
-    given = [name for name in _COMPILED_ONLY if getattr(parallel, name) != ParallelConfig.model_fields[name].default]
+    given = parallel.changed("parallel_mode")
     if parallel.full_batch is False:  # which is what it does
         given.remove("full_batch")
     words = ", ".join(
         [f"parallel.{name}={getattr(parallel, name)}" for name in given]
-        + [f"train.{name}={getattr(train, name)}" for name in _RECOMPUTE if getattr(train, name) != TrainConfig.model_fields[name].default]
+        + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
     )
     if words:
         raise ConfigError(

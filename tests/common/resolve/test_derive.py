@@ -28,7 +28,7 @@ def test_derived_values_are_filled_in() -> None:
     resolved = resolve_config(config(model__dropout=0.1, model__hidden_dropout=0.0, train__global_batch_size=12), world_size=2)
     assert (resolved.model.ffn_hidden_size, resolved.model.max_positions) == (128, 8)
     assert (resolved.model.embedding_dropout, resolved.model.attention_dropout, resolved.model.hidden_dropout) == (0.1, 0.1, 0.0)
-    assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps, resolved.parallel.micro_batch_num) == (2, 3, 3)
+    assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps) == (2, 3)
     assert resolved.loss_scale.mode == "none"
     assert resolve_config(config(precision="fp16")).loss_scale.mode == "dynamic"
     assert resolve_config(resolved, world_size=2) == resolved
