@@ -26,7 +26,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def open_task(config: ResolvedRun, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
-    """The task of a resolved config, its file read; also settles the vocabulary. rank: data-parallel rank, of validation windows.
+    """Read the file of the task and settle the vocabulary. rank: data-parallel rank, of validation windows.
 
     Raises ConfigError, TokenizerError.
     """

@@ -33,7 +33,7 @@ def describe_cluster(
     environ: Mapping[str, str],
     device: Accelerator | None = None,
 ) -> str:
-    """The plan of a resolved config on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
+    """The plan of a run on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
     the first rank of each host, or of every rank. device: whose step time to estimate."""
     plan = make_plan(config)
     lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device), "Checks of the cluster:"]

@@ -19,7 +19,7 @@ _DECISIVE = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_p
 def require_same_model(
     manifest: Mapping[str, Any], config: ResolvedRun, checkpoint: Path, *, anew: bool = False, export: bool = False
 ) -> None:
-    """Raise CheckpointError where the model of a checkpoint is not that of a resolved config, listing the keys to give.
+    """Raise CheckpointError where the model of a checkpoint is not that of the config, listing the keys to give.
 
     anew: a run may begin in another output_dir instead. export: a padded model.vocab_size stands for the checkpoint's.
     """
