@@ -99,7 +99,7 @@ class Alias:
 
     ours: str
     merge: Callable[[Any, Any], Any]
-    """Their value and ours (None where it is left out) -> ours. Raises ValueError saying what is wrong with both."""
+    """Their value and ours (None where it is left out) -> ours. Raises ValueError for a contradiction."""
     values: tuple[Any, ...] = ()
     """Values that it takes; empty where they are checked as those of our key."""
     meaning: str = ""
@@ -164,7 +164,8 @@ ALIASES = {
         ours="parallel.parallel_mode",
         merge=_gradients_of_the_mean,
         values=(True, False),
-        meaning="Gradients are of the mean over the global batch; false is accepted in parallel_mode 1 and 2, where it changes nothing.",
+        meaning="Gradients are of the mean over the global batch. false is accepted in"
+        " parallel.parallel_mode 1 and 2, where it changes nothing.",
     ),
     "context.device_target": Alias(ours="device", merge=_target, values=tuple(_TARGETS)),
 }
@@ -172,7 +173,10 @@ ALIASES = {
 
 
 def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
-    """Take the aliases out of a whole config, in place. Raises ConfigError where one contradicts our own key."""
+    """Take the aliases out of a whole config, in place.
+
+    Raises ConfigError where one contradicts our own key.
+    """
     for name, alias in ALIASES.items():
         path, ours = tuple(name.split(".")), tuple(alias.ours.split("."))
         section = _section(tree, path[:-1])
@@ -196,7 +200,8 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             raise ConfigError(f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}") from None
         if merged != written:
             target[ours[-1]] = merged
-            sources[ours] = sources.get(path, "?")
+            if path in sources:
+                sources[ours] = sources[path]
 
 
 def _places(sources: Sources, *paths: Path_) -> str:

@@ -29,7 +29,7 @@ def explain_key(asked: str) -> str:
     name = asked.rpartition(".")[2]
     alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
     if alias is not None:
-        return f"{asked}: {alias.description}\n\n{_explained(alias.ours)}"
+        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
     here = HERE_IN.get(asked) or HERE.get(name)
     if here is not None:
         found = [word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys]

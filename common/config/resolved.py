@@ -1,4 +1,4 @@
-"""The sections of a run in which every derived value is filled in, and how a config changes its kind."""
+"""Sections of a run with every derived value filled in, and how a config changes its kind."""
 
 from __future__ import annotations
 

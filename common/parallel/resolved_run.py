@@ -1,4 +1,7 @@
-"""A run as everything but reading its files takes it: no derived value is missing, and what is computed from it is at hand."""
+"""A run as everything but the reading of files takes it: no derived value is missing.
+
+What is computed from it (topology, batch, sizes, padded vocabulary) is computed once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that formulas of memory, messages and time are made of, for one micro batch on one rank."""
+"""Sizes of one micro batch on one rank: what formulas of memory, messages and time need."""
 
 from __future__ import annotations
 
