@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from common.cluster.environment import Process
-    from common.config.schema import RunConfig
     from common.modelarts.arguments import ModelArtsJob
+    from common.parallel.resolved_run import ResolvedRun
 
 MODES = {
     "train": ("train, or go on with a run that was stopped", "data.train=data/own_text_document output_dir=output/own"),
@@ -172,13 +172,11 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from common.accelerators import require_accelerator
     from common.cluster.environment import announced_world_size
     from common.config.load import load_config
-    from common.parallel.topology import Topology
-    from common.resolve.derive import resolve_config
+    from common.resolve.derive import resolve_config, written_ranks
 
-    config = load_config(arguments.config, arguments.overrides)
-    written = Topology.from_config(config.parallel)
+    written = load_config(arguments.config, arguments.overrides)
     device = require_accelerator(arguments.accelerator) if arguments.accelerator else None
-    config = resolve_config(config, world_size=announced_world_size(environ) or written.world_size)
+    config = resolve_config(written, world_size=announced_world_size(environ) or written_ranks(written))
     if arguments.devices is not None and device is not None:
         from common.planner.suggest import describe_suggestions, suggest
 
@@ -210,12 +208,11 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     sys.stdout.write(text)
 
 
-def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
-    """Import the backend of a resolved config, and run the mode in it; an export of weights needs none."""
+def start_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
+    """Import the backend, and run the mode in it; an export of weights needs none."""
     from common.errors import ConfigError, RunError
     from common.inputs import check_inputs
     from common.log import LOG
-    from common.parallel.topology import Topology
     from common.planner.room import out_of_memory
     from common.resolve.derive import ONE_DEVICE_MODES, export_format
     from common.resolve.engine_checks import check_here
@@ -225,7 +222,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     # an installed torch_npu breaks `import torch` where CANN is not set up; the device that needs it loads it
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     package = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}[config.backend]
-    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and Topology.from_config(config.parallel).world_size == 1:
+    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and config.topology.world_size == 1:
         LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
         return
     if run_mode == "export" and export_format(config) == "safetensors":
@@ -248,7 +245,7 @@ def start_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     try:
         entry(config, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
-        rank = process.rank % Topology.from_config(config.parallel).world_size
+        rank = process.rank % config.topology.world_size
         message = out_of_memory(error, config, rank=rank, training=name == "train")
         if message is None:
             raise

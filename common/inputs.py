@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.config.schema import RunConfig
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError, DataError
 from common.generation.prompts import encode_prompts, given_prompts
+from common.parallel.resolved_run import ResolvedRun
 from common.paths import looked_in
 from common.resolve.derive import require_length
 from common.tokenizer import require_files
@@ -17,7 +17,7 @@ from common.training.data import open_tokenizer, require_entries, tokenizer_sour
 from common.training.start import checkpoint_to_use
 
 
-def check_inputs(run_mode: str, config: RunConfig) -> None:
+def check_inputs(run_mode: str, config: ResolvedRun) -> None:
     """Raises ConfigError, DataError, TokenizerError or CheckpointError naming what is not given, or not there and where it was looked for.
 
     What the files hold is checked when they are opened.
@@ -28,7 +28,7 @@ def check_inputs(run_mode: str, config: RunConfig) -> None:
         raise explained(error) from None
 
 
-def _check(run_mode: str, config: RunConfig) -> None:
+def _check(run_mode: str, config: ResolvedRun) -> None:
     if run_mode in ("train", "finetune"):
         _check_training(run_mode, config)
         return
@@ -47,7 +47,7 @@ def _check(run_mode: str, config: RunConfig) -> None:
         raise
 
 
-def _check_training(run_mode: str, config: RunConfig) -> None:
+def _check_training(run_mode: str, config: ResolvedRun) -> None:
     settings = config.checkpoint
     if run_mode == "finetune" and settings.init_from is None:
         raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
@@ -62,7 +62,7 @@ def _check_training(run_mode: str, config: RunConfig) -> None:
         require_checkpoint(Path(settings.init_from), "checkpoint.init_from")
 
 
-def _check_evaluation(config: RunConfig) -> None:
+def _check_evaluation(config: ResolvedRun) -> None:
     if config.evaluation.task == "validation":
         _check_data(require_entries(config.data.validation or config.data.train))
     elif config.evaluation.file is not None and not Path(config.evaluation.file).exists():
@@ -74,6 +74,6 @@ def _check_data(entries: list[str | float]) -> None:
         require_data(prefix)
 
 
-def _check_tokenizer(config: RunConfig) -> None:
+def _check_tokenizer(config: ResolvedRun) -> None:
     wish, source = tokenizer_source(config)
     require_files(source, wish.merge_file)

@@ -11,8 +11,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.config.schema import RunConfig
 from common.dataset import Batch, Tokens
+from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
@@ -38,7 +38,7 @@ QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
 
 
 class BaseEngine(ABC):
-    """Implements ``common.training.engine.Engine``. The config must be resolved."""
+    """Implements ``common.training.engine.Engine``."""
 
     master: MasterWeights
     optimizer: Optimizer
@@ -48,7 +48,7 @@ class BaseEngine(ABC):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,

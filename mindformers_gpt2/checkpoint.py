@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.snapshot import padded_rows
 from common.weights.pieces import TensorSlice
@@ -31,7 +31,7 @@ def moments_on_host(optimizer: Optimizer, pieces: Pieces) -> dict[str, Array]:
 
 def load_weights(
     tensors: Mapping[str, Parameter],
-    model: ModelConfig,
+    model: ResolvedModel,
     checkpoint: Path,
     pieces: Pieces | None = None,
 ) -> None:

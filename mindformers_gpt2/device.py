@@ -12,9 +12,9 @@ import numpy as np
 
 from common.accelerators import accelerator_flops, find_accelerator
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.engine_checks import check_mindspore
 from common.resolve.vendor_settings import mindspore_context
@@ -86,7 +86,7 @@ class MindSporeDevice:
         pass
 
 
-def open_device(config: RunConfig, process: Process = ALONE) -> MindSporeDevice:
+def open_device(config: ResolvedRun, process: Process = ALONE) -> MindSporeDevice:
     """The device of a process, checked against the config, and MindSpore's context set. Raises ConfigError or DeviceError."""
     device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
     check_support(config, device)
@@ -124,7 +124,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
     return MindSporeDevice(kind=kind, index=index, name=name)
 
 
-def check_support(config: RunConfig, device: MindSporeDevice) -> None:
+def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
     """Refuse what this device cannot do. Raises ConfigError or DeviceError."""
     with naming_auto(config, device.kind, "Ascend"):
         check_device_id(config, device.kind)

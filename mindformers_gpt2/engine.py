@@ -8,8 +8,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from common.config.schema import RunConfig
 from common.dataset import Tokens
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.training.schedule import learning_rate
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
@@ -35,7 +35,7 @@ class Engine(BaseEngine):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
@@ -96,7 +96,6 @@ class Engine(BaseEngine):
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
         micro = self.config.train.micro_batch_size
-        assert micro is not None
         batch = [inputs_and_targets(tokens[start : start + micro]) for start in range(0, tokens.shape[0], micro)]
         if self._pipeline is not None:
             return self._pipeline.step(batch, self._dropout_keys)

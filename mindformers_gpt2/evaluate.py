@@ -6,8 +6,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
@@ -18,7 +18,7 @@ from mindformers_gpt2.model import GPT2, build_model
 from mindformers_gpt2.parallel.world import World
 
 
-def evaluate(config: RunConfig, process: Process = ALONE) -> None:
+def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
     task, config = open_task(config)

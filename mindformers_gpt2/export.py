@@ -25,10 +25,10 @@ from mindspore import Tensor, nn
 
 from common import run_folder
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.errors import RunError
 from common.files import atomic_write, fsync_folder
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
 from common.training.export import export_folder
@@ -43,7 +43,7 @@ TOLERANCE = 1e-6
 """Largest difference allowed between a file and the model; on a CPU it is 0."""
 
 
-def export(config: RunConfig, process: Process = ALONE) -> None:
+def export(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
     checkpoint = weights_to_use(config, None, export=True)
@@ -131,9 +131,8 @@ class _Graph:
     outputs: _Tensors
 
 
-def _graphs(config: RunConfig) -> tuple[_Graph, _Graph]:
+def _graphs(config: ResolvedRun) -> tuple[_Graph, _Graph]:
     model, batch = config.model, config.export.batch_size or "batch"
-    assert model.max_positions is not None
     head_size = model.hidden_size // model.num_heads
     cache = ((model.num_layers, batch, model.num_heads, model.max_positions, head_size), config.precision.compute)
     return (
@@ -184,7 +183,7 @@ def _check(graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batc
 
 
 def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions or 1
+    live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
     # of GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more, 128 take under 10 s
     for batch, length in zip(batches, (128, 7), strict=False):
         length = max(1, min(length, positions, 256 // batch))
@@ -193,7 +192,7 @@ def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterato
 
 
 def _decode_pairs(loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = device.compile(model.decode), np.random.default_rng(0), model.config.max_positions or 1
+    live, random, positions = device.compile(model.decode), np.random.default_rng(0), model.config.max_positions
     for batch in batches:
         found = wanted = model.new_caches(batch, positions)
         for position in sorted({0, positions // 2, positions - 1}):

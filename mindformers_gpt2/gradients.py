@@ -5,14 +5,14 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from mindformers_gpt2.device import DTYPES
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale
 
 
 class _Gradients(nn.Cell):
-    def __init__(self, model: GPT2, config: RunConfig) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
         self.sum_dtype = DTYPES[config.precision.reduction]
@@ -30,9 +30,8 @@ class LossGradients(_Gradients):
     ``of_input``: on the last stage of a pipeline it takes hidden states (B, T, C) and returns their gradient before the others.
     """
 
-    def __init__(self, model: GPT2, config: RunConfig, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
         super().__init__(model, config)
-        assert config.train.global_batch_size is not None
         self.predicted = config.train.global_batch_size * config.model.seq_length
         self.scale = loss_scale.value
         self.of_input = of_input
@@ -53,7 +52,7 @@ class StageGradients(_Gradients):
     """(what the stage took, the gradient of what it gave, dropout keys) -> the gradient of what it took, unless these were ids, and those
     of its weights. The forward pass is done again: nothing of it is kept but its input."""
 
-    def __init__(self, model: GPT2, config: RunConfig, *, of_input: bool) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun, *, of_input: bool) -> None:
         super().__init__(model, config)
         self.of_input = of_input
         self.gradient = ms.grad(self.along_slope, 0 if of_input else None, self.parameters)

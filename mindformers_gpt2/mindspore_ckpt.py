@@ -12,15 +12,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from common.config.schema import CheckpointConfig, RunConfig
+from common.config.schema import CheckpointConfig
 from common.errors import StorageError
+from common.parallel.resolved_run import ResolvedRun
 from common.training.state import TrainState
 
 
-def epoch_and_step(config: RunConfig, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
+def epoch_and_step(config: ResolvedRun, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
     batch = config.train.global_batch_size
-    assert batch is not None
     steps = max(1, samples_per_epoch // batch)
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 

@@ -16,8 +16,10 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import DropoutExt
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
-from common.parallel.sharding import padded_shapes, padded_vocabulary, slice_of
+from common.config.resolved import ResolvedModel
+from common.config.schema import PrecisionConfig, TrainConfig
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import padded_shapes, slice_of
 from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
@@ -100,7 +102,7 @@ class Dropout(nn.Cell):
         return x * kept.reshape(x.shape)
 
 
-def dropout_keys(config: RunConfig, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
+def dropout_keys(config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
     """A key for each place that drops, (1 + 3 num_layers, 2): the embedding, then attention, its output and the MLP's of each block.
 
     micro_batch: its number in the global batch. tensor_rank: those of attention differ with it, since the heads are split.
@@ -121,7 +123,7 @@ def dropout_keys(config: RunConfig, step: int, micro_batch: int, tensor_rank: in
 class CoreAttention(nn.Cell):
     """Softmax of the scaled products of queries and keys, applied to the values."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, native_dropout: bool) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool) -> None:
         super().__init__()
         self.scale = Tensor(1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute])
         self.softmax_dtype = DTYPES[precision.softmax]
@@ -139,7 +141,7 @@ class CoreAttention(nn.Cell):
 
 
 class Attention(nn.Cell):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, native_dropout: bool) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool) -> None:
         super().__init__()
         self.heads = config.num_heads
         self.head_size = config.hidden_size // config.num_heads
@@ -194,9 +196,8 @@ _GELU = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 class MLP(nn.Cell):
-    def __init__(self, config: ModelConfig, native_gelu: bool) -> None:
+    def __init__(self, config: ResolvedModel, native_gelu: bool) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
         self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
         self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
         self.gelu = GELU(native_gelu)
@@ -206,7 +207,7 @@ class MLP(nn.Cell):
 
 
 class Block(nn.Cell):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, *, native: bool) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, *, native: bool) -> None:
         super().__init__()
         norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.ln_1 = LayerNorm(*norm)
@@ -234,9 +235,8 @@ class Block(nn.Cell):
 class GPT2(nn.Cell):
     """``vocab_rows`` is the padded vocabulary: the rows of the embedding table. ``native``: see ``MindSporeDevice.native_kernels``."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, vocab_rows: int, *, native: bool) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int, *, native: bool) -> None:
         super().__init__()
-        assert config.max_positions is not None
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
         self.softmax_dtype = DTYPES[precision.softmax]
@@ -305,16 +305,16 @@ class GPT2(nn.Cell):
         return ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype)
 
 
-def build_model(config: RunConfig, device: MindSporeDevice) -> GPT2:
-    """The model, with weights not yet filled in. The config must be resolved."""
-    model = GPT2(config.model, config.precision, padded_vocabulary(config), native=device.native_kernels)
+def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
+    """The model, with weights not yet filled in."""
+    model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
     set_recompute(model, config.train)
     return model
 
 
-def initialise(tensors: Mapping[str, Parameter], config: RunConfig, pieces: Mapping[str, TensorSlice] | None = None) -> None:
+def initialise(tensors: Mapping[str, Parameter], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
     for name, shape in padded_shapes(config).items():
         if name in tensors:

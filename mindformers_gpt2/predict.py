@@ -8,10 +8,10 @@ import numpy as np
 from mindspore import Tensor
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.start import weights_to_use
@@ -20,7 +20,7 @@ from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2, build_model
 
 
-def predict(config: RunConfig, process: Process = ALONE) -> None:
+def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
     tokenizer, config = open_tokenizer(config)
@@ -39,7 +39,6 @@ class Decoder:
     """
 
     def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
-        assert model.config.max_positions is not None
         self.rows = rows
         self._model = model
         self._decode = device.compile(model.decode)

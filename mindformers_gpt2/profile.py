@@ -9,14 +9,14 @@ from pathlib import Path
 
 from mindspore import profiler
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.training.profile import Trace, compress
 from mindformers_gpt2.device import MindSporeDevice
 
 
-def make_trace(config: RunConfig, device: MindSporeDevice) -> Trace:
+def make_trace(config: ResolvedRun, device: MindSporeDevice) -> Trace:
     """Traces operators on the host and kernels on the device, with profile.memory allocations too.
 
     MindSpore's own folder of tables, for MindStudio Insight, stays beside the trace. Raises ConfigError for allocations on a CPU.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.parallel_mode import compiled_mode
 from common.run_folder import owned_folder
@@ -23,10 +22,10 @@ ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
 """By whether MindSpore's compiler splits the graph."""
 
 
-def train(config: RunConfig, process: Process = ALONE) -> None:
+def train(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device, training=True)
-    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    at = config.topology.coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
     reads_all = compiled and config.parallel.full_batch is not False
     data, config = open_data(

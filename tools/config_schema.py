@@ -19,7 +19,9 @@ if __name__ == "__main__":
 
 import argparse
 import json
+from typing import Any
 
+from common.config.aliases import ALIASES
 from common.config.schema import RunConfig
 
 
@@ -33,6 +35,14 @@ def config_schema() -> str:
         },
         **schema["properties"],
     }
+    for name, alias in ALIASES.items():
+        *sections, key = name.split(".")
+        target = schema
+        for section in sections:
+            node = target["properties"][section]
+            target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
+        choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
+        target["properties"][key] = {"description": alias.description, **choices}
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)  # a file may leave to its base what the run needs
     return json.dumps(schema, indent=1) + "\n"

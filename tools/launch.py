@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.interrupts import end_at_interrupts, run_script
+from common.parallel.resolved_run import ResolvedRun
 
 if __name__ == "__main__":
     end_at_interrupts()
@@ -49,7 +50,6 @@ from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.load import load_config
-from common.config.schema import RunConfig
 from common.doctor.machine import npu_numbers
 from common.errors import ConfigError, GPT2Error
 from common.launcher.children import make_children, make_hosts
@@ -57,7 +57,6 @@ from common.launcher.control import Hosts
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts, run_over_ssh
 from common.launcher.supervisor import Job, ProcessSpec, supervise
 from common.launcher.terminal import tell
-from common.parallel.topology import Topology
 from common.planner.cluster import describe_cluster, layout_remarks
 from common.resolve.derive import resolve_mode
 from common.resolve.engine_checks import check_here
@@ -163,7 +162,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     except NotReadyError:
         if not starts:
             raise
-        return _detach(_log_folder(arguments, load_config(order.config, order.overrides)), words)  # the waiting too
+        return _detach(_log_folder(arguments, load_config(order.config, order.overrides).output_dir), words)  # the waiting too
     if arguments.hosts is not None:
         return _start_hosts(arguments, order, table, words)
     master, port = parse_master(arguments.master)
@@ -188,7 +187,7 @@ def distribute(arguments: argparse.Namespace, words: list[str]) -> int:
     if starts and table is not None and config.backend == "mindspore" and config.device == "auto" and not npu_numbers():
         tell("warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is", error=True)
     kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
-    folder = _log_folder(arguments, config)
+    folder = _log_folder(arguments, config.output_dir)
     table_path = order.table
     if table is not None and table.version == "0":
         table_path = folder / "rank_table.json"  # MindSpore reads no version 0
@@ -232,10 +231,12 @@ def standalone(arguments: argparse.Namespace, words: list[str]) -> int:
     return _run(_job(arguments, config, given[2], (replace(child, folder="mf_standalone"),)), words)
 
 
-def _job(arguments: argparse.Namespace, config: RunConfig, mode: str, children: tuple[ProcessSpec, ...], hosts: Hosts | None = None) -> Job:
+def _job(
+    arguments: argparse.Namespace, config: ResolvedRun, mode: str, children: tuple[ProcessSpec, ...], hosts: Hosts | None = None
+) -> Job:
     return Job(
         children=children,
-        log_folder=_log_folder(arguments, config),
+        log_folder=_log_folder(arguments, config.output_dir),
         stall_limit=config.runtime.stall_limit,
         follow=not arguments.quiet,
         steps=config.train.max_steps if mode in ("train", "finetune") else None,
@@ -290,7 +291,7 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         return wait_for_table(path, limit)
 
 
-def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> None:
+def _refuse_second_run(config: ResolvedRun, mode: str, *, first_host: bool) -> None:
     """Before anything is written beside the first run's files. Rank 0 holds the folder, so other hosts would see their own run's hold.
 
     Raises ConfigError.
@@ -299,12 +300,12 @@ def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> Non
         require_free_folder(Path(config.output_dir))
 
 
-def _log_folder(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    return _absolute(str(arguments.log_dir or config.output_dir))
+def _log_folder(arguments: argparse.Namespace, output_dir: str) -> Path:
+    return _absolute(str(arguments.log_dir or output_dir))
 
 
-def _warn(places: Placement, config: RunConfig, table: RankTable | None) -> None:
-    found = layout_remarks(places, Topology.from_config(config.parallel))
+def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> None:
+    found = layout_remarks(places, config.topology)
     if table is not None and table.version != "2.0" and not is_own(places.own_host):
         found.append(f"{places.own_host} is no address of this machine: is this the range of another one, or the table of another cluster?")
     if "RANK_TABLE_FILE" in os.environ and table is None:
@@ -340,7 +341,14 @@ def _start_hosts(arguments: argparse.Namespace, order: LaunchRequest, table: Ran
     config = load_config(order.config, order.overrides)  # the layout is checked on each host
     children = tuple(_over_ssh(node, command) for node, command in enumerate(commands))
     return _run(
-        Job(children=children, log_folder=_log_folder(arguments, config), stall_limit=inf, follow=not arguments.quiet, over_ssh=True), kept
+        Job(
+            children=children,
+            log_folder=_log_folder(arguments, config.output_dir),
+            stall_limit=inf,
+            follow=not arguments.quiet,
+            over_ssh=True,
+        ),
+        kept,
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.dataset import Batch, Tokens
 from common.errors import CheckpointError
+from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
@@ -27,13 +27,13 @@ from torch_gpt2.parallel.world import World
 
 
 class BaseEngine(ABC):
-    """Implements ``common.training.engine.Engine``. The config must be resolved."""
+    """Implements ``common.training.engine.Engine``."""
 
     steps_per_run = 1
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,

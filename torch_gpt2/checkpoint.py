@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.snapshot import padded_rows
+from common.training.snapshot import (
+    padded_rows,
+)
 from common.weights.pieces import TensorSlice
 from torch_gpt2.optimizer import local_shard
 
@@ -44,7 +46,7 @@ def moments_on_host(
 
 def load_weights(
     tensors: Mapping[str, Tensor],
-    model: ModelConfig,
+    model: ResolvedModel,
     checkpoint: Path,
     pieces: Pieces | None = None,
 ) -> None:

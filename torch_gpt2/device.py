@@ -14,10 +14,10 @@ import torch
 
 from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +99,7 @@ class TorchDevice:
                 self.module.set_rng_state(tensor)
 
 
-def open_device(config: RunConfig, process: Process = ALONE) -> TorchDevice:
+def open_device(config: ResolvedRun, process: Process = ALONE) -> TorchDevice:
     """The device of a process, checked against the config. Raises ConfigError or DeviceError."""
     unassigned = process.world_size > 1 and process.device_id is None
     device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads, perhaps_alone=unassigned)
@@ -142,7 +142,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None, perh
     return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
 
 
-def check_support(config: RunConfig, device: TorchDevice) -> None:
+def check_support(config: ResolvedRun, device: TorchDevice) -> None:
     """Refuse what torch devices cannot do in this version. Raises ConfigError or DeviceError."""
     with naming_auto(config, device.kind, "GPU or NPU"):
         check_device_id(config, device.kind)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.dataset import Batch, Tokens
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
@@ -48,7 +48,7 @@ class Engine(BaseEngine):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -173,7 +173,6 @@ class Engine(BaseEngine):
     def _accumulate_gradients(self, tokens: Tokens, scale: float) -> float:
         """Mean loss of the global batch; its gradient, times ``scale``, is left in the parameters."""
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
-        assert micro is not None and samples is not None
         predicted = samples * (tokens.shape[1] - 1)
         if self._pipeline is not None:
             ids, targets = inputs_and_targets(tokens, self.device)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
-from common.config.schema import RunConfig
 from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slices_of_rank
-from common.parallel.topology import Topology
 from common.planner.room import check_memory
 from common.training.agreement import check_everywhere
 from common.training.start import weights_to_use
@@ -26,10 +25,10 @@ from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import open_world
 
 
-def evaluate(config: RunConfig, process: Process = ALONE) -> None:
+def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import select_device
@@ -17,7 +17,7 @@ from torch_gpt2.model import build_model
 
 
 @torch.no_grad()
-def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Of our own folder."""
     net = build_model(config_of(model, folder), select_device("cpu")).eval()
     load_weights(dict(net.named_parameters()), model, folder)
@@ -26,7 +26,7 @@ def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[
 
 
 @torch.no_grad()
-def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def hugging_face_logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Of a folder of transformers, by transformers."""
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging

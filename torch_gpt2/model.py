@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from common.parallel.sharding import padded_shapes, padded_vocabulary, slice_of
+from common.config.resolved import ResolvedModel
+from common.config.schema import PrecisionConfig
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -43,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_heads
         self.dropout = config.attention_dropout or 0.0
@@ -83,9 +85,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ResolvedModel) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
         self.recompute = False
         self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
         self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
@@ -99,7 +100,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig) -> None:
         super().__init__()
         norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.dropout = config.hidden_dropout or 0.0
@@ -116,9 +117,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """``vocab_rows`` is the padded vocabulary: the rows of the embedding table."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig, vocab_rows: int) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int) -> None:
         super().__init__()
-        assert config.max_positions is not None
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
         self.dropout = config.embedding_dropout or 0.0
@@ -160,21 +160,21 @@ class GPT2(nn.Module):
         return F.linear(hidden, self.wte.weight[: self.config.vocab_size].to(hidden.dtype)).float()
 
 
-def build_model(config: RunConfig, device: TorchDevice) -> GPT2:
-    """The model on its device, with weights not yet filled in. The config must be resolved."""
+def build_model(config: ResolvedRun, device: TorchDevice) -> GPT2:
+    """The model on its device, with weights not yet filled in."""
     return build_meta_model(config).to_empty(device=device.torch_device)
 
 
-def build_meta_model(config: RunConfig) -> GPT2:
+def build_meta_model(config: ResolvedRun) -> GPT2:
     """The model without memory for its weights."""
     with torch.device("meta"):
-        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
     return model.to(DTYPES[config.precision.parameters])
 
 
 @torch.no_grad()
-def initialise(tensors: Mapping[str, Tensor], config: RunConfig, pieces: Mapping[str, TensorSlice] | None = None) -> None:
+def initialise(tensors: Mapping[str, Tensor], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
     for name, shape in padded_shapes(config).items():
         if name in tensors:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.start import weights_to_use
@@ -23,7 +23,7 @@ from torch_gpt2.model import GPT2, Block, build_model
 from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
 
 
-def predict(config: RunConfig, process: Process = ALONE) -> None:
+def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
     tokenizer, config = open_tokenizer(config)

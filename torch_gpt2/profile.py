@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.training.profile import Trace, compress
 from torch_gpt2.device import TorchDevice
 
 
-def make_trace(config: RunConfig, device: TorchDevice) -> Trace:
+def make_trace(config: ResolvedRun, device: TorchDevice) -> Trace:
     """Traces operators on the host and kernels on the device, with profile.memory allocations too."""
     return partial(_trace, device, config.profile.memory)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
-from common.config.schema import RunConfig
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.run_folder import owned_folder
 from common.training.data import open_data
@@ -21,10 +20,10 @@ from torch_gpt2.profile import make_trace
 ENGINES: dict[str, type[BaseEngine]] = {"native": Engine, "deepspeed": DeepSpeedEngine}
 
 
-def train(config: RunConfig, process: Process = ALONE) -> None:
+def train(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device, training=True)
-    at = Topology.from_config(config.parallel).coordinates(process.rank)
+    at = config.topology.coordinates(process.rank)
     data, config = open_data(config, rank=at.data)
     with (
         owned_folder(Path(config.output_dir), active=process.rank == 0),

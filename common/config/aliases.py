@@ -1,9 +1,14 @@
-"""Sections and keys of MindFormers' files that have another name here, so that its files are read as they are."""
+"""Keys of MindFormers' files that have another name here, so that its files are read as they are.
+
+``rename`` moves sections and keys of one file or one word of the command line. ``merge_aliases``
+combines what all of them say under two names.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
@@ -86,6 +91,126 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {heading}.{near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise ConfigError(f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """A key that is held against one of ours, and then left out."""
+
+    ours: str
+    merge: Callable[[Any, Any], Any]
+    """Their value and ours (None where it is left out) -> ours. Raises ValueError for a contradiction."""
+    values: tuple[Any, ...] = ()
+    """Values that it takes; empty where they are checked as those of our key."""
+    meaning: str = ""
+
+    @property
+    def description(self) -> str:
+        return self.meaning or f"Another name for {self.ours}."
+
+
+def _steps(theirs: Any, ours: Any) -> Any:
+    if ours not in (None, theirs):
+        raise ValueError("are two names of one number; make them equal or drop one")
+    return theirs
+
+
+def _optimizer_is_split(theirs: bool, ours: Any) -> Any:
+    if not theirs and ours:
+        raise ValueError("contradict each other; keep one of them")
+    return max(ours or 0, int(theirs)) if _is_stage(ours) else ours
+
+
+def _gradients_are_split(theirs: bool, ours: Any) -> Any:
+    if theirs and not ours:
+        raise ValueError("contradict each other; set parallel.enable_parallel_optimizer=true, or leave the second out")
+    return max(ours, 2) if theirs and _is_stage(ours) else ours
+
+
+def _is_stage(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
+    if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
+        raise ValueError("do not go together: gradients are of the mean over the global batch; leave the second out")
+    return ours
+
+
+_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+
+
+def _target(theirs: str, ours: Any) -> Any:
+    if ours not in (None, "auto", _TARGETS[theirs]):
+        raise ValueError("differ; keep one of them")
+    return _TARGETS[theirs]
+
+
+ALIASES = {
+    "parallel.micro_batch_num": Alias(ours="train.accumulation_steps", merge=_steps),
+    "parallel.enable_parallel_optimizer": Alias(
+        ours="parallel.zero_stage",
+        merge=_optimizer_is_split,
+        values=(True, False),
+        meaning="Another name for parallel.zero_stage: true is 1 or higher, false 0.",
+    ),
+    "parallel.parallel_optimizer_config.gradient_accumulation_shard": Alias(
+        ours="parallel.zero_stage",
+        merge=_gradients_are_split,
+        values=(True, False),
+        meaning="Split the accumulated gradients too: another name for parallel.zero_stage=2.",
+    ),
+    "parallel.gradients_mean": Alias(
+        ours="parallel.parallel_mode",
+        merge=_gradients_of_the_mean,
+        values=(True, False),
+        meaning="Gradients are of the mean over the global batch. false is accepted in"
+        " parallel.parallel_mode 1 and 2, where it changes nothing.",
+    ),
+    "context.device_target": Alias(ours="device", merge=_target, values=tuple(_TARGETS)),
+}
+"""Keys that files and the command line may hold and the schema does not."""
+
+
+def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
+    """Take the aliases out of a whole config, in place.
+
+    Raises ConfigError where one contradicts our own key.
+    """
+    for name, alias in ALIASES.items():
+        path, ours = tuple(name.split(".")), tuple(alias.ours.split("."))
+        section = _section(tree, path[:-1])
+        theirs = section.pop(path[-1], None) if section is not None else None
+        if theirs is None:
+            continue
+        if alias.values and not any(type(theirs) is type(value) and theirs == value for value in alias.values):
+            raise ConfigError(f"{_places(sources, path)}{name}: expected {' or '.join(map(_shown, alias.values))}, found {theirs!r}")
+        for depth in range(1, len(ours)):
+            target = _section(tree, ours[: depth - 1])
+            if target is not None:
+                target.setdefault(ours[depth - 1], {})
+        target = _section(tree, ours[:-1])
+        if target is None:  # which the schema refuses
+            continue
+        written = target.get(ours[-1])
+        try:
+            merged = alias.merge(theirs, written)
+        except ValueError as fault:
+            said = f"{alias.ours}={_shown(written)}" if written is not None else f"no {alias.ours}"
+            raise ConfigError(f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}") from None
+        if merged != written:
+            target[ours[-1]] = merged
+            if path in sources:
+                sources[ours] = sources[path]
+
+
+def _places(sources: Sources, *paths: Path_) -> str:
+    found = dict.fromkeys(sources[path] for path in paths if path in sources)
+    return f"{' and '.join(found)}: " if found else ""
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _section(tree: Any, path: Path_) -> dict[Any, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from common.config.aliases import ALIASES
 from common.config.foreign_names import HERE, HERE_IN
 from common.config.hints import hint, nearest_keys, schema_keys
 from common.config.schema import RunConfig
@@ -26,6 +27,9 @@ def explain_key(asked: str) -> str:
     if asked in keys:
         return _explained(asked)
     name = asked.rpartition(".")[2]
+    alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
+    if alias is not None:
+        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
     here = HERE_IN.get(asked) or HERE.get(name)
     if here is not None:
         found = [word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys]
@@ -103,6 +107,8 @@ def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     facts = {"type": " or ".join(_types(node, root)), "default": "left out" if default == "null" else default}
     if allowed:
         facts["allowed"] = "; ".join(allowed)
+    if "backend" in node:
+        facts["backend"] = f"{node['backend']} only"
     return facts | {"meaning": _text(node.get("description", ""))}
 
 

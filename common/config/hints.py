@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config.aliases import Path_, Sources
+from common.config.aliases import ALIASES, Path_, Sources
 from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.schema import RunConfig
 
@@ -60,7 +60,7 @@ def key_for_flag(name: str, value: str) -> str | None:
 
 def nearest_keys(dotted: str) -> list[str]:
     """Keys like this one: in its section, else those of just this name in others, else a whole key that differs by a letter or two."""
-    keys = schema_keys()
+    keys = schema_keys() | dict.fromkeys(ALIASES, False)
     section, _, name = dotted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_SAME_SECTION):

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from common.config.aliases import Path_, Sources, rename, rename_keys
+from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
 from common.config.hints import explain
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
@@ -34,18 +34,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError naming file, line and key of each fault.
     """
+    return build_config(*read_config(path, overrides))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
+    """Return what the files and the command line say, not yet checked, and where each key was read."""
     tree, sources = _read_with_bases(Path(path), (), {})
     for word in overrides:
         _override(tree, sources, word)
-    return build_config(tree, sources)
+    return tree, sources
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
     """Validate a plain mapping. ``sources`` says where each key was read, for error messages."""
+    whole, places = copy.deepcopy(dict(tree)), dict(sources or {})
+    merge_aliases(whole, places)
     try:
-        return RunConfig.model_validate(tree)
+        return RunConfig.model_validate(whole)
     except ValidationError as error:
-        lines = [explain(fault, sources or {}) for fault in error.errors()]
+        lines = [explain(fault, places) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 

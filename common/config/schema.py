@@ -48,8 +48,23 @@ PRECISION_PRESETS: dict[str, dict[str, str]] = {
 }
 
 
+MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
+"""Marks a key that only backend mindspore has."""
+COMPILED = Field(json_schema_extra={"backend": "mindspore", "parallel_mode": "1 or 2"})
+"""Marks a key that only graphs have that MindSpore's compiler splits."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def changed(self, mark: str) -> list[str]:
+        """Return the keys with this mark that have another value than their default."""
+        found = []
+        for name, field in type(self).model_fields.items():
+            marks = field.json_schema_extra
+            if isinstance(marks, dict) and mark in marks and getattr(self, name) != field.default:
+                found.append(name)
+        return found
 
 
 def _float_name(value: Any) -> Any:
@@ -121,13 +136,13 @@ class TrainConfig(Section):
     """Micro batches per device and optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
-    mp_comm_recompute: bool = True
+    mp_comm_recompute: Annotated[bool, COMPILED] = True
     """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: repeat the communication too."""
-    parallel_optimizer_comm_recompute: bool = False
+    parallel_optimizer_comm_recompute: Annotated[bool, MINDSPORE] = False
     """A switch of MindFormers' that MindSpore 2.10 takes no notice of: true is refused. parallel.zero_stage=3 is what it did."""
-    recompute_slice_activation: bool = False
+    recompute_slice_activation: Annotated[bool, COMPILED] = False
     """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: split what is kept over the tensor-parallel ranks."""
-    sink_size: Annotated[int, Field(gt=0, le=100)] = 1
+    sink_size: Annotated[int, Field(gt=0, le=100), MINDSPORE] = 1
     """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits for them."""
     compile: bool = False
     """Compile the model (torch.compile); the first step then takes about a minute."""
@@ -264,8 +279,6 @@ class ParallelOptimizerConfig(Section):
 
     parallel_optimizer_threshold: NonNegative = 64
     """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay whole."""
-    gradient_accumulation_shard: bool = False
-    """Split the accumulated gradients too: another name for zero_stage 2."""
 
 
 class StrategyFileConfig(Section):
@@ -286,8 +299,6 @@ class ParallelConfig(Section):
     """Ranks that split every layer (tensor parallel)."""
     pipeline_stage: Count = 1
     """Ranks that split the stack of layers (pipeline parallel)."""
-    micro_batch_num: Count | None = None
-    """Another name for train.accumulation_steps."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
@@ -303,7 +314,7 @@ class ParallelConfig(Section):
     strategy: Literal["ddp", "parameter_server", "horovod"] = "ddp"
     """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on one that updates and hands out
     the weights (DataParallel), horovod does as ddp with Horovod."""
-    parallel_mode: (
+    parallel_mode: Annotated[
         Annotated[
             Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"],
             BeforeValidator(
@@ -311,30 +322,27 @@ class ParallelConfig(Section):
                 json_schema_input_type=Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel", 0, 1, 2, 3],
             ),
         ]
-        | None
-    ) = None
+        | None,
+        MINDSPORE,
+    ] = None
     """On MindSpore, who splits the work: data_parallel (0) and hybrid_parallel (3) our own collectives, semi_auto_parallel (1) MindSpore's
     compiler after our plan, auto_parallel (2) the compiler alone. 1 and 2 are for Ascend; left out, 1 there and 3 elsewhere."""
-    enable_parallel_optimizer: bool | None = None
-    """Another name for zero_stage: true is 1, false 0."""
-    parallel_optimizer_config: ParallelOptimizerConfig = ParallelOptimizerConfig()
+    parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = ParallelOptimizerConfig()
     """Of modes 1 and 2."""
-    vocab_emb_dp: bool = False
+    vocab_emb_dp: Annotated[bool, COMPILED] = False
     """In modes 1 and 2: every tensor-parallel rank holds the whole embedding table; with a pipeline the ranks split it all the same."""
-    gradient_aggregation_group: Count = 4
+    gradient_aggregation_group: Annotated[Count, COMPILED] = 4
     """In modes 1 and 2: groups of neighbouring blocks whose gradients are communicated at once."""
-    full_batch: bool | None = None
+    full_batch: Annotated[bool | None, COMPILED] = None
     """In modes 1 and 2: every rank reads the whole batch (true, also when left out), or only what its data-parallel rank sees."""
-    gradients_mean: bool = True
-    """Gradients are of the mean over the global batch, in every mode; false changes nothing in modes 1 and 2 and is refused in others."""
-    enable_alltoall: bool = False
+    enable_alltoall: Annotated[bool, COMPILED] = False
     """In modes 1 and 2: the compiler may change layouts by AllToAll."""
-    search_mode: Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None = None
+    search_mode: Annotated[Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None, COMPILED] = None
     """How auto_parallel looks for splits. sharding_propagation, also when left out, starts from our plan; a run ends at its start where one
     of the others finds other parts of parameters than the plan's, which checkpoints and the gradient norm need."""
-    micro_batch_interleave_num: Count = 1
+    micro_batch_interleave_num: Annotated[Count, COMPILED] = 1
     """In modes 1 and 2: parts of a micro batch whose communication and computation overlap."""
-    strategy_ckpt_config: StrategyFileConfig = StrategyFileConfig()
+    strategy_ckpt_config: Annotated[StrategyFileConfig, COMPILED] = StrategyFileConfig()
     """Of modes 1 and 2."""
 
 
@@ -354,7 +362,7 @@ class CheckpointConfig(Section):
     """Weights to start from (finetune): the folder of a checkpoint or of a run."""
     load: Text | None = None
     """Weights to evaluate or generate with; the newest of output_dir when left out, else init_from."""
-    ckpt_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None = None
+    ckpt_prefix: Annotated[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE] = None
     """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank}, as MindFormers names them."""
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
@@ -438,7 +446,7 @@ class ExportConfig(Section):
     format: Literal["safetensors", "mindir"] | None = None
     """safetensors: its weights as one file, whichever ranks wrote it, on either backend; mindir: a program, on MindSpore. When left out,
     mindir on mindspore and safetensors on torch."""
-    batch_size: Count | None = None
+    batch_size: Annotated[Count | None, MINDSPORE] = None
     """Of mindir: sequences at once that the files take; any number when left out."""
 
 
@@ -497,27 +505,27 @@ class DeepSpeedConfig(Section):
 
 
 class ContextConfig(Section):
-    """How the device is used, in MindFormers' words. On torch, device_target, device_id and max_device_memory alone."""
+    """How the device is used, in MindFormers' words. On torch, device_id and max_device_memory only."""
 
-    mode: Annotated[Literal["graph", "pynative"], BeforeValidator(_mode, json_schema_input_type=Literal["graph", "pynative", 0, 1])] = (
-        "graph"
-    )
+    mode: Annotated[
+        Literal["graph", "pynative"],
+        BeforeValidator(_mode, json_schema_input_type=Literal["graph", "pynative", 0, 1]),
+        MINDSPORE,
+    ] = "graph"
     """graph (0) compiles a step whole; pynative (1) runs operator by operator, for debugging."""
-    device_target: Literal["Ascend", "GPU", "CPU"] | None = None
-    """Another name for device."""
     device_id: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Which of this machine's devices."""
     max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
     """Most memory to take of an accelerator, such as 30GB."""
-    max_call_depth: Annotated[int, Field(ge=1000, le=1_000_000)] = 10000
+    max_call_depth: Annotated[int, Field(ge=1000, le=1_000_000), MINDSPORE] = 10000
     """Deepest nesting of calls in a graph."""
-    save_graphs: bool = False
+    save_graphs: Annotated[bool, MINDSPORE] = False
     """Write the compiled graphs into save_graphs_path."""
-    save_graphs_path: Text | None = None
+    save_graphs_path: Annotated[Text | None, MINDSPORE] = None
     """Folder for save_graphs; graph in output_dir when left out."""
-    enable_graph_kernel: bool = False
+    enable_graph_kernel: Annotated[bool, MINDSPORE] = False
     """Fuse neighbouring operators into one kernel (Ascend and GPU)."""
-    graph_kernel_flags: Text | None = None
+    graph_kernel_flags: Annotated[Text | None, MINDSPORE] = None
     """MindSpore's settings of that fusion."""
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
 from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
@@ -49,7 +49,7 @@ def _find(folder: Path) -> Path:
     return folder / parts[0] / FILE
 
 
-def read_config(file: Path) -> ModelConfig:
+def read_config(file: Path) -> ResolvedModel:
     """Of the weights ``file``: model.yaml beside it, else the YAML of FleetX that has a section Model, there or in the folder above.
 
     FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says the true number.
@@ -80,7 +80,7 @@ def _section(path: Path) -> dict[str, Any] | None:
     return section if isinstance(section, dict) else None
 
 
-def _model(path: Path, words: dict[str, Any]) -> ModelConfig:
+def _model(path: Path, words: dict[str, Any]) -> ResolvedModel:
     if missing := [name for name in _NEEDED if words.get(name) is None]:
         raise ConfigError(f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base")
     dropout = words.get("hidden_dropout_prob", 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.log import LOG
 
 _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
@@ -16,7 +16,7 @@ _NARROW_HEAD_WIDTHS = (16, 32, 64)
 """In models of less width than _NARROW."""
 
 
-def warn_of_heads(path: Path, model: ModelConfig) -> None:
+def warn_of_heads(path: Path, model: ResolvedModel) -> None:
     """Any number of heads that divides the width fits the shapes: a wrong one shows in nothing but how unusual it is."""
     width, heads = model.hidden_size, model.num_heads
     sizes = _NARROW_HEAD_WIDTHS if width < _NARROW else _HEAD_WIDTHS

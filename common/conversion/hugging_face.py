@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.tokenizer_files import end_of_text
 from common.conversion.weights import Weights, check_tied, checked_model, export_names, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
@@ -70,7 +70,7 @@ def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
         yield _weights(file, stored, name_map, model)
 
 
-def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConfig) -> Weights:
+def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ResolvedModel) -> Weights:
     table = name_map.rows(0)[0].theirs
     ignored = {name: "causal mask of an old file" for name in stored if name_map.ignores(name)}
     tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
@@ -81,7 +81,7 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
     return Weights(path=path, format="hf", model=model, tensors=import_names(stored.path, name_map, tensors, model), ignored=ignored)
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ResolvedModel:
     """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that computes what ours does."""
     if not os.path.lexists(path):
         raise ConfigError(f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights")
@@ -111,7 +111,7 @@ def read_config(path: Path) -> ModelConfig:
     return checked_model(path, {**sizes, "max_positions": sizes["seq_length"], **dropout, **rest})
 
 
-def write_config(path: Path, model: ModelConfig, dtype: str, end_of_text: int | None) -> None:
+def write_config(path: Path, model: ResolvedModel, dtype: str, end_of_text: int | None) -> None:
     """end_of_text: of the tokenizer, as far as known; transformers would take 50256 for any vocabulary."""
     words = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "tie_word_embeddings": True,

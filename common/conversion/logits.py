@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.load import build_config
-from common.config.schema import ModelConfig, RunConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.weights import Weights
 from common.errors import CheckpointError, GPT2Error
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
 
-Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.float32]]
+Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[np.float32]]
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
 NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
@@ -47,7 +48,7 @@ def compare_logits(
         reason = f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
     if reason:
         return {"compared": False, "reason": reason}
-    ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions or 1, 32)))
+    ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions, 32)))
     expected, found = (_run(runners, format, weights, ids) for format, weights in ((source_format, source), (target_format, target)))
     if not np.isfinite(expected).all():
         return {"compared": False, "reason": "those of the source are not finite"}
@@ -79,7 +80,7 @@ def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDAr
         ) from error
 
 
-def config_of(model: ModelConfig, folder: Path) -> RunConfig:
+def config_of(model: ResolvedModel, folder: Path) -> ResolvedRun:
     """What a backend needs to open a model on a CPU."""
     needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
     tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.megatron_shards import (
     FILE,
     RankTensors,
@@ -139,7 +139,7 @@ def _tied_head(folder: Path, name_map: NameMap, ranks: RankTensors) -> dict[str,
     return {str(head): f"the head, which is {table}"}
 
 
-def _read_config(shards: Shards, rows: int) -> tuple[ModelConfig, dict[str, Any] | None, dict[str, str]]:
+def _read_config(shards: Shards, rows: int) -> tuple[ResolvedModel, dict[str, Any] | None, dict[str, str]]:
     """The model, where its run stood as far as a model.yaml tells, and what else to tell. rows: of the padded embedding."""
     path, args = shards.first.path, vars(shards.args)
     told = {}

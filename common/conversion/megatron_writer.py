@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.megatron_shards import FILE, TRACKER
 from common.conversion.model_yaml import write_model_yaml
 from common.conversion.weights import Weight, Weights, to_type
@@ -108,7 +108,7 @@ class _Leaves:
         return leaf
 
 
-def _padded_shape(name: str, shape: tuple[int, ...], model: ModelConfig, tensor: int) -> tuple[int, ...]:
+def _padded_shape(name: str, shape: tuple[int, ...], model: ResolvedModel, tensor: int) -> tuple[int, ...]:
     return (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *shape[1:]) if name == EMBEDDING else shape
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.weights import Weights, checked_model, checked_run
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -16,7 +16,7 @@ from common.yaml_files import dump_yaml, read_yaml_mapping
 MODEL_YAML = "model.yaml"
 
 
-def read_model_yaml(path: Path) -> tuple[ModelConfig, dict[str, Any] | None]:
+def read_model_yaml(path: Path) -> tuple[ResolvedModel, dict[str, Any] | None]:
     """Return the section model, and the section run where there is one. Raises ConfigError."""
     if not os.path.lexists(path):
         raise ConfigError(

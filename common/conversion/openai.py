@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
@@ -56,7 +56,7 @@ def _without_width(tensor: FileTensor) -> FileTensor:
     return replace(tensor, shape=tensor.shape[1:]) if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ResolvedModel:
     """Return the sizes that hparams.json says. Raises ConfigError."""
     if not os.path.lexists(path):
         raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common.config.resolved import ResolvedModel, resolve_model
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
@@ -45,7 +46,7 @@ class Weights:
 
     path: Path
     format: str
-    model: ModelConfig
+    model: ResolvedModel
     tensors: Mapping[str, Weight]
     """All parameters by our names, in the order of ``parameter_shapes``."""
     moments: Mapping[str, Weight] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Weights:
         return replace(self, tensors=tensors, moments=moments)
 
 
-def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
+def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
     """Raises ConfigError where it describes no model."""
     try:
         model = ModelConfig.model_validate(section)
@@ -93,9 +94,7 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file")
     if model.hidden_size % model.num_heads:
         raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
-    inner, positions = model.ffn_hidden_size or 4 * model.hidden_size, model.max_positions or model.seq_length
-    unsaid = [name for name in ("embedding_dropout", "attention_dropout", "hidden_dropout") if getattr(model, name) is None]
-    return model.model_copy(update={"ffn_hidden_size": inner, "max_positions": positions, **dict.fromkeys(unsaid, model.dropout)})
+    return resolve_model(model)
 
 
 class _Checked(BaseModel):
@@ -193,12 +192,12 @@ def checked_run(path: Path, words: Any) -> dict[str, Any]:
     )
 
 
-def moment_shapes(model: ModelConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
+def moment_shapes(model: ResolvedModel, optimizer: str) -> dict[str, tuple[int, ...]]:
     """Those of ``Weights.moments``."""
     return {f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in STATE_NAMES[optimizer]}
 
 
-def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ModelConfig) -> dict[str, Weight]:
+def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ResolvedModel) -> dict[str, Weight]:
     """The moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
     optimizer = run["config"]["optimizer"]["name"]
     expected = moment_shapes(model, optimizer)
@@ -232,7 +231,7 @@ def import_names(
     path: Path,
     name_map: NameMap,
     stored: Mapping[str, TensorKind],
-    model: ModelConfig,
+    model: ResolvedModel,
     *,
     prefix: str = "",
     suffix: str = "",
@@ -268,7 +267,7 @@ def import_names(
     return {name + suffix: weights[name + suffix] for name in shapes}
 
 
-def padding_of(name_map: NameMap, stored: Mapping[str, TensorKind], model: ModelConfig) -> dict[str, str]:
+def padding_of(name_map: NameMap, stored: Mapping[str, TensorKind], model: ResolvedModel) -> dict[str, str]:
     """What ``import_names`` leaves out of the embedding, and why."""
     table = next(row.theirs for row in name_map.outside if row.ours == (EMBEDDING,))
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
@@ -282,7 +281,7 @@ def _loader(
 
 
 def export_names(
-    name_map: NameMap, tensors: Mapping[str, Weight], model: ModelConfig, dtype: str | None, *, prefix: str = "", suffix: str = ""
+    name_map: NameMap, tensors: Mapping[str, Weight], model: ResolvedModel, dtype: str | None, *, prefix: str = "", suffix: str = ""
 ) -> Iterator[tuple[str, TensorKind, Callable[[], NDArray[Any]]]]:
     """Name, kind and how to make it, of each tensor of another format, from ``tensors`` by our names. dtype: of all; as they are when left
     out. prefix and suffix: as in ``import_names``."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile
 from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow
+from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
@@ -28,11 +28,11 @@ class LambadaTask:
     rows: list[ScoredRow]
     cut: int
     """Passages longer than the window, whose beginning is left out."""
-    config: RunConfig
+    config: ResolvedRun
     unit = "passage"
 
     @classmethod
-    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: RunConfig) -> LambadaTask:
+    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> LambadaTask:
         """Raises DataError for a plain text, a passage of one word, and a last word that alone fills the window."""
         if not file.is_json:
             raise DataError(f'{file.path}: is plain text; LAMBADA is read from JSON Lines, {{"text": "..."}} for each passage')

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.files import atomic_write
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class EvaluationResult:
     lines: list[str]
 
 
-def report(config: RunConfig, checkpoint: Path, result: EvaluationResult) -> None:
+def report(config: ResolvedRun, checkpoint: Path, result: EvaluationResult) -> None:
     """Write the result into the run folder, and print it."""
     target = Path(config.output_dir) / result.file_name
     # JSON has no word for infinity, which is the perplexity of an untrained model on long words.

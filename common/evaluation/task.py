@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.schema import EvaluationConfig, RunConfig
+from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import read_evaluation_file
@@ -14,6 +14,7 @@ from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
 from common.launcher.heartbeat import beat
+from common.parallel.resolved_run import ResolvedRun
 from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import perplexity
 
@@ -25,8 +26,8 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 """What each task reads of EvaluationConfig; the rest is refused, not ignored."""
 
 
-def open_task(config: RunConfig, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, RunConfig]:
-    """The task of a resolved config, its file read; also settles the vocabulary. rank: data-parallel rank, of validation windows.
+def open_task(config: ResolvedRun, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
+    """Read the file of the task and settle the vocabulary. rank: data-parallel rank, of validation windows.
 
     Raises ConfigError, TokenizerError.
     """
@@ -61,7 +62,7 @@ def _check_settings(config: EvaluationConfig) -> None:
 class ValidationTask:
     """Loss on the validation windows of the data, which an engine sums as it does while training."""
 
-    config: RunConfig
+    config: ResolvedRun
     data: TrainingData
 
     @property

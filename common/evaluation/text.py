@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from common.config.schema import RunConfig
 from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile
 from common.evaluation.detokenize import DETOKENIZERS
 from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
+from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
@@ -39,11 +39,11 @@ class TextTask:
     """False when evaluation.max_samples left windows out."""
     scored_bytes: int
     """UTF-8 bytes to which the scored tokens belong: of the whole texts, or where windows were left out, of these tokens; 0 if unknown."""
-    config: RunConfig
+    config: ResolvedRun
     unit = "window"
 
     @classmethod
-    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: RunConfig) -> TextTask:
+    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> TextTask:
         """Raises DataError for a plain text of one token."""
         detokenize = DETOKENIZERS[config.evaluation.detokenize]
         texts = [detokenize(text) for text in file.texts]

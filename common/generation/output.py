@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from common.config.schema import PredictConfig, RunConfig
+from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 
 
-def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer) -> None:
+def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: ResolvedRun, tokenizer: Tokenizer) -> None:
     """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when the file cannot be written."""
     settings = config.predict
     if settings.output_file and Path(settings.output_file).exists() and not Path(settings.output_file).is_file():

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
+from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
 from common.tokenizer import Tokenizer
 
@@ -22,17 +22,16 @@ class Prompt:
     """Most tokens to add."""
 
 
-def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model together with what is to be added.
 
     Raises ConfigError or DataError, with the line of a file.
     """
     positions = config.model.max_positions
-    assert positions is not None
     return [_encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)]
 
 
-def given_prompts(config: RunConfig) -> list[tuple[str, str]]:
+def given_prompts(config: ResolvedRun) -> list[tuple[str, str]]:
     """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises ConfigError or DataError."""
     settings = config.predict
     found = [("predict.prompt", text) for text in settings.prompt]
@@ -73,7 +72,7 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         yield where, text
 
 
-def _encode(text: str, where: str, config: RunConfig, tokenizer: Tokenizer, positions: int) -> Prompt:
+def _encode(text: str, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int) -> Prompt:
     ids = tokenizer.encode(text, allow_special=True).tolist()  # as transformers' tokenizer does
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")

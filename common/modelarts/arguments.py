@@ -135,7 +135,7 @@ def mindformers_words(words: Sequence[str]) -> list[str]:
 def _means_mindspore(words: Sequence[str]) -> bool:
     """Whether the words or the YAML ask for an Ascend, and neither names a backend. A YAML that names torch wins, with a remark."""
     # not above: --help of run_gpt2.py, which imports this file, loads no library
-    from common.config.load import load_config
+    from common.config.load import build_config, read_config
     from common.log import LOG
 
     if any(re.match("(--)?backend(=|$)", word) for word in words):
@@ -144,10 +144,11 @@ def _means_mindspore(words: Sequence[str]) -> bool:
     asked += [_value_of(name, words) or "" for name in ("device_target", "context.device_target")]
     name = _value_of("config", words) or ""
     try:
-        config = load_config(name if Path(name).is_file() else ROOT / name)
+        tree, sources = read_config(name if Path(name).is_file() else ROOT / name)
+        config = build_config(tree, sources)
     except ConfigError:  # it is read again, and the error said, where the other words are known
         return "Ascend" in asked
-    if "Ascend" not in (asked if any(asked) else [config.context.device_target]):
+    if "Ascend" not in (asked if any(asked) else [(tree.get("context") or {}).get("device_target")]):
         return False
     if "backend" not in config.model_fields_set:
         return True

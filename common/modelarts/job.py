@@ -11,10 +11,10 @@ from common.cluster.places import HERE, Placement, RankPlacement, places_of_tabl
 from common.cluster.rank_environment import FOREIGN, interface_of, is_own, make_rendezvous
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
 from common.modelarts.files import local_folder
+from common.parallel.resolved_run import ResolvedRun
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
@@ -65,7 +65,7 @@ def must_start_ranks(environ: Mapping[str, str]) -> bool:
     return _device_count(environ) > 1 or len(_host_names(environ)) > 1
 
 
-def start_ranks(command: tuple[str, ...], config: RunConfig, environ: Mapping[str, str]) -> int:
+def start_ranks(command: tuple[str, ...], config: ResolvedRun, environ: Mapping[str, str]) -> int:
     """Start ``command`` for each device of this host and wait for all; their common exit code.
 
     Raises ConfigError and DataError where the platform's variables contradict each other.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import Role, local_shape, padded_shapes, role_of, slice_of
-from common.parallel.topology import Coordinates, Topology
+from common.parallel.topology import Coordinates
 from common.weights.arrays import NUMPY_TYPES
 from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
@@ -28,12 +28,12 @@ class Strategy:
     output: Parts | None = None
 
 
-def operator_strategies(config: RunConfig) -> dict[str, Strategy]:
-    """Operator of the training graph -> its strategy; ``h.*`` stands for every block. Needs a resolved config.
+def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
+    """Operator of the training graph -> its strategy; ``h.*`` stands for every block.
 
     Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V); B, T, C, nh, hs and V as in the models.
     """
-    at = Topology.from_config(config.parallel)
+    at = config.topology
     data, tensor = at.data, at.tensor
     rows = data * tensor if config.parallel.sequence_parallel else data
     heads, stream = (data, tensor, 1, 1), (rows, 1)
@@ -71,7 +71,7 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
     return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
 
 
-def _loss(config: RunConfig, data: int, tensor: int) -> dict[str, Strategy]:
+def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
     """Rows of a whole vocabulary are split over all ranks of a stage, so that none computes another's logits."""
     columns = tensor if splits_vocabulary(config) else 1
     rows = data * tensor // columns
@@ -92,16 +92,16 @@ def _loss(config: RunConfig, data: int, tensor: int) -> dict[str, Strategy]:
     }
 
 
-def splits_vocabulary(config: RunConfig) -> bool:
+def splits_vocabulary(config: ResolvedRun) -> bool:
     """Whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2. With a pipeline they always do, as in
     MindFormers r0.3, which then takes ``vocab_emb_dp`` for false and says nothing."""
     parallel = config.parallel
     return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
 
 
-def stage_of(name: str, config: RunConfig) -> int:
+def stage_of(name: str, config: ResolvedRun) -> int:
     """Pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     if name == "embed":
         return 0
     if name == "head":
@@ -109,7 +109,7 @@ def stage_of(name: str, config: RunConfig) -> int:
     return topology.stage_of_layer(int(name.removeprefix("h.")), config.model.num_layers)
 
 
-def fusion_of(layer: int, config: RunConfig) -> int:
+def fusion_of(layer: int, config: ResolvedRun) -> int:
     """Number of the group, from 1, with which a block's gradients are communicated. With a pipeline there is one, as in MindFormers:
     gradients are communicated once, after the last micro batch."""
     if config.parallel.pipeline_stage > 1:
@@ -117,7 +117,7 @@ def fusion_of(layer: int, config: RunConfig) -> int:
     return layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
 
 
-def stages_of_parameter(name: str, config: RunConfig) -> tuple[int, ...]:
+def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
     """Pipeline stages that use a parameter; the first of them holds it."""
     if name == EMBEDDING:
         return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
@@ -126,7 +126,7 @@ def stages_of_parameter(name: str, config: RunConfig) -> tuple[int, ...]:
     return (stage_of("head" if name.startswith("ln_f") else "embed", config),)
 
 
-def splits_state(name: str, config: RunConfig) -> bool:
+def splits_state(name: str, config: ResolvedRun) -> bool:
     """Whether ZeRO splits a parameter, with its state, over data-parallel ranks.
 
     Not what has too few rows, is too small to be worth it, or is whole on every tensor-parallel rank; nor the embedding that a pipeline's
@@ -142,13 +142,13 @@ def splits_state(name: str, config: RunConfig) -> bool:
     return shape[0] % _shards(config) == 0 and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
 
 
-def held_shape(name: str, config: RunConfig) -> tuple[int, ...]:
+def held_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
     """What one rank holds of a parameter, padding included."""
     rows, *others = _local_shape(name, config)
     return (rows // _shards(config) if splits_state(name, config) else rows, *others)
 
 
-def held_slice(name: str, config: RunConfig, at: Coordinates) -> TensorSlice:
+def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
     """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel ranks, then over those of ZeRO."""
     shards = _shards(config) if splits_state(name, config) else 1
     tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
@@ -156,29 +156,29 @@ def held_slice(name: str, config: RunConfig, at: Coordinates) -> TensorSlice:
     return slice_of(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
 
 
-def owns(name: str, config: RunConfig, at: Coordinates) -> bool:
+def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
     """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold the same part, one does."""
     shards = _shards(config) if splits_state(name, config) else 1
     first = stages_of_parameter(name, config)[0]
     return at.pipeline == first and at.data < shards and (at.tensor == 0 or _is_split(name, config))
 
 
-def copies_of(name: str, config: RunConfig) -> int:
+def copies_of(name: str, config: ResolvedRun) -> int:
     """Ranks that hold the same part of a parameter as this one, itself among them."""
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     data = topology.data // (_shards(config) if splits_state(name, config) else 1)
     return data * (1 if _is_split(name, config) else topology.tensor)
 
 
-def _local_shape(name: str, config: RunConfig) -> tuple[int, ...]:
+def _local_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
     tensor = config.parallel.model_parallel if _is_split(name, config) else 1
     return local_shape(name, padded_shapes(config)[name], tensor)
 
 
-def _is_split(name: str, config: RunConfig) -> bool:
+def _is_split(name: str, config: ResolvedRun) -> bool:
     role = role_of(name)
     return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
 
 
-def _shards(config: RunConfig) -> int:
-    return config.parallel.shard_size or config.parallel.data_parallel or 1
+def _shards(config: ResolvedRun) -> int:
+    return config.parallel.shard_size or config.parallel.data_parallel

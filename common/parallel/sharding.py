@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection
 from enum import StrEnum
 
-from common.config.schema import ParallelConfig, RunConfig
-from common.parallel.batch import pad_vocabulary
+from common.config.resolved import ResolvedParallel
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Coordinates, Topology
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import TensorSlice
@@ -57,14 +57,9 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
     return (*shape[:dim], shape[dim] // tensor, *shape[dim + 1 :])
 
 
-def padded_vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding table under the config's tensor-parallel size."""
-    return pad_vocabulary(config.model.vocab_size, config.model.vocab_multiple, config.parallel.model_parallel)
-
-
-def padded_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, the embedding with the rows that pad it. Needs a resolved config."""
-    return parameter_shapes(config.model) | {EMBEDDING: (padded_vocabulary(config), config.model.hidden_size)}
+def padded_shapes(config: ResolvedRun) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, the embedding with the rows that pad it."""
+    return parameter_shapes(config.model) | {EMBEDDING: (config.vocab_rows, config.model.hidden_size)}
 
 
 def slice_of(
@@ -84,8 +79,8 @@ def slice_of(
     return TensorSlice(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
 
 
-def slices_of_rank(config: RunConfig, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
-    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it updates. Needs a resolved config."""
+def slices_of_rank(config: ResolvedRun, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
+    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it updates."""
     shards = _shards(config.parallel, topology)
     return {
         name: slice_of(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
@@ -94,7 +89,7 @@ def slices_of_rank(config: RunConfig, topology: Topology, at: Coordinates, names
     }
 
 
-def owns(parallel: ParallelConfig, topology: Topology, at: Coordinates, name: str) -> bool:
+def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:
     """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient norm and in a checkpoint; of the ranks
     that hold the same part, one does."""
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
@@ -102,6 +97,6 @@ def owns(parallel: ParallelConfig, topology: Topology, at: Coordinates, name: st
     return at.data < _shards(parallel, topology) and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)
 
 
-def _shards(parallel: ParallelConfig, topology: Topology) -> int:
+def _shards(parallel: ResolvedParallel, topology: Topology) -> int:
     """Ranks of the data axis over which a parameter is split."""
     return (parallel.shard_size or topology.data) if parallel.zero_stage else 1

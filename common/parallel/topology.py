@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
@@ -58,23 +57,6 @@ class Topology:
     """The second stages of the ranks run back from the last rank to the first."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each stage; None for equally many."""
-
-    @classmethod
-    def from_config(cls, parallel: ParallelConfig) -> Topology:
-        """The layout as written; a ``data_parallel`` that nothing has derived yet is 1. Raises ConfigError where virtual stages and the
-        schedule contradict each other, and for more stages than MAX_STAGES."""
-        virtual = _virtual_stages(parallel)
-        if parallel.pipeline_stage * virtual > MAX_STAGES:
-            times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
-            raise ConfigError(f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the most here; lower it")
-        return cls(
-            data=parallel.data_parallel or 1,
-            tensor=parallel.model_parallel,
-            pipeline=parallel.pipeline_stage,
-            virtual=virtual,
-            v_shape=parallel.pipeline_schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
-            stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
-        )
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
@@ -195,17 +177,3 @@ class Topology:
             raise ConfigError(
                 f"parallel.stage_layers={list(split)} add up to {sum(split)}, but model.num_layers={num_layers}; make them agree"
             )
-
-
-def _virtual_stages(parallel: ParallelConfig) -> int:
-    schedule, given = parallel.pipeline_schedule, parallel.virtual_stages
-    if schedule in ("gpipe", "1f1b"):
-        if given is not None and given > 1:
-            raise ConfigError(
-                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage; choose"
-                " pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
-            )
-        return 1
-    if schedule == "zbv_zero_bubble" and given not in (None, 2):
-        raise ConfigError(f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank; leave virtual_stages out")
-    return (given or 2) if parallel.pipeline_stage > 1 else 1

@@ -10,7 +10,7 @@ from common.accelerators import Accelerator
 from common.cluster.places import HERE, Placement, places_of_table
 from common.cluster.rank_environment import DEFAULT_PORT, given_port, make_rendezvous, rank_command, rank_variables, shell_text
 from common.cluster.rank_table import RankTable, remarks
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import describe_plan, make_plan
 
@@ -23,7 +23,7 @@ def places_of_plan(table: RankTable) -> Placement:
 
 
 def describe_cluster(
-    config: RunConfig,
+    config: ResolvedRun,
     places: Placement,
     *,
     config_path: Path,
@@ -33,7 +33,7 @@ def describe_cluster(
     environ: Mapping[str, str],
     device: Accelerator | None = None,
 ) -> str:
-    """The plan of a resolved config on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
+    """The plan of a run on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
     the first rank of each host, or of every rank. device: whose step time to estimate."""
     plan = make_plan(config)
     lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device), "Checks of the cluster:"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sizes import BYTES
 from common.parallel.topology import GroupKind, Topology
-from common.planner.activations import BYTES, Sizes
 from common.planner.memory import is_fully_sharded, keeps_whole_gradients, shard_ranks, units_of
 
 
@@ -43,9 +43,9 @@ def all_gather(size: float, ranks: int) -> float:
     return (ranks - 1) / ranks * size
 
 
-def traffic_of(config: RunConfig, topology: Topology, place: int) -> Traffic:
-    """Of the pipeline rank at this place. Needs a resolved config."""
-    micro_batches, sizes = config.train.accumulation_steps or 1, Sizes.of(config)
+def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
+    """Of the pipeline rank at this place."""
+    micro_batches, sizes = config.train.accumulation_steps, config.sizes
     within = micro_batches * _within_layers(config, topology, place)
     neighbours = sum(_sends(topology, stage, other) for stage in topology.stages_of(place) for other in (stage - 1, stage + 1))
     embedding = 0.0
@@ -69,11 +69,11 @@ def _sends(topology: Topology, stage: int, other: int) -> bool:
     return 0 <= other < topology.stages and topology.place_of_stage(stage) != topology.place_of_stage(other)
 
 
-def _within_layers(config: RunConfig, topology: Topology, place: int) -> float:
+def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float:
     """Of one micro batch. A block sums activations twice in its forward pass and gradients twice in its backward pass (Megatron, arXiv
     1909.08053, section 3); a gather and a reduce-scatter each take as much (arXiv 2205.05198, section 4.2.2). Recomputing a block
     repeats attention's sum alone, since the last one leaves nothing to the backward pass, but with sequence parallel both gathers."""
-    ranks, sizes = topology.tensor, Sizes.of(config)
+    ranks, sizes = topology.tensor, config.sizes
     if ranks == 1:
         return 0.0
     one = all_reduce(sizes.region, ranks)
@@ -88,20 +88,20 @@ def _within_layers(config: RunConfig, topology: Topology, place: int) -> float:
     return total
 
 
-def _whole_parameters(config: RunConfig, topology: Topology, place: int) -> float:
+def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> float:
     """Gradients of parameters that are whole on every tensor-parallel rank, which has seen a part of the sequence, once a step."""
     elements = sum(unit.replicated * unit.count for unit in units_of(config, topology, place))
     return all_reduce(4 * elements, topology.tensor) / (shard_ranks(config) if is_fully_sharded(config) else 1)
 
 
-def _data(config: RunConfig, topology: Topology, place: int) -> float:
+def _data(config: ResolvedRun, topology: Topology, place: int) -> float:
     """Without ZeRO an all-reduce of the gradients a step. With it the two halves of one (arXiv 1910.02054, section 7): a reduce-scatter of
     the gradients, a step or a micro batch, and a gather of the parameters a step, in stage 3 every micro batch, those of blocks for the
     forward and for the backward pass. With hybrid sharding the reduced parts are summed over the copies once a step."""
     ranks, cut, zero = topology.data, shard_ranks(config), config.parallel.zero_stage
     if ranks == 1:
         return 0.0
-    micro_batches = config.train.accumulation_steps or 1
+    micro_batches = config.train.accumulation_steps
     padded = is_fully_sharded(config)  # so that every rank's rows are equally many
     blocks, *others = (unit.count * (cut * unit.share(cut) if padded else unit.elements) for unit in units_of(config, topology, place))
     elements = blocks + sum(others)

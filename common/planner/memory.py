@@ -13,12 +13,14 @@ import math
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
-from common.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from common.config.resolved import ResolvedModel
+from common.config.schema import OptimizerConfig
 from common.parallel.pipeline import gradients_at_most, held_at_most
-from common.parallel.sharding import local_shape, padded_vocabulary, split_dim
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import local_shape, split_dim
+from common.parallel.sizes import BYTES
 from common.parallel.topology import Topology
 from common.planner import activations
-from common.planner.activations import BYTES, Sizes
 from common.weights.names import EMBEDDING, parameter_shapes
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -88,15 +90,15 @@ class Unit:
         return tuple((shape[0], math.prod(shape[1:])) for _, shape in self.shapes)
 
 
-def units_of(config: RunConfig, topology: Topology, place: int) -> tuple[Unit, ...]:
+def units_of(config: ResolvedRun, topology: Topology, place: int) -> tuple[Unit, ...]:
     """Parameters of the pipeline rank at this place: its blocks, and what it has of embeddings and final norm."""
-    rows, last = padded_vocabulary(config), topology.place_of_stage(topology.stages - 1)
+    rows, last = config.vocab_rows, topology.place_of_stage(topology.stages - 1)
     held = tuple(name for name, places in ((EMBEDDING, topology.embedding_places), ("wpe.", (0,)), ("ln_f.", (last,))) if place in places)
     return _units(config.model, rows, topology.tensor, held, topology.layer_count(place, config.model.num_layers))
 
 
 @lru_cache(maxsize=256)
-def _units(model: ModelConfig, rows: int, tensor: int, held: tuple[str, ...], layers: int) -> tuple[Unit, ...]:
+def _units(model: ResolvedModel, rows: int, tensor: int, held: tuple[str, ...], layers: int) -> tuple[Unit, ...]:
     """Of one tensor-parallel rank with so many blocks, and with what else begins with one of ``held``."""
     whole = parameter_shapes(model.model_copy(update={"num_layers": 1}))
     whole[EMBEDDING] = (rows, whole[EMBEDDING][1])
@@ -106,20 +108,20 @@ def _units(model: ModelConfig, rows: int, tensor: int, held: tuple[str, ...], la
     return (blocks, others) if held else (blocks,)
 
 
-def shard_ranks(config: RunConfig) -> int:
+def shard_ranks(config: ResolvedRun) -> int:
     """Data-parallel ranks over which ZeRO cuts; 1 where nothing is cut."""
     parallel = config.parallel
-    return (parallel.shard_size or parallel.data_parallel or 1) if parallel.zero_stage else 1
+    return (parallel.shard_size or parallel.data_parallel) if parallel.zero_stage else 1
 
 
-def is_fully_sharded(config: RunConfig) -> bool:
+def is_fully_sharded(config: ResolvedRun) -> bool:
     """Whether FSDP2 does the cutting, parameter by parameter; DeepSpeed and MindSpore cut what they have in a row."""
     return config.backend == "torch" and config.engine == "native" and shard_ranks(config) > 1
 
 
-def keeps_whole_gradients(config: RunConfig) -> bool:
+def keeps_whole_gradients(config: ResolvedRun) -> bool:
     """Whether gradients of several micro batches add up before ranks exchange them."""
-    parallel, several = config.parallel, (config.train.accumulation_steps or 1) > 1
+    parallel, several = config.parallel, config.train.accumulation_steps > 1
     if shard_ranks(config) == 1:
         return True
     if not is_fully_sharded(config):
@@ -127,8 +129,8 @@ def keeps_whole_gradients(config: RunConfig) -> bool:
     return several and (parallel.zero_stage == 1 or parallel.pipeline_stage > 1)
 
 
-def memory_of(config: RunConfig, topology: Topology, place: int) -> Memory:
-    """Of the pipeline rank at this place. Needs a resolved config."""
+def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
+    """Of the pipeline rank at this place."""
     units = units_of(config, topology, place)
     held, ranks, zero = BYTES[config.precision.parameters], shard_ranks(config), config.parallel.zero_stage
     whole = sum(unit.elements * unit.count for unit in units)
@@ -165,10 +167,10 @@ def _step_bytes(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.name == "sgd" else 4
 
 
-def _saved(config: RunConfig, topology: Topology, place: int) -> tuple[int, int]:
+def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, int]:
     """Bytes of activations and of the loss, of all micro batches that wait at once."""
     stages = {stage: _saved_by_stage(config, topology, stage) for stage in topology.stages_of(place)}
-    micro_batches = config.train.accumulation_steps or 1
+    micro_batches = config.train.accumulation_steps
     if topology.pipeline == 1:
         held = dict.fromkeys(stages, 1)
     else:
@@ -177,10 +179,10 @@ def _saved(config: RunConfig, topology: Topology, place: int) -> tuple[int, int]
     return sum(held[stage] * stages[stage][0] for stage in stages), sum(held[stage] * stages[stage][1] for stage in stages)
 
 
-def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[int, int]:
+def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tuple[int, int]:
     """Bytes of activations and of the loss that one micro batch leaves. The pipeline keeps what a stage has received and what it sends,
     which are one where the stage after it is on the same rank."""
-    sizes, mode, place = Sizes.of(config), config.train.recompute, topology.place_of_stage(stage)
+    sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
     saved = layers * activations.of_block(config, mode)
     loss = 0
@@ -198,13 +200,13 @@ def _saved_by_stage(config: RunConfig, topology: Topology, stage: int) -> tuple[
     return max(0, saved), loss
 
 
-def _buffers(config: RunConfig, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
+def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
     """Gradients that come from other stages: FrugalStage of torch_gpt2/parallel/private_api.py has a buffer for a message while it is
     needed. FSDP2 copies a unit in and out of one message, and has its whole gradients beside the message that reduces them."""
     received = 0
     if topology.pipeline > 1:
-        schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps or 1
-        received = gradients_at_most(schedule, topology, place, micro_batches) * Sizes.of(config).residual
+        schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps
+        received = gradients_at_most(schedule, topology, place, micro_batches) * config.sizes.residual
     largest = max(unit.elements for unit in units)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):

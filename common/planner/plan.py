@@ -1,6 +1,6 @@
 """What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and how long a step may take.
 
-Arithmetic on a resolved config alone: no framework, no device.
+Arithmetic on the config only: no framework, no device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from itertools import chain
 
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
-from common.config.schema import RunConfig
-from common.parallel.batch import BatchPlan, plan_batch
+from common.parallel.batch import BatchPlan
 from common.parallel.pipeline import bubble, schedule_error
-from common.parallel.sharding import padded_vocabulary
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, memory_of, shard_ranks, units_of
@@ -54,25 +53,19 @@ class Plan:
         return max(stage.memory.peak for stage in self.stages)
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """Needs a config that resolve_config returned. Raises ConfigError where layers do not divide into stages."""
-    topology, train = Topology.from_config(config.parallel), config.train
-    batch = plan_batch(
-        global_batch=train.global_batch_size,
-        micro_batch=train.micro_batch_size,
-        accumulation=train.accumulation_steps,
-        data_parallel=topology.data,
-    )
+def make_plan(config: ResolvedRun) -> Plan:
+    """Raises ConfigError where layers do not divide into stages."""
+    topology = config.topology
     return Plan(
         topology=topology,
-        batch=batch,
-        tokens_per_step=batch.global_batch * config.model.seq_length,
+        batch=config.batch,
+        tokens_per_step=config.batch.global_batch * config.model.seq_length,
         parameters=count_parameters(config.model),
         stages=tuple(_plan_place(config, topology, place) for place in range(topology.pipeline)),
     )
 
 
-def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
+def _plan_place(config: ResolvedRun, topology: Topology, place: int) -> StagePlan:
     return StagePlan(
         stages=topology.stages_of(place),
         layers=tuple(topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)),
@@ -82,13 +75,13 @@ def _plan_place(config: RunConfig, topology: Topology, place: int) -> StagePlan:
     )
 
 
-def time_of(plan: Plan, config: RunConfig, device: Accelerator) -> StepTime:
+def time_of(plan: Plan, config: ResolvedRun, device: Accelerator) -> StepTime:
     held = ((place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
     return step_time(config, plan.topology, device, held)
 
 
 def describe_plan(
-    plan: Plan, config: RunConfig, *, all_ranks: bool = False, places: Sequence[RankPlacement] = (), device: Accelerator | None = None
+    plan: Plan, config: ResolvedRun, *, all_ranks: bool = False, places: Sequence[RankPlacement] = (), device: Accelerator | None = None
 ) -> str:
     """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
 
@@ -98,7 +91,7 @@ def describe_plan(
     lines = [
         f"world: {topology}",
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
-        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {padded_vocabulary(config)}",
+        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {config.vocab_rows}",
     ]
     if topology.pipeline > 1:
         lines += _pipeline_lines(plan, config)
@@ -112,7 +105,7 @@ def describe_plan(
     return "\n".join(lines) + "\n"
 
 
-def _pipeline_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
     waits = bubble(schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full")
     yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
@@ -120,7 +113,7 @@ def _pipeline_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
         yield f"warning: {error}; change the accumulation, or take parallel.pipeline_schedule=gpipe"
 
 
-def _memory_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
+def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     train, parallel, precision = config.train, config.parallel, config.precision
     zero = f"ZeRO stage {parallel.zero_stage}" + (f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else "")
     yield (
@@ -134,7 +127,7 @@ def _memory_lines(plan: Plan, config: RunConfig) -> Iterable[str]:
         yield "(activations and what follows as torch would keep them; MindSpore's graph decides for itself)"
 
 
-def _room(plan: Plan, config: RunConfig, device: Accelerator | None) -> list[str]:
+def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[str]:
     """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as both backends read it, or the
     device's."""
     limit = memory_limit(config, device)
@@ -152,7 +145,7 @@ RESERVED = 0.06
 """Part of a device's memory that the driver, the libraries and gaps between tensors take."""
 
 
-def memory_limit(config: RunConfig, device: Accelerator | None) -> float | None:
+def memory_limit(config: ResolvedRun, device: Accelerator | None) -> float | None:
     """Bytes that a rank may take: context.max_device_memory, else the device's but for what is RESERVED."""
     given = config.context.max_device_memory
     if given is not None:
@@ -166,7 +159,7 @@ def _traffic_lines(plan: Plan) -> Iterable[str]:
     yield f"A rank sends in a step at most (GiB, ring algorithms): {text}" if text else "No rank sends anything"
 
 
-def _time_lines(plan: Plan, config: RunConfig, device: Accelerator) -> Iterable[str]:
+def _time_lines(plan: Plan, config: ResolvedRun, device: Accelerator) -> Iterable[str]:
     time = time_of(plan, config, device)
     parts = ", ".join(f"{field.name} {part / time.total:.0%}" for field in fields(StepTime) if (part := getattr(time, field.name)))
     speed = plan.tokens_per_step / time.total

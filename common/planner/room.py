@@ -10,11 +10,10 @@ from pathlib import Path
 
 from common.accelerators import GIB
 from common.cluster.environment import Process
-from common.config.schema import RunConfig
 from common.device import Device
 from common.errors import ConfigError
 from common.log import LOG
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
 
 HOPELESS = 4
@@ -49,19 +48,19 @@ class Need:
     ranks: int = 1
 
 
-def need_of(config: RunConfig, place: int, ranks: int, *, training: bool) -> Need:
-    """Of so many ranks like that of this pipeline place. Needs a resolved config."""
+def need_of(config: ResolvedRun, place: int, ranks: int, *, training: bool) -> Need:
+    """Of so many ranks like that of this pipeline place."""
     memory = _memory(config, place)
     certain = memory.weights + (memory.optimizer if training else 0)
     return Need(certain=certain * ranks, likely=(memory.peak if training else certain) * ranks, ranks=ranks)
 
 
-def _memory(config: RunConfig, place: int) -> Memory:
-    return memory_of(config, Topology.from_config(config.parallel), place)
+def _memory(config: ResolvedRun, place: int) -> Memory:
+    return memory_of(config, config.topology, place)
 
 
 def check_room(
-    config: RunConfig, *, kind: str, device_memory: int | None, rank: int = 0, ranks: int = 1, training: bool = False
+    config: ResolvedRun, *, kind: str, device_memory: int | None, rank: int = 0, ranks: int = 1, training: bool = False
 ) -> str | None:
     """Before anything is allocated. Returns a warning where the plan is above what is there. Raises ConfigError where it cannot fit.
 
@@ -71,7 +70,7 @@ def check_room(
     there = machine_memory() if on_cpu else device_memory
     if there is None:
         return None
-    place = Topology.from_config(config.parallel).coordinates(rank).pipeline
+    place = config.topology.coordinates(rank).pipeline
     need = need_of(config, place, ranks if on_cpu else 1, training=training)
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
     who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
@@ -86,12 +85,12 @@ def check_room(
     return None
 
 
-def check_memory(config: RunConfig, process: Process, device: Device, *, training: bool = False) -> None:
+def check_memory(config: ResolvedRun, process: Process, device: Device, *, training: bool = False) -> None:
     """Compare the plan's memory with what is there, before anything is allocated.
 
     Warns on rank 0. Raises ConfigError where the run cannot fit.
     """
-    ranks = Topology.from_config(config.parallel).world_size
+    ranks = config.topology.world_size
     warning = check_room(
         config,
         kind=device.kind,
@@ -104,7 +103,7 @@ def check_memory(config: RunConfig, process: Process, device: Device, *, trainin
         LOG.warning(warning)
 
 
-def fits_machine(config: RunConfig, peak: int, root: Path = Path("/")) -> str | None:
+def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
     """A line of the plan for a run on a CPU, where a rank is more than this machine holds; None where it fits or runs elsewhere."""
     accelerators = [*(root / "dev").glob("davinci[0-9]*"), *(root / "dev").glob("nvidia[0-9]*")]
     there = machine_memory(root)
@@ -113,13 +112,13 @@ def fits_machine(config: RunConfig, peak: int, root: Path = Path("/")) -> str | 
     return f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are {gibibytes(there)}; {advice(config)}"
 
 
-def out_of_memory(error: BaseException, config: RunConfig, *, rank: int = 0, training: bool = False) -> str | None:
+def out_of_memory(error: BaseException, config: ResolvedRun, *, rank: int = 0, training: bool = False) -> str | None:
     """The message for a failed allocation: what was asked for, what the plan computes, what the machine has, what helps. None for any
     other error."""
     asked = asked_for(error)
     if asked is None:
         return None
-    place = Topology.from_config(config.parallel).coordinates(rank).pipeline
+    place = config.topology.coordinates(rank).pipeline
     memory = _memory(config, place)
     parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in memory.parts.items() if size)
     plan = f"by the plan a rank that trains holds {gibibytes(memory.peak)} at most ({parts})"
@@ -149,13 +148,13 @@ def asked_for(error: BaseException) -> str | None:
     return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[:200].rstrip(". ")
 
 
-def advice(config: RunConfig, *, training: bool = True) -> str:
+def advice(config: ResolvedRun, *, training: bool = True) -> str:
     """What to change, with the values that are set now."""
     train, parallel = config.train, config.parallel
     if not training:
         return "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
-    wishes = [f"lower train.micro_batch_size (now {train.micro_batch_size})"] if (train.micro_batch_size or 1) > 1 else []
-    wishes += [f"lower train.global_batch_size (now {train.global_batch_size})"] if (train.accumulation_steps or 1) > 10_000 else []
+    wishes = [f"lower train.micro_batch_size (now {train.micro_batch_size})"] if (train.micro_batch_size) > 1 else []
+    wishes += [f"lower train.global_batch_size (now {train.global_batch_size})"] if (train.accumulation_steps) > 10_000 else []
     wishes += ["set train.recompute=full"] if train.recompute != "full" else []
     wishes += [f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}), model_parallel or pipeline_stage"]
     return f"{', '.join(wishes)}, or take a smaller model; --run_mode plan shows what each part takes"

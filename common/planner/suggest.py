@@ -13,10 +13,11 @@ from itertools import product
 from typing import Any
 
 from common.accelerators import GIB, Accelerator
-from common.config.schema import RunConfig
+from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Topology
 from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
@@ -31,7 +32,7 @@ _SHOWN = 10
 class Layout:
     """One that fits."""
 
-    config: RunConfig
+    config: ResolvedRun
     seconds: float
 
     @cached_property
@@ -47,8 +48,8 @@ class Suggestions:
     """Reason -> layouts."""
 
 
-def suggest(config: RunConfig, devices: int, device: Accelerator) -> Suggestions:
-    """Needs a config that resolve_config returned, for whatever layout. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
+def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
+    """Try every layout for so many devices. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
     if not 1 <= devices <= MAX_RANKS:
         raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
     fitting: list[Layout] = []
@@ -65,7 +66,7 @@ def suggest(config: RunConfig, devices: int, device: Accelerator) -> Suggestions
     return Suggestions(fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused)
 
 
-def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout | str:
+def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layout | str:
     """The fastest way to make this layout fit, or why there is none. Of equally fast ones the one that changes least."""
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
@@ -96,9 +97,9 @@ def _best(config: RunConfig, topology: Topology, device: Accelerator) -> Layout 
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
-def _time_within(config: RunConfig, device: Accelerator, limit: float) -> float | None:
+def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> float | None:
     """Seconds of a step. None where a rank needs more memory than the limit; infinity where its state alone does."""
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     held = []
     for place in telling_places(topology):
         memory = memory_of(config, topology, place)
@@ -118,7 +119,7 @@ def telling_places(topology: Topology) -> Sequence[int]:
     return places if topology.stage_layers is not None or len(places) < 5 else (0, 1, len(places) - 2, len(places) - 1)
 
 
-def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, bool]]:
+def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
     """ZeRO stage, recomputation and sequence parallel worth trying, what the engines support."""
     zeros: Iterable[int] = range(4) if topology.data > 1 else (0,)
     if config.backend == "mindspore":
@@ -129,8 +130,8 @@ def _ways(config: RunConfig, topology: Topology) -> Iterator[tuple[int, str, boo
     return product(zeros, ("none", "selective", "full"), sequences)
 
 
-def _with_layout(config: RunConfig, topology: Topology, *, zero: int, recompute: str, sequence: bool) -> RunConfig | str:
-    """The config for this layout, resolved, or what speaks against it."""
+def _with_layout(config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool) -> ResolvedRun | str:
+    """The run with this layout, or what speaks against it."""
     if config.engine == "deepspeed" and topology.tensor > 1:
         return "engine deepspeed has no tensor parallel in this version"
     same = topology.pipeline == config.parallel.pipeline_stage
@@ -141,23 +142,15 @@ def _with_layout(config: RunConfig, topology: Topology, *, zero: int, recompute:
         "zero_stage": zero,
         "shard_size": None,
         "sequence_parallel": sequence,
-        "micro_batch_num": None,
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
     if topology.tensor == 1:
         train["recompute_slice_activation"] = False
-    tried = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update=train),
-            "device": "auto",
-        }
-    )
+    written = as_run(ResolvedRun, config, parallel=parallel, train=train, device="auto")
     try:
-        tried = resolve_config(tried, world_size=topology.world_size)
-        virtual = Topology.from_config(tried.parallel)
-        error = schedule_error(tried.parallel.pipeline_schedule, virtual, tried.train.accumulation_steps or 1)
+        tried = resolve_config(written, world_size=topology.world_size)
+        error = schedule_error(tried.parallel.pipeline_schedule, tried.topology, tried.batch.accumulation)
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
     return tried if error is None else error
@@ -191,9 +184,10 @@ def _row(layout: Layout) -> tuple[str, ...]:
     return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
-def _words(config: RunConfig) -> Iterator[str]:
+def _words(config: ResolvedRun) -> Iterator[str]:
     """What to write behind the command."""
-    for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel", "micro_batch_num"):
-        value = getattr(config.parallel, name)
+    names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
+    values = {name: getattr(config.parallel, name) for name in names}
+    for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():
         yield f"parallel.{name}={str(value).lower() if isinstance(value, bool) else value}"
     yield f"train.recompute={config.train.recompute}"

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from common.accelerators import Accelerator
-from common.config.schema import RunConfig
 from common.parallel.pipeline import bubble
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner import activations
-from common.planner.activations import Sizes
 from common.planner.communication import Traffic
 from common.planner.memory import Memory
 
@@ -45,20 +44,20 @@ class StepTime:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def step_time(config: RunConfig, topology: Topology, device: Accelerator, held: Iterable[tuple[int, Memory, Traffic]]) -> StepTime:
+def step_time(config: ResolvedRun, topology: Topology, device: Accelerator, held: Iterable[tuple[int, Memory, Traffic]]) -> StepTime:
     """Of the slowest pipeline rank. held: places, and what ``memory_of`` and ``traffic_of`` say of each."""
     times = (_of_place(config, topology, device, place, memory, traffic) for place, memory, traffic in held)
     return max(times, key=lambda time: time.total)
 
 
-def _of_place(config: RunConfig, topology: Topology, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
-    micro_batches, schedule = config.train.accumulation_steps or 1, config.parallel.pipeline_schedule
+def _of_place(config: ResolvedRun, topology: Topology, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
+    micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
     elements = layers * activations.of_block(config, "none") * (PASSES + (mode == "full")) / device.bandwidth
     if place == topology.place_of_stage(topology.stages - 1):
-        sizes = Sizes.of(config)
+        sizes = config.sizes
         elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth  # float32 logits, there and back twice
     work = products + elements
     waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full") if topology.pipeline > 1 else 0.0
@@ -80,10 +79,10 @@ def _of_place(config: RunConfig, topology: Topology, device: Accelerator, place:
     )
 
 
-def flops_of_micro_batch(config: RunConfig, topology: Topology, place: int) -> float:
+def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) -> float:
     """Of forward and backward pass on one rank: 6 per weight and token and 12 h T of attention (common.training.metrics), a third more
     of what is recomputed."""
-    sizes = Sizes.of(config)
+    sizes = config.sizes
     matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
     attention = 4 * sizes.seq_length * sizes.hidden
     block = 3 * (matrices + attention) + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]

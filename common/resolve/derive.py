@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from common.config.schema import MOST, ContextConfig, DeepSpeedConfig, ParallelConfig, RunConfig
+from common.config.resolved import as_run, resolve_model
+from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
 from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
@@ -18,15 +17,15 @@ ONE_DEVICE_MODES = ("eval", "predict", "export")
 """Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows with torch."""
 
 
-def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
-    """The same run with every derived value filled in. Raises ConfigError naming both values of a contradiction and a fix."""
+def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
+    """Fill in every derived value. Raises ConfigError naming both values of a contradiction and a fix."""
     _check_model(config)
     _check_optimizer(config)
     _check_length(config)
     _check_precision(config)
     _check_backend(config)
     _check_observation(config)
-    model, parallel = config.model, config.parallel
+    parallel = config.parallel
     data_parallel = plan_data_parallel(
         world_size=world_size,
         model_parallel=parallel.model_parallel,
@@ -36,36 +35,36 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> RunConfig:
     batch = plan_batch(
         global_batch=config.train.global_batch_size,
         micro_batch=config.train.micro_batch_size,
-        accumulation=_accumulation(config),
+        accumulation=config.train.accumulation_steps,
         data_parallel=data_parallel,
     )
     scale_mode = config.loss_scale.mode
     if scale_mode == "auto":
         scale_mode = "dynamic" if "float16" in (config.precision.compute, config.precision.parameters) else "none"
-    resolved = _with(
+    resolved = as_run(
+        ResolvedRun,
         config,
-        model={
-            "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
-            "max_positions": model.max_positions or model.seq_length,
-            "embedding_dropout": _given(model.embedding_dropout, model.dropout),
-            "attention_dropout": _given(model.attention_dropout, model.dropout),
-            "hidden_dropout": _given(model.hidden_dropout, model.dropout),
-        },
+        model=dict(resolve_model(config.model)),
         train={
             "micro_batch_size": batch.micro_batch,
             "global_batch_size": batch.global_batch,
             "accumulation_steps": batch.accumulation,
         },
-        parallel={"data_parallel": data_parallel, "micro_batch_num": batch.accumulation, **_optimizer_split(parallel)},
+        parallel={"data_parallel": data_parallel},
         validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
         loss_scale={"mode": scale_mode},
-        device=_TARGETS.get(config.context.device_target or "", config.device),
     )
     check_engine(resolved)
     return resolved
 
 
-def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunConfig:
+def written_ranks(config: RunConfig) -> int:
+    """Return how many processes the layout of the files needs; a data_parallel that is left out counts as 1."""
+    parallel = config.parallel
+    return (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage
+
+
+def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:
     """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes.
 
     An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline and ZeRO-3.
@@ -85,36 +84,15 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> RunCon
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
-    return resolve_config(_with(config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
-
-
-_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
-
-
-_MINDSPORE_ONLY = (
-    *(f"context.{name}" for name in ContextConfig.model_fields if name not in ("device_target", "device_id", "max_device_memory")),
-    *(f"train.{name}" for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "sink_size")),
-    *(
-        f"parallel.{name}"
-        for name in (
-            "parallel_mode", "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean",
-            "enable_alltoall", "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
-        )
-    ),
-    "checkpoint.ckpt_prefix",
-    "export.batch_size",
-)  # fmt: skip
+    return resolve_config(as_run(RunConfig, config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
 
 
 def _check_backend(config: RunConfig) -> None:
     """Refuse what the backend cannot honour whatever the device."""
     context, train = config.context, config.train
-    target = _TARGETS.get(context.device_target or "", config.device)
     if config.export.batch_size is not None and config.export.format == "safetensors":
         raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
-    if config.device not in ("auto", target):
-        raise ConfigError(f"device={config.device} and context.device_target={context.device_target} differ; keep one of them")
-    check_device_id(config, target)
+    check_device_id(config, config.device)
     if config.backend == "mindspore":
         if train.compile:
             raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
@@ -132,11 +110,9 @@ def _check_backend(config: RunConfig) -> None:
         return
     if config.export.format == "mindir":
         raise ConfigError("export.format=mindir is for backend mindspore; set export.format=safetensors, or backend=mindspore")
-    for dotted in _MINDSPORE_ONLY:
-        section, _, name = dotted.partition(".")
-        given = getattr(config, section)
-        if getattr(given, name) != type(given).model_fields[name].default:
-            raise ConfigError(f"{dotted}={getattr(given, name)} is for backend mindspore; leave it out with backend torch")
+    for section, values in config:
+        for name in values.changed("backend") if isinstance(values, Section) else ():
+            raise ConfigError(f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with backend torch")
 
 
 def _check_observation(config: RunConfig) -> None:
@@ -160,11 +136,10 @@ def _check_observation(config: RunConfig) -> None:
         )
 
 
-def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
-    """The run's length in steps, and the schedule's, from epochs or tokens. Needs a config that resolve_config returned."""
+def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
+    """The run's length in steps, and the schedule's, from epochs or tokens. Raises ConfigError where there is neither."""
     train, optimizer = config.train, config.optimizer
     batch = train.global_batch_size
-    assert batch is not None
     if train.max_steps is not None:
         steps = train.max_steps
     elif train.max_epochs is not None:
@@ -173,9 +148,10 @@ def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
             raise ConfigError(
                 f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps} steps; lower it to at most {MOST} steps"
             )
-    else:
-        assert train.max_tokens is not None
+    elif train.max_tokens is not None:
         steps = max(1, train.max_tokens // (batch * config.model.seq_length))
+    else:
+        raise _without_length()
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
     if warmup is None:
         warmup = int((optimizer.warmup_fraction or 0.0) * (decay or steps))
@@ -185,14 +161,15 @@ def resolve_length(config: RunConfig, samples_per_epoch: int) -> RunConfig:
         raise ConfigError(
             f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower it or raise optimizer.decay_steps"
         )
-    return _with(
+    return as_run(
+        TrainingRun,
         config,
         train={"max_steps": steps, "max_epochs": None, "max_tokens": None},
         optimizer={"decay_steps": decay, "warmup_steps": warmup, "warmup_fraction": None},
     )
 
 
-def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: str) -> RunConfig:
+def resolve_vocabulary(config: ResolvedRun, tokenizer_size: int, tokenizer_name: str) -> ResolvedRun:
     """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is replaced by the true one."""
     model = config.model
     if tokenizer_size > model.vocab_size:
@@ -201,12 +178,12 @@ def resolve_vocabulary(config: RunConfig, tokenizer_size: int, tokenizer_name: s
             f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of {model.vocab_multiple} by itself)"
         )
     if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
-        return _with(config, model={"vocab_size": tokenizer_size})
+        return as_run(ResolvedRun, config, model={"vocab_size": tokenizer_size})
     return config
 
 
 def export_format(config: RunConfig) -> str:
-    """What --run_mode export writes. Left open in a resolved config, which the other backend may read."""
+    """What --run_mode export writes. The key stays open in a run folder, whose config the other backend may read."""
     return config.export.format or {"torch": "safetensors", "mindspore": "mindir"}[config.backend]
 
 
@@ -214,7 +191,7 @@ def _check_model(config: RunConfig) -> None:
     model, parallel = config.model, config.parallel
     check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
     check_divides("parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads)
-    Topology.from_config(parallel).layers_of_stage(0, model.num_layers)
+    topology_of(parallel, parallel.data_parallel or 1).layers_of_stage(0, model.num_layers)
     ffn = model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
     if parallel.sequence_parallel:
@@ -267,39 +244,8 @@ def require_length(config: RunConfig) -> None:
     """Training needs an end; evaluation and generation do not."""
     train = config.train
     if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
-        raise ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")
+        raise _without_length()
 
 
-def _accumulation(config: RunConfig) -> int | None:
-    steps, alias = config.train.accumulation_steps, config.parallel.micro_batch_num
-    if steps is not None and alias is not None and steps != alias:
-        raise ConfigError(
-            f"train.accumulation_steps={steps} and parallel.micro_batch_num={alias} are two names of one number;"
-            " make them equal or drop one"
-        )
-    return steps if steps is not None else alias
-
-
-def _optimizer_split(parallel: ParallelConfig) -> dict[str, Any]:
-    """zero_stage, which MindFormers has other names for. Raises ConfigError where they contradict each other."""
-    wish, stage = parallel.enable_parallel_optimizer, parallel.zero_stage
-    if wish is False and stage:
-        raise ConfigError(
-            f"parallel.enable_parallel_optimizer=false and parallel.zero_stage={stage} contradict each other; keep one of them"
-        )
-    stage = max(stage, int(wish or False))
-    if stage and parallel.parallel_optimizer_config.gradient_accumulation_shard:
-        stage = max(stage, 2)
-    return {"zero_stage": stage, "enable_parallel_optimizer": None}
-
-
-def _given(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-def _with(config: RunConfig, **sections: Any) -> RunConfig:
-    """With new values: a mapping updates a section."""
-    changed = {
-        name: getattr(config, name).model_copy(update=values) if isinstance(values, dict) else values for name, values in sections.items()
-    }
-    return config.model_copy(update=changed)
+def _without_length() -> ConfigError:
+    return ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")

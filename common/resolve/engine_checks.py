@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import DeepSpeedConfig, ParallelConfig, RunConfig
+from common.config.resolved import ResolvedParallel
+from common.config.schema import DeepSpeedConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.pipeline import schedule_error
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import deepspeed_settings
@@ -35,8 +36,8 @@ MINDSPORE_MATRIX = """backend=mindspore goes with
 and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
-def check_engine(config: RunConfig) -> None:
-    """For a config whose derived values are filled in. Raises ConfigError naming the values that do not go together, and a way out."""
+def check_engine(config: ResolvedRun) -> None:
+    """Raises ConfigError naming the values that do not go together, and a way out."""
     if config.engine == "deepspeed":
         _check_deepspeed(config)
     else:
@@ -53,7 +54,7 @@ def check_engine(config: RunConfig) -> None:
         _check_strategy(config)
 
 
-def read_deepspeed_file(config: RunConfig) -> dict[str, Any]:
+def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
     """The tree of ``deepspeed.config_file``, empty where there is none. Raises ConfigError for what is no JSON object."""
     name = config.deepspeed.config_file
     if name is None:
@@ -64,7 +65,7 @@ def read_deepspeed_file(config: RunConfig) -> dict[str, Any]:
         raise ConfigError(f"deepspeed.config_file: {error}; expected the ds_config.json of DeepSpeed's manual") from None
 
 
-def _check_deepspeed(config: RunConfig) -> None:
+def _check_deepspeed(config: ResolvedRun) -> None:
     parallel, precision, train, own = config.parallel, config.precision, config.train, config.deepspeed
     stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
     if config.backend != "torch":
@@ -77,7 +78,7 @@ def _check_deepspeed(config: RunConfig) -> None:
             f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: {reason}; set zero_stage=1, or engine=native.\n"
             f"{DEEPSPEED_MATRIX}"
         )
-    if pipeline > 1 and (parallel.pipeline_schedule != "1f1b" or (parallel.virtual_stages or 1) > 1):
+    if pipeline > 1 and parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
             f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has"
             " 1f1b with one stage a rank; choose that, or engine=native"
@@ -111,7 +112,7 @@ def _check_deepspeed(config: RunConfig) -> None:
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
-def check_mindspore(config: RunConfig, kind: str) -> None:
+def check_mindspore(config: ResolvedRun, kind: str) -> None:
     """For a device of this kind; what several Ascends may do is asked again where it is not known yet (auto). Raises ConfigError."""
     parallel = config.parallel
     check_parallel_mode(config, kind)
@@ -135,8 +136,8 @@ def check_mindspore(config: RunConfig, kind: str) -> None:
             raise ConfigError(f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}")
 
 
-def check_here(config: RunConfig, root: Path = Path("/")) -> str:
-    """The device of a resolved run that this host is about to start, as far as known without a framework: on MindSpore ``auto`` can only
+def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
+    """The device of a run that this host is about to start, as far as known without a framework: on MindSpore ``auto`` can only
     be the CPU where the host shows no Ascend (/dev/davinciN). Raises ConfigError as ``check_mindspore``."""
     if config.backend == "mindspore" and config.device == "auto" and not any((root / "dev").glob("davinci[0-9]*")):
         with naming_auto(config, "cpu", "Ascend"):
@@ -146,17 +147,17 @@ def check_here(config: RunConfig, root: Path = Path("/")) -> str:
     return config.device
 
 
-def _unmet_need(parallel: ParallelConfig) -> str | None:
+def _unmet_need(parallel: ResolvedParallel) -> str | None:
     if parallel.sequence_parallel and parallel.model_parallel == 1:
         return "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
-    if parallel.zero_stage and (parallel.data_parallel or 1) == 1:
+    if parallel.zero_stage and parallel.data_parallel == 1:
         return f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there is 1; set zero_stage=0"
     return None
 
 
-def _check_native(config: RunConfig) -> None:
+def _check_native(config: ResolvedRun) -> None:
     parallel = config.parallel
-    data, stage = parallel.data_parallel or 1, parallel.zero_stage
+    data, stage = parallel.data_parallel, parallel.zero_stage
     needs = _unmet_need(parallel)
     if needs:
         raise _refused(needs)
@@ -170,12 +171,12 @@ def _check_native(config: RunConfig) -> None:
             f" parallel.pipeline_stage={parallel.pipeline_stage}; leave it out"
         )
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches that is gpipe
-        reason = schedule_error(parallel.pipeline_schedule, Topology.from_config(parallel), config.train.accumulation_steps or 1)
+        reason = schedule_error(parallel.pipeline_schedule, config.topology, config.train.accumulation_steps)
         if reason:
             raise _refused(f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the schedule")
 
 
-def _check_strategy(config: RunConfig) -> None:
+def _check_strategy(config: ResolvedRun) -> None:
     parallel = config.parallel
     named = f"parallel.strategy={parallel.strategy}"
     if config.backend != "torch":

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from common.config.schema import ParallelConfig, RunConfig, TrainConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
+from common.parallel.resolved_run import ResolvedRun
 
 COMPILED = ("semi_auto_parallel", "auto_parallel")
 """Modes in which MindSpore's compiler splits the graph."""
 
-_COMPILED_ONLY = (
-    "parallel_optimizer_config", "vocab_emb_dp", "gradient_aggregation_group", "full_batch", "gradients_mean", "enable_alltoall",
-    "search_mode", "micro_batch_interleave_num", "strategy_ckpt_config",
-)  # fmt: skip
-_RECOMPUTE = ("mp_comm_recompute", "recompute_slice_activation")
-"""Likewise of ``train``."""
 
-
-def compiled_mode(config: RunConfig, kind: str) -> bool:
-    """Whether MindSpore's compiler splits the graph of this resolved run on a device of this kind."""
+def compiled_mode(config: ResolvedRun, kind: str) -> bool:
+    """Whether MindSpore's compiler splits the graph of this run on a device of this kind."""
     parallel = config.parallel
     if config.backend != "mindspore":
         return False
-    return parallel.parallel_mode in COMPILED if parallel.parallel_mode else kind == "npu" and _ranks(parallel) > 1
+    return parallel.parallel_mode in COMPILED if parallel.parallel_mode else kind == "npu" and config.topology.world_size > 1
 
 
-def check_parallel_mode(config: RunConfig, kind: str) -> None:
-    """For a config of MindSpore whose derived values are filled in. kind: of the device; auto where that is not known yet.
+def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
+    """For a run on MindSpore. kind: of the device; auto where that is not known yet.
 
     Raises ConfigError naming what does not go together, and a way out.
     """
@@ -45,7 +38,7 @@ def check_parallel_mode(config: RunConfig, kind: str) -> None:
         _check_explicit(config)
 
 
-def _check_explicit(config: RunConfig) -> None:
+def _check_explicit(config: ResolvedRun) -> None:
     parallel, train = config.parallel, config.train
     if parallel.parallel_mode == "data_parallel" and parallel.model_parallel * parallel.pipeline_stage > 1:
         raise ConfigError(
@@ -53,12 +46,12 @@ def _check_explicit(config: RunConfig) -> None:
             f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3 (hybrid_parallel), or 1 (semi_auto_parallel)"
             " on Ascend"
         )
-    given = [name for name in _COMPILED_ONLY if getattr(parallel, name) != ParallelConfig.model_fields[name].default]
+    given = parallel.changed("parallel_mode")
     if parallel.full_batch is False:  # which is what it does
         given.remove("full_batch")
     words = ", ".join(
         [f"parallel.{name}={getattr(parallel, name)}" for name in given]
-        + [f"train.{name}={getattr(train, name)}" for name in _RECOMPUTE if getattr(train, name) != TrainConfig.model_fields[name].default]
+        + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
     )
     if words:
         raise ConfigError(
@@ -67,17 +60,17 @@ def _check_explicit(config: RunConfig) -> None:
         )
 
 
-def _check_compiled(config: RunConfig) -> None:
+def _check_compiled(config: ResolvedRun) -> None:
     parallel, train = config.parallel, config.train
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
-    micro, accumulation = train.micro_batch_size or 1, train.accumulation_steps or 1
-    if _ranks(parallel) == 1:
+    micro, accumulation = train.micro_batch_size, train.accumulation_steps
+    if config.topology.world_size == 1:
         raise ConfigError(f"{named} splits over several processes, and there is 1; leave it out, or start more")
     if config.context.mode == "pynative":
         raise ConfigError(f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)")
     if config.precision.reduction != "float32":
         raise ConfigError(f"{named} sums gradients in float32, found precision.reduction={config.precision.reduction}; leave it out")
-    if parallel.pipeline_schedule != "1f1b" or (parallel.virtual_stages or 1) > 1:
+    if parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
             f"{named} has pipeline_schedule=1f1b with one stage a rank, found {parallel.pipeline_schedule} with"
             f" virtual_stages={parallel.virtual_stages}; choose that"
@@ -94,7 +87,7 @@ def _check_compiled(config: RunConfig) -> None:
     if parallel.shard_size is not None:
         if not parallel.zero_stage:
             raise ConfigError(f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave it out")
-        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", parallel.data_parallel or 1)
+        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", parallel.data_parallel)
     if parallel.parallel_optimizer_config != type(parallel.parallel_optimizer_config)() and not parallel.zero_stage:
         raise ConfigError("parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set it, or leave it out")
     check_divides("parallel.micro_batch_interleave_num", parallel.micro_batch_interleave_num, "train.micro_batch_size", micro)
@@ -110,7 +103,3 @@ def _check_compiled(config: RunConfig) -> None:
         ):
             if value is not None:
                 raise ConfigError(f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set that, or leave it out")
-
-
-def _ranks(parallel: ParallelConfig) -> int:
-    return (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage

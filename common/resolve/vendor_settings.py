@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 
 
-def mindspore_context(config: RunConfig) -> dict[str, Any]:
+def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
     """Arguments of mindspore.set_context, apart from the device, which set_device takes."""
     context = config.context
     settings: dict[str, Any] = {"mode": {"graph": 0, "pynative": 1}[context.mode], "max_call_depth": context.max_call_depth}
@@ -25,12 +24,12 @@ def mindspore_context(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def semi_auto_settings(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Arguments of mindspore.set_auto_parallel_context (2.10), for a resolved config that MindSpore's compiler splits.
+def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
+    """Arguments of mindspore.set_auto_parallel_context (2.10), for a run that MindSpore's compiler splits.
 
     The loss is divided by the global batch before gradients are taken, so they are summed and no mean is asked for.
     """
-    parallel, topology = config.parallel, Topology.from_config(config.parallel)
+    parallel, topology = config.parallel, config.topology
     files = parallel.strategy_ckpt_config
     strategy_files: dict[str, Any] = {
         "save_file": strategy_file(config, rank),
@@ -66,7 +65,7 @@ def semi_auto_settings(config: RunConfig, rank: int) -> dict[str, Any]:
     return settings
 
 
-def strategy_file(config: RunConfig, rank: int) -> str:
+def strategy_file(config: ResolvedRun, rank: int) -> str:
     """Where a rank's compiler writes how it split the parameters."""
     name = config.parallel.strategy_ckpt_config.save_file or f"{config.output_dir}/strategy/ckpt_strategy_rank_{{rank}}.ckpt"
     return name.replace("{rank}", str(rank))
@@ -107,8 +106,8 @@ _FREE = {
 """What a file of one's own may add: how DeepSpeed does its work, never what it computes."""
 
 
-def deepspeed_settings(config: RunConfig, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's config of a resolved run; ``own`` is a user's ds_config.json, whose "auto" stands for what follows from the run.
+def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """DeepSpeed's config of a run; ``own`` is a user's ds_config.json, whose "auto" stands for what follows from the run.
 
     No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Raises ConfigError where ``own`` contradicts.
     """

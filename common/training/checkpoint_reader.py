@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig, RunConfig
+from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
@@ -33,7 +34,7 @@ class CheckpointReader:
         self.folder = folder
         self._manifest = read_manifest(folder, checksums=False)
 
-    def states(self, config: RunConfig, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
+    def states(self, config: ResolvedRun, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
         """Return the run's and the engine's state; ``loss_scale`` takes over its part.
 
         Raises CheckpointError for another optimizer than the config's.
@@ -54,7 +55,7 @@ class CheckpointReader:
             )
         return state, engine
 
-    def weights(self, model: ModelConfig, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
+    def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
         """Yield names and values of all weights, or of ``pieces`` of them.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
@@ -65,7 +66,7 @@ class CheckpointReader:
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
 
-    def moments(self, config: RunConfig, optimizer_steps: int, pieces: Pieces | None = None) -> Iterator[tuple[str, str, Array]]:
+    def moments(self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
         There is nothing before the first step, and for sgd without momentum. sgd may also begin or

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
-from common.config.schema import RunConfig, TokenizerConfig
+from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
     Metadata,
@@ -29,6 +29,7 @@ from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -74,13 +75,36 @@ class TrainingData:
         return self.validation()
 
 
+@overload
 def open_data(
-    config: RunConfig, *, training: bool = True, rank: int = 0, ranks: int | None = None, whole_validation: bool = False
-) -> tuple[TrainingData, RunConfig]:
-    """Open the data of a resolved config; also settle the vocabulary and the length of the run.
+    config: ResolvedRun,
+    *,
+    training: Literal[True] = True,
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, TrainingRun]: ...
+@overload
+def open_data(
+    config: ResolvedRun,
+    *,
+    training: Literal[False],
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, ResolvedRun]: ...
+def open_data(
+    config: ResolvedRun,
+    *,
+    training: bool = True,
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> tuple[TrainingData, ResolvedRun]:
+    """Open the data, and settle the vocabulary and, for training, the length of the run.
 
-    rank: data-parallel rank. ranks: number of ranks that share a batch, by default all
-    data-parallel ones. They share validation windows too, unless ``whole_validation`` is set.
+    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones
+    when left out. Validation windows are divided too, but not with ``whole_validation``.
     Raises DataError and ConfigError.
     """
     made_with = _tokenizer_record(config)
@@ -99,7 +123,6 @@ def open_data(
         require_length(config)
         samples = _open(config, config.data.train, "train", shuffle=config.data.shuffle)
         config = resolve_length(config, samples.samples_per_epoch)
-        assert config.train.global_batch_size is not None and config.parallel.data_parallel is not None
         sampler = ShardedSampler(
             samples,
             global_batch_size=config.train.global_batch_size,
@@ -109,7 +132,7 @@ def open_data(
         )
     validation, reason = None, None
     try:
-        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel or 1)))
+        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)))
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -125,16 +148,15 @@ def open_data(
     return data, config
 
 
-def _validation(config: RunConfig, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
     samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
-    assert batch_size is not None
     return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
 
 
-def _open(config: RunConfig, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
+def _open(config: ResolvedRun, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
     return open_samples(
         [str(entry) for entry in require_entries(entries)],
         split=split,
@@ -155,7 +177,7 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
     return entries
 
 
-def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
+def _tokenizer_record(config: ResolvedRun) -> dict[str, Any] | None:
     """Read the tokenizer's record from the .meta.json files beside the data.
 
     Raises DataError when parts of a blend were made with different tokenizers.
@@ -175,7 +197,7 @@ def _tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
+def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:
     """Load data.tokenizer and settle the config's vocabulary. Warns of what does not fit."""
     tokenizer, source = _load_tokenizer(config)
     config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
@@ -184,13 +206,13 @@ def open_tokenizer(config: RunConfig) -> tuple[Tokenizer, RunConfig]:
     return tokenizer, config
 
 
-def _load_tokenizer(config: RunConfig) -> tuple[Tokenizer, str]:
+def _load_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, str]:
     """Return the tokenizer and its path."""
     wish, source = tokenizer_source(config)
     return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
 
 
-def tokenizer_source(config: RunConfig) -> tuple[TokenizerConfig, str]:
+def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
     """Return data.tokenizer and its vocabulary or folder. Raises ConfigError when there is none."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
@@ -203,7 +225,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def _given_tokenizer(config: RunConfig, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def _given_tokenizer(config: ResolvedRun, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the record of data.tokenizer, and warnings. Training does without its files.
 
     is_known: whether the data say which tokenizer made them. Raises TokenizerError where the files

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from common import run_folder
-from common.config.schema import RunConfig
 from common.files import whole_folder
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_vocabulary
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.manifest import read_manifest, write_manifest
@@ -23,7 +23,7 @@ from common.weights.files import stream_safetensors
 from common.weights.names import parameter_shapes
 
 
-def export(config: RunConfig) -> None:
+def export(config: ResolvedRun) -> None:
     """Write ``weights`` in the run folder. Raises CheckpointError naming every tensor that is missing, unexpected or not whole, and
     StorageError; an older export is then untouched."""
     checkpoint = weights_to_use(config, None, export=True)

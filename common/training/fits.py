@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import ModelConfig, RunConfig
+from common.config.resolved import ResolvedModel
+from common.config.schema import ModelConfig
 from common.errors import CheckpointError
+from common.parallel.resolved_run import ResolvedRun
 from common.training.checkpoint import MANIFEST
 
 _DECISIVE = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_positions", "vocab_size", "layer_norm_epsilon")
@@ -15,9 +17,9 @@ _DECISIVE = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_p
 
 
 def require_same_model(
-    manifest: Mapping[str, Any], config: RunConfig, checkpoint: Path, *, anew: bool = False, export: bool = False
+    manifest: Mapping[str, Any], config: ResolvedRun, checkpoint: Path, *, anew: bool = False, export: bool = False
 ) -> None:
-    """Raise CheckpointError where the model of a checkpoint is not that of a resolved config, listing the keys to give.
+    """Raise CheckpointError where the model of a checkpoint is not that of the config, listing the keys to give.
 
     anew: a run may begin in another output_dir instead. export: a padded model.vocab_size stands for the checkpoint's.
     """
@@ -51,7 +53,7 @@ def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     return sizes
 
 
-def _overrides(differ: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any]:
     """What makes the config's model that of the checkpoint."""
     words = dict(differ)
     if model.seq_length > words.get("max_positions", model.seq_length):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.dataset import Batch, Tokens
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
 from common.launcher.heartbeat import beat
 from common.log import LOG, progress_bar
+from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.engine import Engine
 from common.training.metrics import MetricsWriter, flops_per_token
@@ -35,7 +35,7 @@ from common.training.stop import StopSignal
 class Run:
     """The fixed parts of one run."""
 
-    config: RunConfig
+    config: TrainingRun
     engine: Engine
     batches: Iterator[Batch]
     validation: Callable[[], Iterable[Tokens]] | None
@@ -65,7 +65,6 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     """
     config = run.config
     last_step = config.train.max_steps
-    assert last_step is not None
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
     saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.resumed else None)
@@ -162,7 +161,7 @@ def _lacks_validation(run: Run, step: int) -> bool:
     return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
 
 
-def _validation_due(config: RunConfig, step: int) -> bool:
+def _validation_due(config: TrainingRun, step: int) -> bool:
     return _due(config.validation.interval, step) or step == config.train.max_steps
 
 
@@ -174,7 +173,6 @@ def perplexity(loss: float) -> float:
 def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
     config = run.config
     samples = config.train.global_batch_size
-    assert samples is not None
     batches = _WatchedBatches(run.batches, state.step)
     if run.profile is not None:
         run.profile.begin(state.step + 1)
@@ -246,7 +244,7 @@ def _due(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _check_divergence(config: RunConfig, state: TrainState) -> None:
+def _check_divergence(config: TrainingRun, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
             f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite gradient"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
@@ -21,7 +21,7 @@ from common.weights.names import count_parameters
 METRICS_FILE = "metrics.jsonl"
 
 
-def flops_per_token(model: ModelConfig) -> float:
+def flops_per_token(model: ResolvedModel) -> float:
     """Training FLOPs of one token: 6 per parameter that multiplies (the position table does not) and 12 L h T of attention,
     recomputation not counted (PaLM, Chowdhery et al. 2022, appendix B)."""
     positions = (model.max_positions or model.seq_length) * model.hidden_size

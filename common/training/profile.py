@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.log import LOG
+from common.parallel.resolved_run import TrainingRun
 from common.training.state import TrainState
 
 Trace = Callable[[Path], AbstractContextManager[None]]
@@ -25,7 +25,7 @@ class ProfileWindow:
     The loop calls ``begin`` before and ``end`` after the steps that it asks an engine for, and stops at ``boundaries``.
     """
 
-    def __init__(self, config: RunConfig, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
+    def __init__(self, config: TrainingRun, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
         """Raises ConfigError when the window lies beyond the run's end."""
         self._trace = trace
         self._open = ExitStack()
@@ -35,7 +35,6 @@ class ProfileWindow:
         start, last = config.profile.start, config.train.max_steps
         if start is None:
             return
-        assert last is not None
         if start > last:
             raise ConfigError(f"profile.start={start} is beyond the last step, {last}: nothing would be traced; lower it")
         stop = min(config.profile.stop or start, last)

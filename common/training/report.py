@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from common.accelerators import GIB
-from common.config.schema import RunConfig
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]
@@ -36,10 +36,9 @@ class Report:
     line_for_every_skip = True
     """Whatever the interval."""
 
-    def __init__(self, config: RunConfig, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         """``samples_per_epoch``: 0 when unknown; all steps are then of one epoch."""
         steps, batch = config.train.max_steps, config.train.global_batch_size
-        assert steps is not None and batch is not None
         self.config = config
         self.last_step = steps
         self.batch = batch
@@ -129,7 +128,7 @@ class MegatronReport(Report):
         row = rows[-1]
         seconds = _mean(rows, "step_time")
         advanced = [row for row in rows if not row["skipped"]]
-        devices = (self.config.parallel.data_parallel or 1) * self.config.parallel.model_parallel * self.config.parallel.pipeline_stage
+        devices = self.config.topology.world_size
         tera_flops = flops_per_token(self.config.model) * self.batch * self.config.model.seq_length / seconds / devices / 1e12
         parts = [
             f" iteration {row['step']:8d}/{self.last_step:8d}",
@@ -180,13 +179,12 @@ class FleetXReport(Report):
         return [
             f"global step {row['step']}, epoch: {epoch}, batch: {batch}, loss: {row['loss']:.9f},"
             f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f} sec, speed: {1 / seconds:.2f} step/s,"
-            f" ips_total: {tokens:.0f} tokens/s, ips: {tokens / (self.config.parallel.data_parallel or 1):.0f} tokens/s,"
+            f" ips_total: {tokens:.0f} tokens/s, ips: {tokens / self.config.parallel.data_parallel:.0f} tokens/s,"
             f" learning rate: {row['learning_rate']:.5e}"
         ]
 
     def validation_lines(self, row: Row) -> list[str]:
         windows = self.config.validation.micro_batch_size
-        assert windows is not None
         batches = -(-row["validation_tokens"] // (windows * self.config.model.seq_length))
         seconds = row["validation_time"] / batches
         epoch, _ = self.epoch_and_step(row["step"])
@@ -202,7 +200,7 @@ class MindFormersReport(Report):
     prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
     line_for_every_skip = False
 
-    def __init__(self, config: RunConfig, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
         self._epoch = (-1, 0.0, 0)
         """Its number, and the sum and the number of its losses, of those that this process saw."""
@@ -233,11 +231,11 @@ class MindFormersReport(Report):
 STYLES: dict[str, type[Report]] = {"gpt2": Report, "megatron": MegatronReport, "fleetx": FleetXReport, "mindformers": MindFormersReport}
 
 
-def make_report(config: RunConfig, samples_per_epoch: int = 0) -> Report:
+def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:
     return STYLES[config.logging.style](config, samples_per_epoch)
 
 
-def use_style(config: RunConfig) -> None:
+def use_style(config: ResolvedRun) -> None:
     """From now on what stands in front of every line of the log is that of logging.style."""
     for handler in LOG.handlers:
         handler.setFormatter(STYLES[config.logging.style].prefix)

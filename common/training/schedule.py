@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-from common.config.schema import OptimizerConfig
+from common.config.resolved import TimedOptimizer
 
 
-def learning_rate(optimizer: OptimizerConfig, step: int) -> float:
-    """Learning rate of optimizer step ``step`` (the first is 1), from a config with warmup_steps and decay_steps filled in.
+def learning_rate(optimizer: TimedOptimizer, step: int) -> float:
+    """Learning rate of optimizer step ``step`` (the first is 1).
 
     Linear warm-up reaches the peak at ``warmup_steps``; the decay reaches ``min_learning_rate`` at ``decay_steps`` and stays there.
     """
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
-    assert warmup is not None and decay is not None, "resolve_length fills these in"
     if step <= warmup:
         return peak * step / warmup
     if optimizer.schedule == "constant":

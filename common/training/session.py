@@ -8,9 +8,9 @@ from typing import Any
 
 from common import run_folder
 from common.config.load import flatten
-from common.config.schema import RunConfig
 from common.device import Device
 from common.log import LOG
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.world import WorldBase
 from common.training.agreement import check_everywhere
 from common.training.checkpoint_writer import CheckpointWriter
@@ -28,7 +28,7 @@ from common.training.summary import announce, finish
 class Session:
     """What all ranks know before an engine is made. Rank 0 holds the run folder."""
 
-    config: RunConfig
+    config: TrainingRun
     data: TrainingData
     world: WorldBase
     start: Start
@@ -105,7 +105,7 @@ class Session:
         self.world.require_equal(settings | facts | engine.identity())
 
 
-def agree_on_start(config: RunConfig, data: TrainingData, world: WorldBase) -> Session:
+def agree_on_start(config: TrainingRun, data: TrainingData, world: WorldBase) -> Session:
     """Let rank 0 choose where to start, and make sure that every rank finds the same checkpoint.
 
     Raises ConfigError and CheckpointError.

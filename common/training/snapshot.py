@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig, RunConfig
+from common.config.resolved import ResolvedModel
+from common.parallel.resolved_run import ResolvedRun
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.state import TrainState
 from common.weights.files import Tensors
@@ -38,7 +39,7 @@ class EngineState:
 
 
 def make_snapshot(
-    config: RunConfig,
+    config: ResolvedRun,
     state: TrainState,
     *,
     weights: Tensors,
@@ -63,12 +64,12 @@ def make_snapshot(
     return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
 
 
-def true_rows(name: str, values: Array, model: ModelConfig) -> Array:
+def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
     """Cut off the rows that pad the vocabulary."""
     return values[: model.vocab_size] if name == EMBEDDING else values
 
 
-def true_slice(name: str, piece: TensorSlice, model: ModelConfig) -> TensorSlice:
+def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
     """Cut them off a part of a parameter."""
     return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
 

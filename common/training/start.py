@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config.load import flatten, save_config
-from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError
 from common.files import clean_up
 from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
 from common.training.checkpoint import (
     find_checkpoint,
     point_latest,
@@ -54,7 +54,7 @@ def require_writable(checkpoints: Path) -> None:
         raise ConfigError(f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir")
 
 
-def where_to_start(config: RunConfig, data: TrainingData) -> Start:
+def where_to_start(config: ResolvedRun, data: TrainingData) -> Start:
     """Obey checkpoint.resume and checkpoint.init_from.
 
     Raises CheckpointError or ConfigError where that is not possible, or no checkpoint could be
@@ -65,7 +65,7 @@ def where_to_start(config: RunConfig, data: TrainingData) -> Start:
     return start
 
 
-def _choose(config: RunConfig, data: TrainingData) -> Start:
+def _choose(config: ResolvedRun, data: TrainingData) -> Start:
     folder = Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
         clean_up(folder / "checkpoints", "step_*")
@@ -107,7 +107,7 @@ def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
     return None
 
 
-def record_start(config: RunConfig, start: Start) -> None:
+def record_start(config: ResolvedRun, start: Start) -> None:
     """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
 
     A run sent back to an older checkpoint must not return to the newer one when it is killed.
@@ -118,7 +118,7 @@ def record_start(config: RunConfig, start: Start) -> None:
     save_config(config, folder / "config.yaml")
 
 
-def checkpoint_to_use(config: RunConfig) -> Path:
+def checkpoint_to_use(config: ResolvedRun) -> Path:
     """Return checkpoint.load, else the run folder's newest checkpoint, else checkpoint.init_from.
 
     Raises CheckpointError.
@@ -130,7 +130,7 @@ def checkpoint_to_use(config: RunConfig) -> Path:
     return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
 
 
-def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+def weights_to_use(config: ResolvedRun, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
     """Return the checkpoint to evaluate, generate with or export.
 
     Raises CheckpointError unless its tokenizer and its model are those of the config.
@@ -143,7 +143,7 @@ def weights_to_use(config: RunConfig, tokenizer: dict[str, Any] | None, *, expor
 def _read_fitting(
     checkpoint: Path,
     key: str,
-    config: RunConfig,
+    config: ResolvedRun,
     tokenizer: dict[str, Any] | None,
     *,
     anew: bool = False,
@@ -160,7 +160,7 @@ def _read_fitting(
     return manifest
 
 
-def _log_changes(manifest: dict[str, Any], config: RunConfig, data: TrainingData) -> None:
+def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingData) -> None:
     """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")

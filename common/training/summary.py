@@ -6,10 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.errors import CheckpointError
 from common.log import LOG
-from common.parallel.sharding import padded_vocabulary
+from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint import find_checkpoint
 from common.training.data import TrainingData
 from common.training.plot import plot_loss
@@ -19,17 +18,17 @@ from common.training.state import TrainState
 from common.weights.names import count_parameters
 
 
-def announce(config: RunConfig, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
+def announce(config: TrainingRun, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
     """Log the arithmetic of the run before its first step, in the style of its log."""
     use_style(config)
     model, train, optimizer = config.model, config.train, config.optimizer
-    rows = padded_vocabulary(config)
+    rows = config.vocab_rows
     padding = f", padded to {rows}" if rows != model.vocab_size else ""
     LOG.info(
         f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {count_parameters(model):,} parameters,"
         f" vocabulary {model.vocab_size}{padding}"
     )
-    batch = train.global_batch_size or 0
+    batch = train.global_batch_size
     LOG.info(
         f"batch: global {batch} = micro {train.micro_batch_size} x data parallel {config.parallel.data_parallel} x accumulation"
         f" {train.accumulation_steps} samples; {batch * model.seq_length:,} tokens a step"
@@ -52,7 +51,7 @@ def announce(config: RunConfig, data: TrainingData, device_name: str, start: Sta
         LOG.info(f"starting from initial weights of seed {config.seed}")
 
 
-def finish(config: RunConfig, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
+def finish(config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
     """Log the summary after the last step, and draw the plot."""
     folder = Path(config.output_dir)
     if config.logging.plot:

@@ -12,14 +12,14 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.weights.names import EMBEDDING
 
 ROWS_PER_BLOCK = 128
 
 
 def initial_rows(
-    model: ModelConfig,
+    model: ResolvedModel,
     seed: int,
     name: str,
     shape: tuple[int, ...],

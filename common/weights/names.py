@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.weights.arrays import copy_in_bands
 
 EMBEDDING = "wte.weight"
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape with the true vocabulary, in the order of the forward pass. Needs a resolved config."""
+def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
+    """Name -> shape with the true vocabulary, in the order of the forward pass."""
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
-    assert ffn is not None and positions is not None, "resolve_config fills these in"
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab_size, hidden), "wpe.weight": (positions, hidden)}
 
     def norm(name: str) -> None:
@@ -45,7 +44,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def count_parameters(model: ModelConfig) -> int:
+def count_parameters(model: ResolvedModel) -> int:
     """Parameters with the true vocabulary and the head tied: V h + P h + L (12 h^2 + 13 h) + 2 h for an MLP of 4 h."""
     outside, with_a_block = (
         sum(math.prod(shape) for shape in parameter_shapes(model.model_copy(update={"num_layers": layers})).values()) for layers in (0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import SplitWithSize
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind
 from mindformers_gpt2.device import DTYPES
 from mindformers_gpt2.parallel.collectives import AllGather, ReduceScatter, all_reduce
@@ -21,7 +21,7 @@ class DataParallel(nn.Cell):
     Split, each rank updates its share of the rows of every parameter; shares are equal, zeros fill up the last ones.
     """
 
-    def __init__(self, config: RunConfig, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, config: ResolvedRun, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
         """shapes: of the gradients, in their order."""
         super().__init__()
         group = world.groups.get(GroupKind.DATA)

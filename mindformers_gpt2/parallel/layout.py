@@ -10,8 +10,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from common.config.schema import RunConfig
-from common.parallel.sharding import owns, padded_vocabulary
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import owns
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
@@ -24,14 +24,14 @@ from mindformers_gpt2.parallel.tensor_parallel import split_model
 from mindformers_gpt2.parallel.world import World
 
 
-def build_parts(config: RunConfig, device: MindSporeDevice, world: World) -> list[GPT2]:
+def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> list[GPT2]:
     """Return what this rank holds of the model, one stage, with weights not yet filled in.
 
     It is cut while it has no memory, so that a rank never holds more than its own.
     """
     topology = world.topology
     with no_init_parameters():
-        model = GPT2(config.model, config.precision, padded_vocabulary(config), native=device.native_kernels)
+        model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
         if topology.pipeline > 1:
             keep_stage(model, world.at.pipeline, topology)
         if topology.tensor > 1:
@@ -43,11 +43,10 @@ def build_parts(config: RunConfig, device: MindSporeDevice, world: World) -> lis
     return [model]
 
 
-def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) -> NDArray[np.uint32]:
+def own_dropout_keys(config: ResolvedRun, world: World, step: int, number: int) -> NDArray[np.uint32]:
     """Of a micro batch of this rank, for the layers that it holds: those of one process for the same samples, but for the heads, of which
     each tensor-parallel rank has others."""
     at, accumulation = world.at, config.train.accumulation_steps
-    assert accumulation is not None
     keys = dropout_keys(config, step, at.data * accumulation + number, at.tensor)
     layers = world.topology.layers_of(at.pipeline, config.model.num_layers)
     return np.concatenate([keys[:1], keys[1 + 3 * layers[0] : 4 + 3 * layers[-1]]])
@@ -56,7 +55,7 @@ def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) ->
 class GradientSync(nn.Cell):
     """What ranks owe each other for the gradients of a step, and the loss and the norm that they have together."""
 
-    def __init__(self, config: RunConfig, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
+    def __init__(self, config: ResolvedRun, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
         """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the same, or none."""
         super().__init__()
         self.owns = partial(owns, config.parallel, world.topology, world.at)

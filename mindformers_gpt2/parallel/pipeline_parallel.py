@@ -12,8 +12,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from common.config.schema import RunConfig
 from common.parallel.pipeline import Pass, order_of_rank
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, StageGradients
@@ -56,13 +56,12 @@ class _Unchanged(nn.Cell):
 class Pipeline:
     """The stage of this rank, and how a step goes through it. All pipeline ranks give ``step`` and ``evaluate`` the same batch."""
 
-    def __init__(self, model: GPT2, config: RunConfig, world: World, device: MindSporeDevice, loss_scale: DeviceLossScale) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: MindSporeDevice, loss_scale: DeviceLossScale) -> None:
         line, place = list(world.topology.group(GroupKind.PIPELINE, world.rank)), world.at.pipeline
         self._before = line[place - 1] if place > 0 else None
         self._after = line[place + 1] if place + 1 < len(line) else None
         self.has_loss = self._after is None
         self._width, self._dtype = config.model.hidden_size, model.compute_dtype
-        assert config.train.accumulation_steps is not None
         self._order = order_of_rank(config.parallel.pipeline_schedule, world.topology, place, config.train.accumulation_steps)
         of_input = self._before is not None
         self._forward = device.compile(model)

@@ -13,8 +13,8 @@ from typing import TypeVar
 from mindspore.communication import get_group_size, get_rank, init
 
 from common.cluster.environment import Process
-from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
@@ -63,7 +63,7 @@ class World(WorldBase):
 
 
 @contextmanager
-def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> Iterator[World]:
+def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -> Iterator[World]:
     """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot be reached, also later on."""
     if process.world_size == 1:
         yield World()
@@ -80,7 +80,7 @@ def open_world(config: RunConfig, process: Process, device: MindSporeDevice) -> 
                 f"rank {process.rank} of {process.world_size} is rank {get_rank()} of {get_group_size()} for MindSpore; the variables of"
                 f" two launchers contradict each other: start it in a clean shell"
             )
-        topology = Topology.from_config(config.parallel)
+        topology = config.topology
         everyone = make_group(range(process.world_size), process.rank, process.world_size, native=device.native_collectives)
         if topology.pipeline > 1:
             prepare_messages(process.world_size)

@@ -10,11 +10,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from common.config.schema import RunConfig
 from common.dataset import Tokens
 from common.errors import RunError
 from common.log import LOG
 from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
+from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
@@ -37,7 +37,7 @@ class SemiAutoEngine(BaseEngine):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
@@ -58,7 +58,6 @@ class SemiAutoEngine(BaseEngine):
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
         self.master, self.optimizer, self.loss_scale = self._step.master, self._step.optimizer, self._step.loss_scale
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
-        assert micro is not None and accumulation is not None
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
@@ -111,7 +110,6 @@ class SemiAutoEngine(BaseEngine):
             ops.assign(self._embedding, shared)
 
     def _total(self, tokens: Tokens) -> float:
-        assert self.config.train.global_batch_size is not None
         self._evaluation.set_train(False)
         mean = float(self._evaluation(*inputs_and_targets(tokens)).asnumpy())
         copies = self.world.topology.data if self.config.parallel.full_batch is False else 1  # each rank gave the same rows
@@ -130,5 +128,5 @@ class Evaluation(nn.Cell):
         return loss
 
 
-def _no_tokens(rows: int, config: RunConfig) -> tuple[Tensor, Tensor]:
+def _no_tokens(rows: int, config: TrainingRun) -> tuple[Tensor, Tensor]:
     return inputs_and_targets(np.zeros((rows, config.model.seq_length + 1), np.int32))

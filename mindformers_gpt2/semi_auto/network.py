@@ -13,10 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from common.config.schema import RunConfig
 from common.parallel.operator_plan import copies_of, fusion_of, operator_strategies, splits_state, stage_of, stages_of_parameter
-from common.parallel.sharding import padded_vocabulary
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
 
@@ -99,9 +97,8 @@ class LossHead(nn.Cell):
 class TrainingGraph(nn.Cell):
     """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss of the global batch."""
 
-    def __init__(self, model: GPT2, config: RunConfig) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun) -> None:
         super().__init__(auto_prefix=False)
-        assert config.train.global_batch_size is not None
         length = config.model.seq_length
         self.drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
         self.embed = TokenEmbedding(model)
@@ -118,14 +115,14 @@ class TrainingGraph(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def apply_plan(network: TrainingGraph, config: RunConfig) -> None:
+def apply_plan(network: TrainingGraph, config: ResolvedRun) -> None:
     """Tell each operator how it is split."""
     for name, strategy in operator_strategies(config).items():
         for primitive in _primitives(network, name):
             primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
 
 
-def _set_stages(network: TrainingGraph, config: RunConfig) -> None:
+def _set_stages(network: TrainingGraph, config: ResolvedRun) -> None:
     """Tell cells their pipeline stage, and parameters with which others their gradients are communicated and whether ZeRO splits them."""
     if config.parallel.pipeline_stage > 1:
         network.embed.pipeline_stage = stage_of("embed", config)
@@ -156,13 +153,13 @@ def _find(cell: nn.Cell, path: str) -> Any:
     return found.native if isinstance(found, nn.Cell) else found
 
 
-def build_network(config: RunConfig) -> TrainingGraph:
+def build_network(config: ResolvedRun) -> TrainingGraph:
     """The model with its plan, weights not yet filled in: call within the context of ``semi_auto_settings``, or they are made whole.
 
     Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to the type of the computation, as the
     rounded copies that one device holds are, and the compiler communicates it so.
     """
-    model = GPT2(config.model, config.precision, padded_vocabulary(config), native=True)
+    model = GPT2(config.model, config.precision, config.vocab_rows, native=True)
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
         cell.dropout = SplitDropout(cell.dropout.rate)
         cell.dropout.native.recompute(False)  # drawn again, a mask would be another
@@ -174,7 +171,7 @@ def build_network(config: RunConfig) -> TrainingGraph:
     return network
 
 
-def _set_recompute(network: TrainingGraph, config: RunConfig) -> None:
+def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
     train = config.train
     switches = {"mp_comm_recompute": train.mp_comm_recompute, "recompute_slice_activation": train.recompute_slice_activation}
     for block in network.h:
@@ -208,9 +205,9 @@ class GradientNorm(nn.Cell):
     its nothing before the hidden states that the last stage waits for.
     """
 
-    def __init__(self, names: list[str], config: RunConfig, rank: int) -> None:
+    def __init__(self, names: list[str], config: ResolvedRun, rank: int) -> None:
         super().__init__(auto_prefix=False)
-        topology = Topology.from_config(config.parallel)
+        topology = config.topology
         self.shares = tuple(1.0 / copies_of(name, config) for name in names)
         self.has_loss = topology.holds_head(rank)
         self.loss_share = 1.0 / (topology.data * topology.tensor)
@@ -228,9 +225,9 @@ class GradientNorm(nn.Cell):
 class TrainingStep(nn.Cell):
     """A whole step: micro batches, gradients, update."""
 
-    def __init__(self, network: TrainingGraph, config: RunConfig, rank: int, loss_scale: DeviceLossScale) -> None:
+    def __init__(self, network: TrainingGraph, config: ResolvedRun, rank: int, loss_scale: DeviceLossScale) -> None:
         super().__init__(auto_prefix=False)
-        stage = Topology.from_config(config.parallel).coordinates(rank).pipeline
+        stage = config.topology.coordinates(rank).pipeline
         parameters = list(network.get_parameters())
         stages = {parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters}
         own = {parameter.name: parameter for parameter in parameters if stages[parameter.name][0] == stage}
@@ -244,7 +241,7 @@ class TrainingStep(nn.Cell):
         self.network = _in_micro_batches(network, config)
         self.weights = ParameterTuple(parameters)  # of all stages: each rank's compiler takes its own out of them
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.accumulates = (config.train.accumulation_steps or 1) > 1
+        self.accumulates = config.train.accumulation_steps > 1
         self.is_sharded = config.parallel.zero_stage > 0
         self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
 
@@ -263,7 +260,7 @@ class TrainingStep(nn.Cell):
         return result
 
 
-def build_step(network: TrainingGraph, config: RunConfig, rank: int) -> TrainingStep:
+def build_step(network: TrainingGraph, config: ResolvedRun, rank: int) -> TrainingStep:
     """The training step of a network, in the context of ``semi_auto_settings`` too."""
     step = TrainingStep(network, config, rank, DeviceLossScale(config.loss_scale))
     step.set_train()
@@ -278,9 +275,9 @@ def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
     return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))
 
 
-def _in_micro_batches(network: TrainingGraph, config: RunConfig) -> nn.Cell:
+def _in_micro_batches(network: TrainingGraph, config: ResolvedRun) -> nn.Cell:
     """Their losses are summed, and so are the gradients."""
-    parallel, accumulation = config.parallel, config.train.accumulation_steps or 1
+    parallel, accumulation = config.parallel, config.train.accumulation_steps
     if parallel.micro_batch_interleave_num > 1:
         network = nn.MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:

@@ -16,9 +16,8 @@ from pydantic import BaseModel
 
 from common.config.load import load_config, save_config
 from common.config.schema import RunConfig
-from common.parallel.topology import Topology
 from common.planner.plan import describe_plan, make_plan
-from common.resolve.derive import resolve_mode
+from common.resolve.derive import resolve_mode, written_ranks
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import ROOT, Case
 from tests.fuzz.mutations import (
@@ -252,7 +251,7 @@ def _nodes(tree: Any) -> Iterator[Any]:
 
 def _run(path: Path, words: list[str], run_mode: str, world_size: int | None, all_ranks: bool) -> RunConfig:
     config = load_config(path, words)
-    size = world_size or Topology.from_config(config.parallel).world_size
+    size = world_size or written_ranks(config)
     resolved = resolve_mode(config, run_mode, world_size=size)
     if run_mode == "plan":
         describe_plan(make_plan(resolved), resolved, all_ranks=all_ranks)

@@ -174,7 +174,7 @@ def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_pre
     results = []
     for module in (torch_gpt2.evaluate, mindformers_gpt2.evaluate):
         overrides = ["data.split=90,10,0", "validation.max_samples=5"]  # batches of 2, 2 and 1
-        module.evaluate(load_config(tmp_path / "mixed" / "config.yaml", overrides))
+        module.evaluate(resolve_config(load_config(tmp_path / "mixed" / "config.yaml", overrides)))
         results.append(json.loads((tmp_path / "mixed" / "evaluation.json").read_text()))
     for key in ("validation_loss", "validation_perplexity"):
         assert results[0][key] == pytest.approx(results[1][key], rel=1e-5)

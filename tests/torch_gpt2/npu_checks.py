@@ -196,7 +196,7 @@ def test_evaluation(start: Start) -> None:
     results = []
     for device in ("npu", "cpu"):
         with sdpa_kernel(SDPBackend.MATH):
-            evaluate(load_config(folder / "config.yaml", [f"device={device}"]))
+            evaluate(resolve_config(load_config(folder / "config.yaml", [f"device={device}"])))
         results.append(json.loads((folder / "evaluation.json").read_text())["validation_loss"])
     assert results[0] == results[1] == rows_of(folder)[-1]["validation_loss"]
 
@@ -208,7 +208,7 @@ def test_prediction(start: Start, gpt2_vocab_files: tuple[Path, Path], capsys: p
     printed = []
     for device in ("npu", "cpu"):
         capsys.readouterr()
-        predict(load_config(folder / "config.yaml", [*words, f"device={device}"]))
+        predict(resolve_config(load_config(folder / "config.yaml", [*words, f"device={device}"])))
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and "Generation: Hello world" in printed[0]
 

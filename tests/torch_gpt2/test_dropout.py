@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.parallel.topology import Topology
 from common.resolve.derive import resolve_config
 from torch_gpt2.device import select_device
 from torch_gpt2.parallel.layout import build_parts, seed_offset
@@ -40,7 +39,7 @@ def make_config(**parallel: Any) -> RunConfig:
 def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
     """Of two forward passes of this rank's layers: whether an element was kept, (elements,); of attention, how far the weights
     kept by each query of each head are from their mean, in standard deviations of a single key."""
-    device, topology = select_device("cpu"), Topology.from_config(config.parallel)
+    device, topology = select_device("cpu"), config.topology
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
     world = World(rank=rank, size=RANKS, topology=topology, groups=_make_groups(topology, rank))
     model = build_parts(config, device, world)[0].train()
@@ -114,7 +113,7 @@ def no_group_is_left() -> Iterator[None]:
 def test_masks(parallel: dict[str, Any]) -> None:
     config = make_config(**parallel)
     masks = [masks_of(config, rank) for rank in range(RANKS)]
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     for of_rank in masks:
         for mask in of_rank.values():
             assert_rate(mask)

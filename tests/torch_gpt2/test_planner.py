@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
-from common.parallel.sharding import local_shape, padded_vocabulary  # noqa: E402
+from common.parallel.sharding import local_shape  # noqa: E402
 from common.parallel.topology import GroupKind, Topology  # noqa: E402
 from common.planner.activations import LOSS_ROWS  # noqa: E402
 from common.planner.plan import make_plan  # noqa: E402
@@ -71,7 +71,7 @@ def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Ten
 
 def saved_bytes(config: RunConfig) -> int:
     """Of the loss of one micro batch."""
-    model = GPT2(config.model, config.precision, padded_vocabulary(config))
+    model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
     model.to(getattr(torch, config.precision.parameters))
     ids = torch.zeros(config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64)
@@ -124,7 +124,7 @@ def test_the_peak_of_a_step(precision: str, recompute: str, tokens: int, micro_b
         train={"micro_batch_size": tokens // 512, "accumulation_steps": micro_batches, "recompute": recompute},
     )
     with FakeTensorMode():
-        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        model = GPT2(config.model, config.precision, config.vocab_rows)
         set_recompute(model, recompute)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for parameter in model.parameters():
@@ -158,7 +158,7 @@ def test_activations_of_ranks_of_a_layout(precision: str, recompute: str, sequen
         parallel={"model_parallel": ranks, "pipeline_stage": 2, "pipeline_schedule": "gpipe", "sequence_parallel": sequence},
     )
     plan = make_plan(config)
-    model = GPT2(config.model, config.precision, padded_vocabulary(config))
+    model = GPT2(config.model, config.precision, config.vocab_rows)
     for block in model.h:
         block.attn.q_proj, block.attn.k_proj, block.attn.v_proj = (Linear(48, 24) for _ in range(3))
         block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj = Linear(24, 48), Linear(48, 96), Linear(96, 48)
@@ -192,7 +192,7 @@ def test_activations_of_ranks_of_a_layout(precision: str, recompute: str, sequen
 def modules_of(config: RunConfig, topology: Topology, place: int) -> nn.ParameterList:
     """Parameters of one rank on the meta device: those of the whole model, cut as the table of roles says, that belong here."""
     with torch.device("meta"):
-        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        model = GPT2(config.model, config.precision, config.vocab_rows)
     model.to(getattr(torch, config.precision.parameters))
     layers, last = topology.layers_of(place, config.model.num_layers), topology.place_of_stage(topology.stages - 1)
     here = nn.ParameterList()
@@ -280,7 +280,7 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
         layout = {"zero_stage": zero, "shard_size": shards}
         config = make(4, train=train, precision=PRECISIONS[precision], parallel=layout, model={"hidden_size": 42, "num_heads": 3})
         stage = make_plan(config).stages[0]
-        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        model = GPT2(config.model, config.precision, config.vocab_rows)
         assert dist.group.WORLD is not None
         world = World(size=4, topology=Topology(data=4), groups={GroupKind.DATA: dist.group.WORLD})
         shard_model(model, config, data_mesh(config, world, select_device("cpu")))
@@ -315,7 +315,7 @@ def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str
     stage = make_plan(config).stages[0]
     assert dist.group.WORLD is not None
     with torch.device("meta"):
-        model = GPT2(config.model, config.precision, padded_vocabulary(config))
+        model = GPT2(config.model, config.precision, config.vocab_rows)
     split_model(model, TensorGroup(group=dist.group.WORLD, rank=0, size=4, sequence=sequence), select_device("cpu"))
     set_recompute(model, recompute)
     model.to_empty(device="cpu")

@@ -250,7 +250,7 @@ def test_a_finetuned_run_resumes_itself_not_its_base(start: Any) -> None:
 def test_evaluation_equals_the_last_validation(start: Any, corpus_prefix: Path) -> None:
     folder = start("run")
     last = [row for row in read_metrics(folder / "metrics.jsonl") if "validation_loss" in row][-1]
-    evaluate(load_config(folder / "config.yaml"))
+    evaluate(resolve_config(load_config(folder / "config.yaml")))
     result = json.loads((folder / "evaluation.json").read_text())
     assert result["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert result["tokens"] == 8 * 16
@@ -362,7 +362,7 @@ def test_a_restore_reads_the_manifest_once(start: Any, monkeypatch: pytest.Monke
 def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
     base = start("base", steps=2)
     tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
-    config = load_config(tuned / "config.yaml")
+    config = resolve_config(load_config(tuned / "config.yaml"))
     evaluate(config)
     assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(tuned / "checkpoints" / "step_00000003")
     evaluate(config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}))

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.cluster.environment import ALONE, Process, torch_variables
-from common.config.schema import RunConfig
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DeviceError
+from common.parallel.resolved_run import TrainingRun
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.checkpoint_reader import CheckpointReader
@@ -55,7 +55,7 @@ class DeepSpeedEngine(BaseEngine):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingRun,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -65,7 +65,7 @@ class DeepSpeedEngine(BaseEngine):
         self.updates = 0
         """Steps that were not skipped."""
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
-        self._ranks = config.parallel.data_parallel or 1
+        self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = _open_deepspeed(config, device, process)
         self._module, self._model = (
@@ -84,7 +84,7 @@ class DeepSpeedEngine(BaseEngine):
         self._engine.eval()
         config = self.config
         width = 4 * config.parallel.pipeline_stage if self._pipeline else 1  # so many at once keep a pipeline busy
-        blank = np.zeros((config.validation.micro_batch_size or 1, config.model.seq_length + 1), np.int32)
+        blank = np.zeros((config.validation.micro_batch_size, config.model.seq_length + 1), np.int32)
         total, tokens = 0.0, 0
         rest = iter(batches)
         while True:
@@ -176,7 +176,6 @@ class DeepSpeedEngine(BaseEngine):
             self.optimizer.override_loss_scale(scale)
         self._engine.train()
         micro = self.config.train.micro_batch_size
-        assert micro is not None
         pieces = [tokens[start : start + micro] for start in range(0, len(tokens), micro)]
         if self._pipeline:
             loss = self._engine.train_batch(inputs_and_targets(piece, self.device) for piece in pieces).item()
@@ -215,12 +214,11 @@ class DeepSpeedEngine(BaseEngine):
     def _make_moments(self) -> None:
         """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
         train = self.config.train
-        assert train.micro_batch_size is not None and train.accumulation_steps is not None
         shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
-def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) -> Any:
+def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
     """The package, told which device to use and which processes there are."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]', or set engine=native")
@@ -246,7 +244,7 @@ def _open_deepspeed(config: RunConfig, device: TorchDevice, process: Process) ->
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(self, model: GPT2, config: RunConfig) -> None:
+    def __init__(self, model: GPT2, config: TrainingRun) -> None:
         super().__init__()
         self.model = model
         self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
@@ -256,6 +254,6 @@ class _MeanLossModule(nn.Module):
         return mean
 
 
-def _build_whole(config: RunConfig, device: TorchDevice) -> tuple[nn.Module, GPT2]:
+def _build_whole(config: TrainingRun, device: TorchDevice) -> tuple[nn.Module, GPT2]:
     model = build_model(config, device)
     return _MeanLossModule(model, config), model

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
-from common.config.schema import RunConfig
-from common.parallel.topology import Topology
+from common.parallel.resolved_run import ResolvedRun
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
 from torch_gpt2.model import GPT2, build_meta_model
@@ -45,12 +44,12 @@ class _StageBlocks(nn.Module):
         return x
 
 
-def build_pipeline(deepspeed: Any, config: RunConfig, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
+def build_pipeline(deepspeed: Any, config: ResolvedRun, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
     """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage uses has memory.
 
     The first and the last stage each have ``wte``, whose gradients DeepSpeed adds up.
     """
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     stage, last = topology.coordinates(rank).pipeline, topology.pipeline - 1
     model = build_meta_model(config)
     positions = _Positions(model)

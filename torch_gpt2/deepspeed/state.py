@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.training.snapshot import STATE_NAMES, padded_rows, true_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.optimizer import global_norm
@@ -23,7 +23,7 @@ Values = Iterable[tuple[str, NDArray[np.float32]]]
 class DeepSpeedState:
     """``parameters``: of this rank's stage, by name, before DeepSpeed cuts them up. ``attach`` the engine when it is there."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: RunConfig, world: World, device: torch.device) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], config: ResolvedRun, world: World, device: torch.device) -> None:
         self.parameters = parameters
         self.config = config
         self._world = world

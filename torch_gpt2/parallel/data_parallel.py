@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
@@ -24,7 +24,7 @@ from torch_gpt2.parallel.world import World
 LossSum = Callable[[Tensor, Tensor], Tensor]
 
 
-def shard_model(model: GPT2, config: RunConfig, mesh: DeviceMesh) -> None:
+def shard_model(model: GPT2, config: ResolvedRun, mesh: DeviceMesh) -> None:
     """ZeRO: each rank of the data axis keeps its rows of every parameter, and all that follows from them.
 
     Stages 1 and 2 keep the gathered parameters until the last backward pass of a step, stage 3 gathers a block for every pass. A pipeline
@@ -52,7 +52,7 @@ def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
             sum_in_float32(parameter)
 
 
-def data_mesh(config: RunConfig, world: World, device: TorchDevice) -> DeviceMesh:
+def data_mesh(config: ResolvedRun, world: World, device: TorchDevice) -> DeviceMesh:
     """The ranks of the data axis; where shard_size is smaller, one row for each copy of the model. Call it once, on every rank."""
     size = config.parallel.shard_size or world.topology.data
     if size == world.topology.data:
@@ -80,7 +80,7 @@ class DataParallel:
     below float32 whose gradients are summed in float32 outside the parameters; pipelines) ``sum_gradients`` does it after that.
     """
 
-    def __init__(self, parts: list[GPT2], loss_sum: LossSum, config: RunConfig, world: World) -> None:
+    def __init__(self, parts: list[GPT2], loss_sum: LossSum, config: ResolvedRun, world: World) -> None:
         precision, self._parts = config.precision, parts
         self._stage = config.parallel.zero_stage
         self._group = world.groups.get(GroupKind.DATA)
@@ -120,10 +120,10 @@ class DataParallel:
         """Take a step of the optimizer."""
         step()
 
-    def _warm_up_buckets(self, config: RunConfig) -> None:
+    def _warm_up_buckets(self, config: ResolvedRun) -> None:
         """DDP sorts gradients into buckets anew after its first step, and the bucket decides in which order ranks are summed: from three
         ranks on, the first step of a resumed run would differ in the last bit. So that step is made here, and thrown away."""
-        assert self._ddp is not None and config.train.micro_batch_size is not None
+        assert self._ddp is not None
         shape = (config.train.micro_batch_size, config.model.seq_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self._ddp.device)
         self._ddp.module.train()

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.config.schema import RunConfig
-from common.parallel.sharding import Role, owns, padded_vocabulary, role_of
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -21,7 +21,7 @@ from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model
 from torch_gpt2.parallel.world import World
 
 
-def build_parts(config: RunConfig, device: TorchDevice, world: World) -> list[GPT2]:
+def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[GPT2]:
     """What this rank holds of the model, with weights not yet filled in: one part, or one for each of its pipeline stages.
 
     Parts are cut while they have no memory, so that a rank never holds more than its own.
@@ -31,7 +31,7 @@ def build_parts(config: RunConfig, device: TorchDevice, world: World) -> list[GP
     parts = []
     for stage in topology.stages_of(world.at.pipeline):
         with torch.device("meta"):
-            model = GPT2(config.model, config.precision, padded_vocabulary(config))
+            model = GPT2(config.model, config.precision, config.vocab_rows)
         if topology.stages > 1:
             keep_stage(model, stage, topology)
         if topology.tensor > 1:
@@ -47,7 +47,7 @@ def build_parts(config: RunConfig, device: TorchDevice, world: World) -> list[GP
     return parts
 
 
-def tensor_group(config: RunConfig, world: World) -> TensorGroup:
+def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
     return TensorGroup(
         group=world.groups[GroupKind.TENSOR],
         rank=world.at.tensor,
@@ -56,7 +56,7 @@ def tensor_group(config: RunConfig, world: World) -> TensorGroup:
     )
 
 
-def seed_offset(config: RunConfig, world: World) -> int:
+def seed_offset(config: ResolvedRun, world: World) -> int:
     """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each has its own part of the sequence."""
     return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
 
@@ -64,7 +64,7 @@ def seed_offset(config: RunConfig, world: World) -> int:
 class GradientSync:
     """What ranks owe each other for the gradients of a step, beyond the data axis, and the norm that they have together."""
 
-    def __init__(self, config: RunConfig, world: World) -> None:
+    def __init__(self, config: ResolvedRun, world: World) -> None:
         self._world = world
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
@@ -56,7 +56,7 @@ def _unchanged(x: Tensor) -> Tensor:
 class Pipeline:
     """All stages of this rank, and how a step goes through them. All pipeline ranks give ``step`` and ``evaluate`` the same batch."""
 
-    def __init__(self, parts: list[GPT2], config: RunConfig, world: World, device: TorchDevice) -> None:
+    def __init__(self, parts: list[GPT2], config: ResolvedRun, world: World, device: TorchDevice) -> None:
         self._topology = world.topology
         self._count = world.topology.stages
         self._parts = dict(zip(world.topology.stages_of(world.at.pipeline), parts, strict=True))
@@ -65,7 +65,6 @@ class Pipeline:
         self._config = config
         self.has_loss = self._count - 1 in self._parts
         micro_batches = config.train.accumulation_steps
-        assert micro_batches is not None
         made = [FrugalStage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
         kind = _SCHEDULES[config.parallel.pipeline_schedule]
         if kind is Schedule1F1B and micro_batches < world.topology.pipeline:  # too few to alternate

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.parallel.resolved_run import ResolvedRun
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import DataParallel, LossSum
@@ -27,7 +27,7 @@ from torch_gpt2.parallel.world import World
 class ParameterServer:
     """Rank 0 gets the sum of all gradients, updates, and hands out the weights; the optimizer's state is its alone."""
 
-    def __init__(self, loss_sum: LossSum, config: RunConfig, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]) -> None:
         self.loss_sum = loss_sum
         self._world = world
         self._weights = weights
@@ -60,7 +60,7 @@ class ParameterServer:
 class SingleProcessDataParallel(DataParallel):
     """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0 keeps weights and state."""
 
-    def __init__(self, model: GPT2, config: RunConfig, world: World, device: TorchDevice) -> None:
+    def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: TorchDevice) -> None:
         super().__init__([model], model.loss_sum, config, world)
         replicas = nn.DataParallel(_ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None)
         if len(replicas.device_ids) < 2:  # it would pass everything through, and say nothing
@@ -76,7 +76,7 @@ class SingleProcessDataParallel(DataParallel):
 class Horovod:
     """Sums over all ranks by Horovod's all-reduce."""
 
-    def __init__(self, loss_sum: LossSum, config: RunConfig, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
                 "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1 pip install 'gpt2-toolkit[horovod]'"
@@ -125,7 +125,7 @@ class _ReplicaLoss(nn.Module):
 
 
 def replicate(
-    parts: list[GPT2], loss_sum: LossSum, config: RunConfig, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
+    parts: list[GPT2], loss_sum: LossSum, config: ResolvedRun, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
 ) -> DataParallel | ParameterServer | Horovod:
     """What parallel.strategy asks for. ``weights``: the float32 tensors that the optimizer updates. Raises ConfigError."""
     if config.parallel.strategy == "horovod":

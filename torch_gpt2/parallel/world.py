@@ -15,8 +15,8 @@ import torch.distributed as dist
 from common.cluster import is_loopback
 from common.cluster.environment import LOOPBACK, Process, torch_variables
 from common.cluster.listening import listen, network_of_one_host
-from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from torch_gpt2.device import TorchDevice
@@ -54,7 +54,7 @@ class World(WorldBase):
 
 
 @contextmanager
-def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iterator[World]:
+def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> Iterator[World]:
     """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot be reached, also later on."""
     if process.world_size == 1:
         yield World()
@@ -70,7 +70,7 @@ def open_world(config: RunConfig, process: Process, device: TorchDevice) -> Iter
         where = {} if store is None else {"store": store, "rank": process.rank, "world_size": process.world_size}
         dist.init_process_group(backends, timeout=limit, **where)
         with exit_barrier(dist.barrier):
-            topology = Topology.from_config(config.parallel)
+            topology = config.topology
             yield World(rank=process.rank, size=process.world_size, topology=topology, groups=_make_groups(topology, process.rank))
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_contact(error):

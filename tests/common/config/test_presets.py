@@ -15,7 +15,6 @@ import yaml
 from common.config.load import flatten, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.sharding import padded_vocabulary
 from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
 from tools.config_schema import config_schema
@@ -231,7 +230,7 @@ def test_batch_and_layout_are_those_of_the_source(name: str) -> None:
     if parallel.zero_stage >= 2:
         assert tensor == pipeline == 1  # PaddleFleetX's matrix of what combines
     if model.vocab_size == 50257:
-        assert padded_vocabulary(config) == {1: 50304, 2: 50432, 4: 50688, 8: 51200}[tensor]
+        assert config.vocab_rows == {1: 50304, 2: 50432, 4: 50688, 8: 51200}[tensor]
 
 
 @pytest.mark.parametrize("name", PRESETS)

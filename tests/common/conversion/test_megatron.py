@@ -359,7 +359,7 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
             saved["rng_state"] = [{"extra": io.BytesIO(b"as Transformer Engine's scales")}]
         torch.save(saved, file)
     with FORMATS["megatron"].open(tmp_path) as found:
-        assert found.model == model.model_copy(update={"seq_length": 9})
+        assert found.model.model_dump() == model.model_copy(update={"seq_length": 9}).model_dump()
         assert found.run is None and "optimizer" not in found.ignored
 
 

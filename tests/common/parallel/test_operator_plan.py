@@ -19,7 +19,6 @@ from common.parallel.operator_plan import (
     stages_of_parameter,
 )
 from common.parallel.sharding import padded_shapes
-from common.parallel.topology import Topology
 from common.resolve.derive import resolve_config
 from tests.config_overrides import changed
 
@@ -49,7 +48,7 @@ def make_config(parallel: dict[str, Any], **changes: Any) -> RunConfig:
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_what_ranks_hold_tiles_every_parameter(layout: str) -> None:
     config = make_config(LAYOUTS[layout])
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     some_split = False
     for name, shape in padded_shapes(config).items():
         stage = stages_of_parameter(name, config)[0]

@@ -7,6 +7,7 @@ import pytest
 
 from common.config.schema import ParallelConfig
 from common.errors import ConfigError
+from common.parallel.resolved_run import topology_of
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
 # data, tensor, pipeline
@@ -126,7 +127,7 @@ def test_layers_of_virtual_and_uneven_stages() -> None:
     ],
 )
 def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages: int) -> None:
-    topology = Topology.from_config(ParallelConfig(**layout))
+    topology = topology_of(ParallelConfig(**layout), 1)
     assert topology.stages == stages and topology.v_shape == (stages == 8 and "zbv" in str(layout))
 
 
@@ -142,4 +143,4 @@ def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages:
 )
 def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Topology.from_config(ParallelConfig(**layout)).layers_of_stage(0, 8)
+        topology_of(ParallelConfig(**layout), 1).layers_of_stage(0, 8)

@@ -12,9 +12,8 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.topology import Topology
 from common.planner.plan import Plan, describe_plan, make_plan, time_of
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 from common.weights.names import count_parameters, parameter_shapes
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
@@ -29,7 +28,7 @@ FIGURES = {
 
 def preset(name: str, *overrides: str) -> RunConfig:
     config = load_config(FOLDER / f"{name}.yaml", overrides)
-    return resolve_config(config, world_size=Topology.from_config(config.parallel).world_size)
+    return resolve_config(config, world_size=written_ranks(config))
 
 
 def small(*, tensor: int = 1, pipeline: int = 1, data: int = 1, **sections: Any) -> RunConfig:

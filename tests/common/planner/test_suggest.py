@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.parallel.topology import Topology
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import Layout, Suggestions, _ways, _with_layout, describe_suggestions, suggest, telling_places
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 ASCEND = require_accelerator("Ascend 910A")
@@ -21,7 +21,7 @@ ASCEND = require_accelerator("Ascend 910A")
 
 def preset(name: str, *overrides: str) -> RunConfig:
     config = load_config(FOLDER / f"{name}.yaml", overrides)
-    return resolve_config(config, world_size=Topology.from_config(config.parallel).world_size)
+    return resolve_config(config, world_size=written_ranks(config))
 
 
 def layouts(found: Suggestions) -> set[tuple[int, int, int]]:

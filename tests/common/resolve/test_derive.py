@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from common.config.load import build_config
 from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.sharding import padded_vocabulary
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode, resolve_vocabulary
 from tests.config_overrides import changed
 
@@ -29,7 +28,7 @@ def test_derived_values_are_filled_in() -> None:
     resolved = resolve_config(config(model__dropout=0.1, model__hidden_dropout=0.0, train__global_batch_size=12), world_size=2)
     assert (resolved.model.ffn_hidden_size, resolved.model.max_positions) == (128, 8)
     assert (resolved.model.embedding_dropout, resolved.model.attention_dropout, resolved.model.hidden_dropout) == (0.1, 0.1, 0.0)
-    assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps, resolved.parallel.micro_batch_num) == (2, 3, 3)
+    assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps) == (2, 3)
     assert resolved.loss_scale.mode == "none"
     assert resolve_config(config(precision="fp16")).loss_scale.mode == "dynamic"
     assert resolve_config(resolved, world_size=2) == resolved
@@ -135,14 +134,15 @@ def test_warm_up_beyond_the_end() -> None:
 
 def test_vocabulary_against_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
-        resolve_vocabulary(config(), 101, "the tokenizer")
-    assert resolve_vocabulary(config(model__vocab_size=50304), 50257, "t").model.vocab_size == 50257
-    assert resolve_vocabulary(config(model__vocab_size=13317), 13316, "t").model.vocab_size == 13317
+        resolve_vocabulary(resolve_config(config()), 101, "the tokenizer")
+    assert resolve_vocabulary(resolve_config(config(model__vocab_size=50304)), 50257, "t").model.vocab_size == 50257
+    assert resolve_vocabulary(resolve_config(config(model__vocab_size=13317)), 13316, "t").model.vocab_size == 13317
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
 def test_padded_vocabulary_is_megatrons(ranks: int, rows: int) -> None:
-    assert padded_vocabulary(config(model__vocab_size=50257, parallel__model_parallel=ranks)) == rows
+    run = config(model__vocab_size=50257, parallel__model_parallel=ranks)
+    assert resolve_config(run, world_size=ranks).vocab_rows == rows
 
 
 @pytest.mark.parametrize("mode", ["eval", "predict", "export"])

@@ -26,8 +26,7 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.ops.operations import comm_ops
 
 from common.config.load import build_config
-from common.parallel.topology import Topology
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 from common.resolve.vendor_settings import semi_auto_settings
 from mindformers_gpt2.semi_auto.network import build_network, build_step
 
@@ -101,7 +100,7 @@ def collectives(text: str) -> Iterator[dict[str, Any]]:
 
 def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     config = build_config(tree)
-    world_size = Topology.from_config(config.parallel).world_size
+    world_size = written_ranks(config)
     config = resolve_config(config, world_size=world_size)
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE, save_graphs=2, save_graphs_path=str(folder))

@@ -24,7 +24,7 @@ from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind, Topology
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 from common.weights.names import EMBEDDING
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,7 +103,7 @@ def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, d
     tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
     ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
     ms.transform_checkpoints(str(tmp_path / "whole"), str(tmp_path / "parts"), "net", None, strategy)
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     for rank in range(4):
         at = topology.coordinates(rank)
         found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
@@ -128,7 +128,7 @@ def test_13b(tmp_path: Path) -> None:
 
 def resolved(tree: dict[str, Any]) -> RunConfig:
     config = build_config(tree)
-    return resolve_config(config, world_size=Topology.from_config(config.parallel).world_size)
+    return resolve_config(config, world_size=written_ranks(config))
 
 
 def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int) -> None:
@@ -154,11 +154,11 @@ def key(item: dict[str, Any]) -> Collective:
 
 
 def is_last(config: RunConfig, rank: int) -> bool:
-    return Topology.from_config(config.parallel).holds_head(rank)
+    return config.topology.holds_head(rank)
 
 
 def own_names(config: RunConfig, rank: int) -> list[str]:
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     layers = topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers)
     names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
     if topology.holds_embedding(rank):
@@ -179,7 +179,7 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
 
 
 def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple[int, ...]]:
-    topology = Topology.from_config(config.parallel)
+    topology = config.topology
     return {
         name: slice_of(
             name,
@@ -193,7 +193,7 @@ def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple
 
 def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Counter[Collective]:
     """Of a step. Within blocks Megatron's: two sums forward and two backward, which sequence parallel takes apart."""
-    topology, micro = Topology.from_config(config.parallel), config.train.accumulation_steps or 1
+    topology, micro = config.topology, config.train.accumulation_steps
     stage = topology.data * topology.tensor
     tensor, data = tuple(topology.group(GroupKind.TENSOR, rank)), tuple(topology.group(GroupKind.DATA, rank))
     everyone, stage_ranks = tuple(range(topology.world_size)), tuple(range(rank // stage * stage, (rank // stage + 1) * stage))

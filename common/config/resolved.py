@@ -1,0 +1,93 @@
+"""Sections of a run with every derived value filled in, and how a config changes its kind."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from common.config.schema import (
+    Count,
+    Fraction,
+    LossScaleConfig,
+    ModelConfig,
+    NonNegative,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    Section,
+    TrainConfig,
+    ValidationConfig,
+)
+
+
+class ResolvedModel(ModelConfig):
+    ffn_hidden_size: Count
+    max_positions: Count
+    embedding_dropout: Fraction
+    attention_dropout: Fraction
+    hidden_dropout: Fraction
+
+
+class ResolvedTrain(TrainConfig):
+    micro_batch_size: Count
+    global_batch_size: Count
+    accumulation_steps: Count
+
+
+class TimedTrain(ResolvedTrain):
+    """The length in steps, which follows from epochs or tokens once the data is open."""
+
+    max_steps: Count
+
+
+class TimedOptimizer(OptimizerConfig):
+    """The schedule in steps."""
+
+    warmup_steps: NonNegative
+    decay_steps: Count
+
+
+class ResolvedLossScale(LossScaleConfig):
+    mode: Literal["dynamic", "static", "none"]
+
+
+class ResolvedValidation(ValidationConfig):
+    micro_batch_size: Count
+
+
+class ResolvedParallel(ParallelConfig):
+    data_parallel: Count
+
+
+def resolve_model(model: ModelConfig) -> ResolvedModel:
+    """Fill in the sizes and dropouts that follow from others."""
+    dropouts = ("embedding_dropout", "attention_dropout", "hidden_dropout")
+    unsaid = [name for name in dropouts if getattr(model, name) is None]
+    derived = {
+        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "max_positions": model.max_positions or model.seq_length,
+        **dict.fromkeys(unsaid, model.dropout),
+    }
+    return as_section(ResolvedModel, model, derived)
+
+
+_Section = TypeVar("_Section", bound=Section)
+_Run = TypeVar("_Run", bound=RunConfig)
+
+
+def as_section(kind: type[_Section], section: Section, values: dict[str, Any]) -> _Section:
+    """Return the section as this kind, with new values. They are taken as they are."""
+    return kind.model_construct(**{**dict(section), **values})
+
+
+def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:
+    """Return the run as this kind. A mapping in ``changes`` updates a section, any other value replaces one."""
+    values: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        old, new = getattr(config, name), changes.get(name, {})
+        if not isinstance(new, dict):
+            values[name] = new
+        elif isinstance(old, Section) and isinstance(field.annotation, type):
+            values[name] = as_section(field.annotation, old, new)
+        else:
+            values[name] = old
+    return kind.model_construct(**values)

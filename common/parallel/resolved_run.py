@@ -1,0 +1,122 @@
+"""A run as everything but the reading of files takes it: no derived value is missing.
+
+What is computed from it (topology, batch, sizes, padded vocabulary) is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Self
+
+from common.config.resolved import (
+    ResolvedLossScale,
+    ResolvedModel,
+    ResolvedParallel,
+    ResolvedTrain,
+    ResolvedValidation,
+    TimedOptimizer,
+    TimedTrain,
+)
+from common.config.schema import ParallelConfig, RunConfig
+from common.errors import ConfigError
+from common.parallel.batch import BatchPlan, pad_vocabulary
+from common.parallel.sizes import BYTES, Sizes
+from common.parallel.topology import MAX_STAGES, Topology
+
+
+class ResolvedRun(RunConfig):
+    """Made by ``common.resolve.derive``. It is written and read as a RunConfig."""
+
+    model: ResolvedModel
+    train: ResolvedTrain
+    loss_scale: ResolvedLossScale
+    validation: ResolvedValidation
+    parallel: ResolvedParallel
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Ranks, groups and stages."""
+        return topology_of(self.parallel, self.parallel.data_parallel)
+
+    @cached_property
+    def batch(self) -> BatchPlan:
+        """Samples of a step."""
+        train = self.train
+        return BatchPlan(
+            global_batch=train.global_batch_size,
+            micro_batch=train.micro_batch_size,
+            data_parallel=self.parallel.data_parallel,
+            accumulation=train.accumulation_steps,
+        )
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table, padding included."""
+        return pad_vocabulary(self.model.vocab_size, self.model.vocab_multiple, self.parallel.model_parallel)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of a micro batch on one rank."""
+        model, precision, tensor = self.model, self.precision, self.parallel.model_parallel
+        return Sizes(
+            tokens=self.train.micro_batch_size * model.seq_length,
+            seq_length=model.seq_length,
+            hidden=model.hidden_size,
+            ffn=model.ffn_hidden_size,
+            heads=model.num_heads,
+            vocabulary=self.vocab_rows,
+            tensor=tensor,
+            between=tensor if self.parallel.sequence_parallel else 1,
+            held=BYTES[precision.parameters],
+            compute=BYTES[precision.compute],
+            norm=BYTES[precision.layer_norm],
+            softmax=BYTES[precision.softmax],
+        )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the fields only: what was computed from them may no longer hold."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+
+class TrainingRun(ResolvedRun):
+    """A run whose data is open: its length and its schedule are known in steps."""
+
+    train: TimedTrain
+    optimizer: TimedOptimizer
+
+
+def topology_of(parallel: ParallelConfig, data: int) -> Topology:
+    """Return the layout with so many data-parallel ranks.
+
+    Raises ConfigError where virtual stages and the schedule contradict each other, and for more stages than MAX_STAGES.
+    """
+    virtual = _virtual_stages(parallel)
+    if parallel.pipeline_stage * virtual > MAX_STAGES:
+        times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
+        raise ConfigError(f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the most here; lower it")
+    return Topology(
+        data=data,
+        tensor=parallel.model_parallel,
+        pipeline=parallel.pipeline_stage,
+        virtual=virtual,
+        v_shape=parallel.pipeline_schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
+        stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
+    )
+
+
+def _virtual_stages(parallel: ParallelConfig) -> int:
+    schedule, given = parallel.pipeline_schedule, parallel.virtual_stages
+    if schedule in ("gpipe", "1f1b"):
+        if given is not None and given > 1:
+            raise ConfigError(
+                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage; choose"
+                " pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
+            )
+        return 1
+    if schedule == "zbv_zero_bubble" and given not in (None, 2):
+        raise ConfigError(f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank; leave virtual_stages out")
+    return (given or 2) if parallel.pipeline_stage > 1 else 1

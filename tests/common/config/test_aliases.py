@@ -1,0 +1,117 @@
+"""Keys of other systems that say what a key of ours says: combined, refused where they contradict."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.aliases import ALIASES
+from common.config.explain import explain_key
+from common.config.hints import schema_keys
+from common.config.load import build_config, load_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+
+TREE: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100},
+    "optimizer": {"learning_rate": 0.1},
+}
+
+
+def build(**sections: Any) -> RunConfig:
+    return build_config(TREE | sections)
+
+
+def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> None:
+    keys = schema_keys()
+    assert not ALIASES.keys() & keys.keys()
+    assert {alias.ours for alias in ALIASES.values()} <= keys.keys()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"parallel": {"micro_batch_num": 4}}, {"train": {"accumulation_steps": 4}}),
+        ({"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 4}}, {"train": {"accumulation_steps": 4}}),
+        ({"parallel": {"enable_parallel_optimizer": True}}, {"parallel": {"zero_stage": 1}}),
+        ({"parallel": {"enable_parallel_optimizer": True, "zero_stage": 3}}, {"parallel": {"zero_stage": 3}}),
+        ({"parallel": {"enable_parallel_optimizer": False}}, {}),
+        (
+            {"parallel": {"zero_stage": 1, "parallel_optimizer_config": {"gradient_accumulation_shard": True}}},
+            {"parallel": {"zero_stage": 2}},
+        ),
+        ({"context": {"device_target": "Ascend"}}, {"device": "npu"}),
+        ({"context": {"device_target": "CPU"}, "device": "auto"}, {"device": "cpu"}),
+        ({"parallel": {"gradients_mean": True}}, {}),
+        ({"parallel": {"gradients_mean": False, "parallel_mode": 1}}, {"parallel": {"parallel_mode": 1}}),
+    ],
+)
+def test_an_alias_says_what_our_key_says(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert build(**theirs) == build(**ours)
+
+
+def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
+    """They were keys of the schema once, so manifests and config.yaml of older runs have them."""
+    old = build().model_dump()
+    old["parallel"] |= {"micro_batch_num": None, "enable_parallel_optimizer": None, "gradients_mean": True}
+    old["parallel"]["parallel_optimizer_config"]["gradient_accumulation_shard"] = False
+    old["context"]["device_target"] = None
+    assert build_config(old) == build()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 2}},
+            "train.accumulation_steps=2 and parallel.micro_batch_num=4 are two names of one number",
+        ),
+        (
+            {"parallel": {"enable_parallel_optimizer": False, "zero_stage": 1}},
+            "parallel.zero_stage=1 and parallel.enable_parallel_optimizer=false contradict each other; keep one",
+        ),
+        (
+            {"parallel": {"parallel_optimizer_config": {"gradient_accumulation_shard": True}}},
+            "gradient_accumulation_shard=true contradict each other; set parallel.enable_parallel_optimizer=true",
+        ),
+        (
+            {"device": "cpu", "context": {"device_target": "GPU"}},
+            "device=cpu and context.device_target=GPU differ; keep one of them",
+        ),
+        (
+            {"parallel": {"gradients_mean": False}},
+            "gradients_mean=false do not go together: gradients are of the mean over the global batch",
+        ),
+        (
+            {"parallel": {"gradients_mean": False, "parallel_mode": 0}},
+            "parallel.parallel_mode=0 and parallel.gradients_mean=false do not go together",
+        ),
+        ({"parallel": {"enable_parallel_optimizer": 1}}, "enable_parallel_optimizer: expected true or false, found 1"),
+        ({"context": {"device_target": "TPU"}}, "device_target: expected Ascend or GPU or CPU, found 'TPU'"),
+        ({"parallel": {"micro_batch_num": "x"}}, "train.accumulation_steps: input should be a valid integer"),
+    ],
+)
+def test_contradictions_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**sections)
+
+
+def test_both_places_are_named(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("parallel:\n  micro_batch_num: 4\n")
+    main = tmp_path / "main.yaml"
+    main.write_text(
+        "base: base.yaml\noutput_dir: out\nmodel: {num_layers: 2, hidden_size: 8, num_heads: 2, seq_length: 16, vocab_size: 100}\n"
+        "optimizer: {learning_rate: 0.1}\ntrain: {accumulation_steps: 2}\n"
+    )
+    with pytest.raises(ConfigError, match=r"main\.yaml:5 and .*base\.yaml:2: train\.accumulation_steps=2 and"):
+        load_config(main)
+    with pytest.raises(ConfigError, match=r"^command line and .*base\.yaml:2: train\.accumulation_steps=3 and"):
+        load_config(main, ["train.accumulation_steps=3"])
+    assert load_config(main, ["train.accumulation_steps=4"]).train.accumulation_steps == 4
+
+
+def test_an_alias_is_explained_by_our_key() -> None:
+    for asked in ("parallel.micro_batch_num", "micro_batch_num"):
+        text = explain_key(asked)
+        assert text.startswith(f"{asked}: Another name for train.accumulation_steps.\n\ntrain.accumulation_steps\n")

@@ -1,0 +1,52 @@
+"""A resolved run: what is computed from it is computed once, and never outlives a change."""
+
+from common.config.load import build_config, dump_config
+from common.config.resolved import ResolvedModel, as_run
+from common.config.schema import RunConfig
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
+from common.resolve.derive import resolve_config, resolve_length, resolve_vocabulary
+from common.yaml_files import parse_yaml
+
+
+def written() -> RunConfig:
+    return build_config(
+        {
+            "output_dir": "out",
+            "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "vocab_size": 256},
+            "train": {"max_epochs": 2, "micro_batch_size": 2, "global_batch_size": 8},
+            "optimizer": {"learning_rate": 0.1, "warmup_fraction": 0.5},
+            "parallel": {"model_parallel": 2},
+        }
+    )
+
+
+def test_it_carries_what_follows_from_it() -> None:
+    run = resolve_config(written(), world_size=4)
+    assert isinstance(run, ResolvedRun) and isinstance(run.model, ResolvedModel)
+    assert (run.topology.data, run.topology.tensor, run.topology.world_size) == (2, 2, 4)
+    assert (run.batch.global_batch, run.batch.accumulation) == (8, 2)
+    assert run.vocab_rows == 256 and run.sizes.vocabulary == 256 and run.sizes.ffn == 128
+    assert run.topology is run.topology
+
+
+def test_a_copy_computes_anew() -> None:
+    run = resolve_config(written(), world_size=4)
+    assert (run.vocab_rows, run.sizes.tokens, run.topology.data) == (256, 16, 2)
+    copied = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch_size": 4})})
+    assert copied.sizes.tokens == 32
+    assert resolve_vocabulary(run, 200, "t").model.vocab_size == 200
+    assert resolve_vocabulary(run, 200, "t").vocab_rows == 256
+
+
+def test_the_length_makes_it_a_training_run() -> None:
+    run = resolve_length(resolve_config(written(), world_size=4), samples_per_epoch=40)
+    assert isinstance(run, TrainingRun)
+    assert (run.train.max_steps, run.optimizer.warmup_steps, run.optimizer.decay_steps) == (10, 5, 10)
+
+
+def test_it_is_written_and_read_as_a_config() -> None:
+    run = resolve_config(written(), world_size=4)
+    keys = list(written().model_dump())
+    assert run.sizes and list(run.model_dump()) == keys and list(run.model_dump()["model"]) == list(written().model_dump()["model"])
+    assert resolve_config(build_config(parse_yaml(dump_config(run))), world_size=4) == run
+    assert as_run(RunConfig, run) == build_config(run.model_dump())
