@@ -24,7 +24,8 @@ LAYERS = (
     ("planner",),
     ("training", "doctor"),
     ("generation", "evaluation", "conversion"),
-    ("inputs", "modelarts"),
+    ("inputs", "modelarts", "command_line"),
+    ("backends",),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 
