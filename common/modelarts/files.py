@@ -23,7 +23,7 @@ from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
-from common.training.checkpoint import LATEST, point_latest, whole_checkpoints
+from common.training.checkpoint import LATEST, point_latest, step_of, whole_checkpoints
 from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
@@ -118,22 +118,32 @@ def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
 
 
 def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
-    """As ``common.training.checkpoint.find_checkpoint``, of a URL."""
+    """Return the step folder that ``latest`` names, else the newest whole one; None where there is none.
+
+    A ``latest`` that names another folder is a warning.
+    """
     folder = url.rstrip("/").removesuffix(f"/{LATEST}")
     names = {file.name for file in remote.files(folder, environ)}
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
         folder, names = join(folder, "checkpoints"), {name.removeprefix("checkpoints/") for name in names}
-    whole = sorted((match[1] for name in names if (match := re.fullmatch(rf"(step_\d{{8,}})/{MANIFEST}", name))), key=_step)
+    whole = sorted(
+        (name.removesuffix(f"/{MANIFEST}") for name in names if _is_manifest_of_step(name)),
+        key=step_of,
+    )
     if not whole:
         return None
-    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else ""
-    return join(folder, named if named in whole else whole[-1])
+    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else whole[-1]
+    if named in whole:
+        return join(folder, named)
+    LOG.warning(f"{join(folder, LATEST)} names {named!r}, which is not a whole checkpoint there; taking {whole[-1]} instead")
+    return join(folder, whole[-1])
 
 
-def _step(name: str) -> int:
-    return int(name.removeprefix("step_"))
+def _is_manifest_of_step(name: str) -> bool:
+    step, _, rest = name.partition("/")
+    return rest == MANIFEST and step_of(step) >= 0
 
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:
@@ -163,10 +173,10 @@ def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mappi
     if newest is None:
         return
     checkpoints = folder / "checkpoints"
-    mine = max((_step(path.name) for path in whole_checkpoints(checkpoints)), default=0)
+    mine = max((step_of(path.name) for path in whole_checkpoints(checkpoints)), default=0)
     if 0 not in ranks:
         _refresh(newest, checkpoints, environ)
-    elif mine < _step(base_name(newest)):
+    elif mine < step_of(base_name(newest)):
         LOG.warning(f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there")
         _refresh(newest, checkpoints, environ)
         if remote.files(join(url, _METRICS), environ):
