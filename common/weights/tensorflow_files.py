@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import google_crc32c
-
 from common.errors import CheckpointError
 from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
 from common.weights.protobuf import read_fields, read_varint
@@ -114,6 +112,8 @@ def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> FileTensor:
 
 def masked_crc32c(data: Bytes) -> int:
     """Return the CRC-32C of ``data``, rotated and shifted as in tensorflow/core/lib/hash/crc32c.h."""
+    import google_crc32c  # no other format needs it
+
     value: int = google_crc32c.value(data)  # type: ignore[arg-type]  # any contiguous buffer, without a copy
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

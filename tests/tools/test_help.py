@@ -36,6 +36,7 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         ("preprocess_data", ["--help"], "kind of tokenizer: GPT2BPETokenizer"),
         ("preprocess_data", ["--help"], "library that does the work"),
         ("convert_weight", ["--help"], "usage: "),
+        ("check_wheels", ["--help"], "aarch64"),
         ("doctor", ["--help"], "usage: "),
         ("fetch_quickstart_data", ["--help"], "usage: "),
         ("hccl_tools", ["--help"], "usage: "),
