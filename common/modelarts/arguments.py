@@ -109,7 +109,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
     )
 
 
-def mindformers_words(argv: Sequence[str]) -> list[str]:
+def mindformers_argv(argv: Sequence[str]) -> list[str]:
     """Add what r0.3 did without being told.
 
     The mode is train; train begins with new weights whatever checkpoint the YAML names; an Ascend is MindSpore's.

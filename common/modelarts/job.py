@@ -50,7 +50,7 @@ def files_here(
 
 
 def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
-    """The ranks whose files in output_dir this process copies to where the output goes: those of its host where it is the first of them.
+    """Return the ranks whose output this process copies: those of its host, where it is the first of them.
 
     one_process: every host does the same alone, without ranks; only what the first one did is copied.
     """
@@ -72,7 +72,7 @@ def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: 
 
 
 def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str, str]:
-    """What frameworks read themselves and the platform leaves out or writes in another form, where it started one process per card."""
+    """Return variables that frameworks read, where the platform started one process per card and leaves them out."""
     if not in_modelarts(environ) or process.launcher != "rank table":
         return {}
     found = {"HCCL_CONNECT_TIMEOUT": "1800", "RANK_SIZE": str(process.world_size)}
@@ -90,7 +90,7 @@ def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str
 
 
 def must_start_ranks(environ: Mapping[str, str]) -> bool:
-    """Whether ModelArts started one process on a host of several devices, or on one of several hosts, and gave it no rank."""
+    """Tell whether ModelArts started one process for several devices or hosts, and gave it no rank."""
     if not in_modelarts(environ) or any(environ.get(name) for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
         return False
     return _device_count(environ) > 1 or len(_host_names(environ)) > 1
@@ -130,7 +130,7 @@ def start_ranks(config_path: Path, run_mode: str, overrides: Sequence[str], envi
 
 
 def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
-    """From the platform's rank table where it gives one, else the same devices on each of VC_WORKER_HOSTS."""
+    """Read the platform's rank table where it gives one; else place the same devices on each of VC_WORKER_HOSTS."""
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])

@@ -37,10 +37,10 @@ class _Copy:
 
 
 def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0) -> Path:
-    """Copy ``url`` to ``folder`` unless a copy of what lies there now is here; of all processes of this host that ask, one does it.
+    """Copy ``url`` to ``folder`` unless the same is here already; one process of this host does it for all that ask.
 
-    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the copy
-    is made beside it and renamed. Raises DataError for an empty URL and StorageError for a failed copy, on every process that waited.
+    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the copy is made beside
+    it and renamed. Raises DataError for an empty URL and StorageError for a failed copy, in every process that waited.
     """
     began = time.time()
     complete, failed = (folder.with_name(f".{folder.name}.{state}") for state in ("complete", "failed"))

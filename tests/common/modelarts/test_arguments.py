@@ -7,7 +7,7 @@ import pytest
 from common.config.schema import RunConfig, Section
 from common.errors import ConfigError
 from common.modelarts import arguments as modelarts
-from common.modelarts.arguments import TOP_LEVEL, mindformers_words, translate
+from common.modelarts.arguments import TOP_LEVEL, mindformers_argv, translate
 
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 
@@ -107,8 +107,8 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
 
 
 def test_mindformers_train_begins_anew() -> None:
-    assert mindformers_words(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
-    assert mindformers_words(["--run_mode=finetune"]) == ["--run_mode=finetune"]
+    assert mindformers_argv(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
+    assert mindformers_argv(["--run_mode=finetune"]) == ["--run_mode=finetune"]
 
 
 ASCEND = ["--device_target", "Ascend"]
@@ -140,6 +140,6 @@ def test_mindformers_ascend_is_mindspores(
     (tmp_path / "a.yaml").write_text(f"{text}\n" if text.startswith("base") else f"base: {preset}\n{text}\n")
     given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words]
     with caplog.at_level("WARNING"):
-        assert mindformers_words(given) == [*(["backend=mindspore"] if chosen else []), *given]
+        assert mindformers_argv(given) == [*(["backend=mindspore"] if chosen else []), *given]
     said = "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
     assert said is (text in ("backend: torch", "base: other.yaml"))
