@@ -25,6 +25,43 @@ MODES = {
 }
 """What each run mode does, and an example of the overrides behind it."""
 RUN_MODES = tuple(MODES)
+
+
+class _Explain(argparse.Action):
+    """Print a key of the schema and end, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None) -> None:
+        from common.config.explain import explain_key
+
+        sys.stdout.write(explain_key(value))
+        parser.exit()
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "config": {
+        "required": True,
+        "metavar": "FILE",
+        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml",
+    },
+    "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
+    "explain": {
+        "action": _Explain,
+        "metavar": "KEY",
+        "help": "type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a"
+        " section; other systems' names are understood; starts nothing",
+    },
+    "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
+    "accelerator": {
+        "metavar": "NAME",
+        "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
+    },
+    "devices": {
+        "type": int,
+        "metavar": "N",
+        "help": "plan suggests layouts for so many of --accelerator",
+    },
+}
+"""Each flag, with what argparse is told about it."""
 _EPILOG = """\
 run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:
 {modes}
@@ -48,20 +85,9 @@ def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.p
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="the run's YAML, for example configs/gpt2/run_gpt2.yaml")
-    add("--run_mode", required=True, choices=RUN_MODES, help="what to do: see below")
-    add(
-        "--explain",
-        action=_Explain,
-        metavar="KEY",
-        help="type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a section; other systems' names"
-        " are understood; starts nothing",
-    )
-    add("--all_ranks", action="store_true", help="plan lists every rank, of more than 64 too")
-    add("--accelerator", metavar="NAME", help='plan estimates the time of a step on it, such as "Ascend 910A" or H100')
-    add("--devices", type=int, metavar="N", help="plan suggests layouts for so many of --accelerator")
-    add("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
+    for name, options in FLAGS.items():
+        parser.add_argument(f"--{name}", **options)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from common.config.hints import unknown_arguments
@@ -73,13 +99,3 @@ def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.p
     if arguments.devices is not None and arguments.accelerator is None:
         parser.error("--devices needs to know of what kind they are; add --accelerator NAME")
     return arguments
-
-
-class _Explain(argparse.Action):
-    """Print a key of the schema and end, as --help does."""
-
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None) -> None:
-        from common.config.explain import explain_key
-
-        sys.stdout.write(explain_key(value))
-        parser.exit()

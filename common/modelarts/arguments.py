@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.cluster.environment import in_modelarts
+from common.command_line import FLAGS
 from common.errors import ConfigError
 from common.modelarts.stores import is_url
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys of the configuration outside of sections, with a flag of the same name; output_dir has rules of its own."""
-_OWN = {"run_mode": 1, "explain": 1, "all_ranks": 0, "accelerator": 1, "devices": 1, "help": 0}
-"""The flags of run_gpt2.py but --config, and how many values they take."""
+_OWN = {"help": False, **{name: options.get("action") != "store_true" for name, options in FLAGS.items()}}
+"""The flags of run_gpt2.py, and whether they take a value."""
 _KEYS = {
     "dataset": "data.train",
     "dataset_dir": "data.train",
