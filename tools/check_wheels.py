@@ -19,6 +19,15 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
+from common.errors import RunError
+
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
 PLATFORMS = ("manylinux_2_28", "manylinux2014")
@@ -26,7 +35,7 @@ PLATFORMS = ("manylinux_2_28", "manylinux2014")
 _OFFLINE = re.compile(r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out")
 
 
-class OfflineError(Exception):
+class OfflineError(RunError):
     """The package index does not answer."""
 
 
@@ -66,4 +75,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)
