@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
     start_heartbeat()
     try:
         job = translate(sys.argv[1:] if argv is None else argv, environ)
-        arguments = parse_arguments(list(job.argv), program=program, more=more)
+        arguments = parse_arguments(job.argv, program=program, more=more)
         if arguments.run_mode == "plan":
             plan(arguments, environ)
         else:

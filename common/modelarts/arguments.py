@@ -43,23 +43,15 @@ _NOTED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelArtsJob:
-    """argv: for run_gpt2.py's parser; values may be URLs. output_url: where output_dir is copied at the end.
+    """What the arguments of a job are here. argv: for run_gpt2.py's parser; values may be URLs.
 
-    one_process: --use_parallel=False, which matters where nobody started one process per card.
+    output_url: where output_dir is copied at the end. one_process: --use_parallel=False, which matters where nobody
+    started one process per card.
     """
 
-    argv: tuple[str, ...]
-    output_url: str | None = None
-    one_process: bool = False
-    remarks: tuple[str, ...] = ()
-
-
-@dataclass
-class _Translation:
-    run_mode: str
-    defaults: list[str] = field(default_factory=list)  # lose against argv
+    run_mode: str = "train"
     argv: list[str] = field(default_factory=list)
     output_url: str | None = None
     one_process: bool = False
@@ -73,41 +65,36 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
     the parser refuses it. Raises ConfigError for a flag without its value, or with one that cannot be meant.
     """
     inside = in_modelarts(environ)
-    result = _Translation(run_mode=_value_of("run_mode", argv) or "train")
+    job = ModelArtsJob(run_mode=_value_of("run_mode", argv) or "train")
     rest = deque(argv)
     while rest:
         argument = rest.popleft()
         match = re.fullmatch(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", argument, re.DOTALL)
         if argument.startswith("output_dir="):
-            _output(result, "output_dir", argument.partition("=")[2])
+            _output(job, "output_dir", argument.partition("=")[2])
             continue
         if match is None:
-            result.argv.append(argument)
+            job.argv.append(argument)
             continue
         name, given = match[1].replace("-", "_"), match[2]
         if name == "config":
-            result.argv.append(f"--config={_config(_needed(argument, given, rest), inside)}")
+            job.argv.append(f"--config={_config(_needed(argument, given, rest), inside)}")
         elif name in _OWN:
-            result.argv.append(argument)
+            job.argv.append(argument)
             if given is None and _OWN[name] and rest:
-                result.argv.append(rest.popleft())
+                job.argv.append(rest.popleft())
         elif name == "options":
-            result.argv += _options(given, rest)
+            job.argv += _options(given, rest)
         elif "." in name or name in TOP_LEVEL:
-            result.argv.append(f"{name}={_needed(argument, given, rest)}")
+            job.argv.append(f"{name}={_needed(argument, given, rest)}")
         elif name in _FLAGS:
-            _FLAGS[name](result, name, _needed(argument, given, rest))
+            _FLAGS[name](job, name, _needed(argument, given, rest))
         elif inside:
             value = _value_of_unknown(given, rest)
-            result.remarks.append(f"--{match[1]}{value} is no argument of this program; ignored, as it may be the platform's")
+            job.remarks.append(f"--{match[1]}{value} is no argument of this program; ignored, as it may be the platform's")
         else:
-            result.argv.append(argument)
-    return ModelArtsJob(
-        argv=(*result.defaults, *result.argv),
-        output_url=result.output_url,
-        one_process=result.one_process,
-        remarks=tuple(result.remarks),
-    )
+            job.argv.append(argument)
+    return job
 
 
 def mindformers_argv(argv: Sequence[str]) -> list[str]:
@@ -174,53 +161,53 @@ def describe_flags() -> str:
 # ---- one function for each kind of flag ----
 
 
-def _key(result: _Translation, name: str, value: str) -> None:
+def _key(job: ModelArtsJob, name: str, value: str) -> None:
     if name == "epochs":  # a file's steps or tokens would contradict it
-        result.defaults += ["train.max_steps=null", "train.max_tokens=null"]
-    result.argv.append(f"{_KEYS[name]}={value}")
+        job.argv[:0] = ["train.max_steps=null", "train.max_tokens=null"]
+    job.argv.append(f"{_KEYS[name]}={value}")
 
 
-def _output(result: _Translation, name: str, value: str) -> None:
+def _output(job: ModelArtsJob, name: str, value: str) -> None:
     """A URL is where the output is copied, a folder is output_dir itself."""
     if not value:
         raise ConfigError(f"{name}: expected a folder or a URL, found nothing")
     if not is_url(value):
-        result.argv.append(f"output_dir={value}")
-    elif result.output_url not in (None, value):
-        raise ConfigError(f"--{name}={value}, but the output is already to be copied to {result.output_url}; give one of them")
+        job.argv.append(f"output_dir={value}")
+    elif job.output_url not in (None, value):
+        raise ConfigError(f"--{name}={value}, but the output is already to be copied to {job.output_url}; give one of them")
     else:
-        result.output_url = value
+        job.output_url = value
 
 
-def _checkpoint(result: _Translation, name: str, value: str) -> None:
+def _checkpoint(job: ModelArtsJob, name: str, value: str) -> None:
     """One flag of r0.3 is three keys here."""
-    key = {"train": "resume", "finetune": "init_from"}.get(result.run_mode, "load")
-    result.argv.append(f"checkpoint.{key}={value}")
+    key = {"train": "resume", "finetune": "init_from"}.get(job.run_mode, "load")
+    job.argv.append(f"checkpoint.{key}={value}")
 
 
-def _prompt(result: _Translation, name: str, value: str) -> None:
+def _prompt(job: ModelArtsJob, name: str, value: str) -> None:
     is_file = is_url(value) or Path(value).is_file()
-    result.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
+    job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
 
 
-def _note(result: _Translation, name: str, value: str) -> None:
-    result.remarks.append(f"--{name}={value} is noted, and nothing else: {_NOTED[name]}")
+def _note(job: ModelArtsJob, name: str, value: str) -> None:
+    job.remarks.append(f"--{name}={value} is noted, and nothing else: {_NOTED[name]}")
 
 
-def _yes_or_no(result: _Translation, name: str, value: str) -> None:
+def _yes_or_no(job: ModelArtsJob, name: str, value: str) -> None:
     """r0.3 took every ``True`` of --options for False; here a value is what it says, or refused."""
     if value.lower() not in ("true", "false", "1", "0"):
         raise ConfigError(f"--{name}={value}: expected True or False")
     wanted = value.lower() in ("true", "1")
     if name == "profile" and wanted:
-        result.argv += ["profile.start=1", "profile.stop=10"]  # r0.3's defaults
+        job.argv += ["profile.start=1", "profile.stop=10"]  # r0.3's defaults
     elif name == "sink_mode" and not wanted:
-        result.argv.append("train.sink_size=1")
+        job.argv.append("train.sink_size=1")
     elif name == "use_parallel":
-        result.one_process = not wanted
+        job.one_process = not wanted
 
 
-_FLAGS: dict[str, Callable[[_Translation, str, str], None]] = {
+_FLAGS: dict[str, Callable[[ModelArtsJob, str, str], None]] = {
     **dict.fromkeys(_KEYS, _key),
     **dict.fromkeys(_OUTPUT, _output),
     **dict.fromkeys(_CHECKPOINT, _checkpoint),
