@@ -12,9 +12,9 @@ from common.interrupts import end_at_interrupts
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.modelarts.arguments import describe_flags, mindformers_words
+from common.modelarts.arguments import describe_flags, mindformers_argv
 from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    end_process(main(mindformers_words(sys.argv[1:]), program="run_mindformer.py", more=describe_flags()))
+    end_process(main(mindformers_argv(sys.argv[1:]), program="run_mindformer.py", more=describe_flags()))

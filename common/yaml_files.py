@@ -21,7 +21,7 @@ from common.structured_files import MAX_DEPTH, MalformedError, parse_float, pars
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
 
-RankPlacement = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
 
 
@@ -30,9 +30,9 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
     return read_yaml_lines(path, error=error)[0]
 
 
-def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[RankPlacement, int]]:
+def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return what a YAML file with keys at its top holds, and the line of each key. Raises ``error``."""
-    lines: dict[RankPlacement, int] = {}
+    lines: dict[KeyPath, int] = {}
     try:
         found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines)
     except MalformedError as reason:
@@ -84,7 +84,7 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def parse_yaml(text: str, lines: dict[RankPlacement, int] | None = None) -> Any:
+def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
     """Return the value of a YAML text of one document; None where it is empty. Raises MalformedError.
 
     Keys become text. A key that is given twice is refused. lines: is filled with the line of each key.
@@ -111,23 +111,23 @@ def parse_yaml(text: str, lines: dict[RankPlacement, int] | None = None) -> Any:
 class _Plain:
     """Plain data of composed nodes. Aliases are followed, and each place gets a copy of its own."""
 
-    def __init__(self, lines: dict[RankPlacement, int] | None) -> None:
+    def __init__(self, lines: dict[KeyPath, int] | None) -> None:
         self._lines = lines
         self._seen = 0
 
-    def value(self, node: yaml.Node, place: RankPlacement) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
-        if len(place) >= MAX_DEPTH and isinstance(node, yaml.CollectionNode):
+        if len(path) >= MAX_DEPTH and isinstance(node, yaml.CollectionNode):
             raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in _READERS and kind not in ("seq", "map"):
             raise MalformedError(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported", *_line(node))
         if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self._mapping(node, place)
+            return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.value(child, (*place, index)) for index, child in enumerate(node.value)]
+            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or kind in ("seq", "map"):
             raise MalformedError(f"the tag !!{kind} does not fit its value", *_line(node))
         try:
@@ -137,14 +137,14 @@ class _Plain:
         except (ValueError, KeyError):
             raise MalformedError(f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)) from None
 
-    def _mapping(self, node: yaml.MappingNode, place: RankPlacement) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         first: dict[str, int] = {}
         for key, child in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
             try:
-                here = (*place, require_text(key.value))
+                here = (*path, require_text(key.value))
             except MalformedError as error:
                 raise MalformedError(error.problem, *_line(key)) from None
             if key.value in found:

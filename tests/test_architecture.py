@@ -18,13 +18,14 @@ LAYERS = (
     ("structured_files",),
     ("yaml_files",),
     ("config",),
-    ("cluster", "tokenizer", "weights"),
+    ("cluster", "command_line", "tokenizer", "weights"),
     ("device", "dataset", "parallel"),
     ("resolve", "launcher"),
     ("planner",),
     ("training", "doctor"),
     ("generation", "evaluation", "conversion"),
     ("inputs", "modelarts"),
+    ("backends",),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 

@@ -10,15 +10,10 @@ fleetx are read only.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import os
 import signal
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,43 +22,26 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
-from common.conversion.logits import NEEDED, Runner
+from common.conversion.convert import FORMATS, ConversionResult, convert, convert_as_mindformers_did
+from common.conversion.runners import installed_runners
 from common.conversion.weights import FLOATS
 from common.errors import GPT2Error
 
+_OURS = ("source_format", "target_format", "input", "output", "dtype")
+_SWITCHES = {"verify": False, "weights_only": False, "model_parallel": 1, "pipeline_stage": 1}
+_OF_MINDFORMERS = ("layers", "torch_path", "mindspore_path")
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.epilog = (
-        "Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and 143: stopped. But for 0 nothing is left."
-    )
-    parser.add_argument("--from", dest="source_format", choices=FORMATS, metavar="FORMAT", help="found out when left out")
-    parser.add_argument("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
-    parser.add_argument("--input", type=Path, help="folder, or a file of weights beside its config")
-    parser.add_argument("--output", type=Path, help="folder, which must not exist or be empty")
-    parser.add_argument("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
-    parser.add_argument("--model_parallel", type=int, default=1, metavar="N", help="tensor ranks of a target with a file for each")
-    parser.add_argument("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
-    parser.add_argument("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
-    parser.add_argument("--verify", action="store_true", help="read the output back, compare bit for bit, and logits where they run")
-    parser.add_argument("--layers", type=int, help="number of blocks of the file at --torch_path")
-    parser.add_argument("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
-    parser.add_argument("--mindspore_path", type=Path, help="the .ckpt to write")
-    arguments = parser.parse_args(words)
-    as_before = (arguments.layers, arguments.torch_path, arguments.mindspore_path)
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    as_mindformers_did = _check(parser, arguments)
     try:
-        if as_before != (None, None, None):
-            others = (arguments.source_format, arguments.target_format, arguments.input, arguments.output, arguments.dtype)
-            switches = arguments.verify or arguments.weights_only or arguments.model_parallel != 1 or arguments.pipeline_stage != 1
-            if None in as_before or arguments.layers < 1 or any(others) or switches:
-                parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
+        if as_mindformers_did:
             source, target = arguments.torch_path, arguments.mindspore_path
             result = convert_as_mindformers_did(arguments.layers, source, target)
         else:
             source, target = arguments.input, arguments.output
-            if None in (source, target, arguments.target_format):
-                parser.error("--to, --input and --output are needed")
             result = convert(
                 source,
                 target,
@@ -74,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
                 verify=arguments.verify,
                 model_parallel=arguments.model_parallel,
                 pipeline_stage=arguments.pipeline_stage,
-                runners=_runners() if arguments.verify else None,
+                runners=installed_runners() if arguments.verify else None,
             )
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
@@ -82,9 +60,51 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was left at the output", file=sys.stderr)
         return 130
-    verified = ", read back and equal bit for bit" if arguments.verify else ""
+    _say(result, source, target, verified=arguments.verify)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and 143: stopped. But for 0 nothing is left.",
+    )
+    add = parser.add_argument
+    add("--from", dest="source_format", choices=FORMATS, metavar="FORMAT", help="found out when left out")
+    add("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
+    add("--input", type=Path, help="folder, or a file of weights beside its config")
+    add("--output", type=Path, help="folder, which must not exist or be empty")
+    add("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
+    add("--model_parallel", type=int, default=1, metavar="N", help="tensor ranks of a target with a file for each")
+    add("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
+    add("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
+    add("--verify", action="store_true", help="read the output back, compare bit for bit, and logits where they run")
+    add("--layers", type=int, help="number of blocks of the file at --torch_path")
+    add("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
+    add("--mindspore_path", type=Path, help="the .ckpt to write")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
+    """Return whether the arguments are those of MindFormers' own script. Ends the process where they are neither's."""
+    given = vars(arguments)
+    theirs = [given[name] for name in _OF_MINDFORMERS]
+    if theirs == [None] * len(theirs):
+        if None in (arguments.input, arguments.output, arguments.target_format):
+            parser.error("--to, --input and --output are needed")
+        return False
+    ours = any(given[name] for name in _OURS) or any(given[name] != value for name, value in _SWITCHES.items())
+    if ours or None in theirs or arguments.layers < 1:
+        parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
+    return True
+
+
+def _say(result: ConversionResult, source: Path, target: Path, *, verified: bool) -> None:
+    how = ", read back and equal bit for bit" if verified else ""
     run = "" if result.step is None else f" and the run at step {result.step} with {result.moments} tensors of the optimizer"
-    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{verified}")
+    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{how}")
     if result.logits and result.logits["compared"]:
         print(f"logits: they differ by {result.logits['largest_difference']:.2g} of {result.logits['largest_logit']:.3g} at most")
     elif result.logits:
@@ -92,24 +112,6 @@ def main(words: list[str] | None = None) -> int:
     names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
         print(f"left out: {names[why]}, {why}" if count == 1 else f"left out: {count} x {why}")
-    return 0
-
-
-def _runners() -> dict[str, Runner]:
-    """By format what computes its logits, of the frameworks that are installed."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
-    places = {
-        "hf": ("torch_gpt2.logits", "hugging_face_logits"),
-        "torch_gpt2": ("torch_gpt2.logits", "logits"),
-        "mindspore": ("mindformers_gpt2.logits", "logits"),
-    }
-    return {
-        format: partial(_run, *place) for format, place in places.items() if all(importlib.util.find_spec(name) for name in NEEDED[format])
-    }
-
-
-def _run(module: str, function: str, *arguments: Any) -> Any:
-    return getattr(importlib.import_module(module), function)(*arguments)
 
 
 if __name__ == "__main__":

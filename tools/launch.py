@@ -49,6 +49,7 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.cluster.rank_table_formats import NotReadyError
+from common.command_line import RUN_MODES
 from common.config.load import load_config
 from common.doctor.machine import npu_numbers
 from common.errors import ConfigError, GPT2Error
@@ -61,7 +62,6 @@ from common.planner.cluster import describe_cluster, layout_remarks
 from common.resolve.derive import resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_folder import require_free_folder
-from run_gpt2 import RUN_MODES
 
 NO_TABLE = ("none", "-")
 TABLE_LIMIT = 1800.0

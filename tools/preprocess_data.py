@@ -11,15 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,64 +24,19 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
 from common.dataset.indexed import with_extension
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
-from common.dataset.mindrecord import EXTENSION
-from common.dataset.mindrecord_output import earlier_files
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
-from common.errors import ConfigError, GPT2Error, StopRequested, StorageError
-from common.files import temporary_folder
+from common.errors import ConfigError, GPT2Error, StopRequested
+from common.log import progress_bar
 from common.tokenizer import TOKENIZERS
 
-if TYPE_CHECKING:
-    from mindformers_gpt2.mindrecord import WrittenMindRecord
-
 DEFAULT_SEQ_LENGTH = 1024
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _stop)
-    display = _Display(args.log_interval)
-    try:
-        options = _options(args)
-        limit_tokenizer_threads()
-        gc.disable()  # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
-        files = _mindrecord(args, options, display) if args.format == "mindrecord" else _indexed(options, display)
-    except GPT2Error as error:
-        display.close()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        display.close()
-        print("error: stopped by Ctrl-C; no output is left in part", file=sys.stderr)
-        return 130
-    print(f"wrote {files}", file=sys.stderr)
-    return 0
-
-
-def _indexed(options: PreprocessOptions, display: _Display) -> str:
-    result = preprocess(options, display)
-    display.close()
-    names = ", ".join(f"{prefix}.bin/.idx" for prefix in result.prefixes)
-    return f"{names}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
-
-
-def _how_split(options: PreprocessOptions, prefix: Path) -> str:
-    """What separated the documents of plain text, which a count of documents does not tell."""
-    metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
-    if metadata is None or all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
-        return ""
-    others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
-    return f"\nplain text: {_SEPARATORS[options.documents]} (--documents {options.documents.value}; the others: {others})"
-
-
 _SEPARATORS = {
     DocumentRule.BLANK_LINE: "each blank line ended a document",
     DocumentRule.LINE: "each line was a document",
@@ -94,54 +45,53 @@ _SEPARATORS = {
 }
 
 
-def _mindrecord(args: argparse.Namespace, options: PreprocessOptions, display: _Display) -> str:
-    """By way of pairs in a folder of its own beside the output, which goes again."""
-    check, write = _mindrecord_writer()
-    seq_length, shards = args.seq_length or DEFAULT_SEQ_LENGTH, args.num_splits or 1
-    prefix = options.output_prefix
-    check(prefix, shards)
-    for key in {*options.json_keys, "text"}:  # the second whatever was asked, where the corpus is plain text
-        options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
-    with _pairs_folder(prefix) as folder:
-        result = preprocess(replace(options, output_prefix=folder / prefix.name), display)
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _stop)
+    display = _Display(arguments.log_interval)
+    try:
+        options = _options(arguments)
+        limit_tokenizer_threads()
+        gc.disable()  # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
+        if arguments.format == "mindrecord":
+            seq_length, shards = arguments.seq_length or DEFAULT_SEQ_LENGTH, arguments.num_splits or 1
+            sets, progress = preprocess_mindrecord(options, seq_length, shards, display)
+            files = f"{'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
+        else:
+            result = preprocess(options, display)
+            pairs = ", ".join(f"{prefix}.bin/.idx" for prefix in result.prefixes)
+            files = f"{pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
+    except GPT2Error as error:
         display.close()
-        for pair in result.prefixes:  # all, before the first is written
-            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
-        texts = []
-        for pair in result.prefixes:
-            target = prefix.with_name(f"{pair.name}{EXTENSION}")
-            written = write(pair, target, seq_length, shards)
-            names = str(target) if shards == 1 else f"{written.files[0]} ... {written.files[-1].name}"
-            texts.append(f"{names}: {written.rows} rows of {seq_length + 1} tokens, {written.left_over} tokens left over at the end")
-        return f"{'; '.join(texts)}; {_counts(result.progress)}"
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        display.close()
+        print("error: stopped by Ctrl-C; no output is left in part", file=sys.stderr)
+        return 130
+    display.close()
+    print(f"wrote {files}", file=sys.stderr)
+    return 0
 
 
-@contextmanager
-def _pairs_folder(prefix: Path) -> Iterator[Path]:
-    """Raises StorageError when the disk refuses."""
-    try:
-        with temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
-            yield folder
-    except OSError as error:
-        raise StorageError(f"{prefix}: could not be written: {error.strerror or error}") from error
-
-
-def _mindrecord_writer() -> tuple[Callable[[Path, int], None], Callable[[Path, Path, int, int], WrittenMindRecord]]:
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's warnings about devices that this machine does not have
-    try:
-        from mindformers_gpt2.mindrecord import check_mindrecord, write_mindrecord
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "mindspore":
-            raise
-        raise ConfigError(
-            "--format mindrecord is written by MindSpore, which is not installed; install it with: pip install '.[mindspore]', "
-            "or leave the option out: both backends train from .bin/.idx pairs too"
-        ) from None
-    return check_mindrecord, write_mindrecord
+def _set(found: RecordSet, seq_length: int) -> str:
+    files = found.files
+    names = str(found.target) if len(files) == 1 else f"{files[0]} ... {files[-1].name}"
+    return f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left over at the end"
 
 
 def _counts(done: Progress) -> str:
     return f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents skipped, {done.seconds:.1f} s ({done.rates()})"
+
+
+def _how_split(options: PreprocessOptions, prefix: Path) -> str:
+    """Return what separated the documents of plain text, which a count of documents does not tell."""
+    metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
+    if metadata is None or all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
+        return ""
+    others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
+    return f"\nplain text: {_SEPARATORS[options.documents]} (--documents {options.documents.value}; the others: {others})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,23 +144,35 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> PreprocessOptions:
-    if args.dataset_impl != "mmap":
-        raise ConfigError(
+    mindrecord = args.format == "mindrecord"
+    small = [name for name in ("seq_length", "num_splits") if (value := getattr(args, name)) is not None and value < 1]
+    refusals = (
+        (
+            args.dataset_impl != "mmap",
             f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and cached in 2023, and whatever reads "
-            "them reads mmap too; leave the option out"
-        )
-    if args.max_document_mib < 1:
-        raise ConfigError(f"--max-document-mib={args.max_document_mib}: expected 1 or more")
-    if args.keep_newlines and not args.split_sentences:
-        raise ConfigError("--keep-newlines only means something with --split-sentences; without it newlines are always kept")
-    if args.format == "mindrecord":
-        if args.split_sentences:
-            raise ConfigError("--split-sentences with --format mindrecord: rows of equal length know no sentences; leave one of them out")
-        for name, value in (("--seq-length", args.seq_length), ("--num-splits", args.num_splits)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: expected 1 or more")
-    elif args.seq_length is not None or args.num_splits is not None:
-        raise ConfigError("--seq-length and --num-splits only mean something with --format mindrecord; a .bin/.idx pair suits every length")
+            "them reads mmap too; leave the option out",
+        ),
+        (args.max_document_mib < 1, f"--max-document-mib={args.max_document_mib}: expected 1 or more"),
+        (
+            args.keep_newlines and not args.split_sentences,
+            "--keep-newlines only means something with --split-sentences; without it newlines are always kept",
+        ),
+        (
+            mindrecord and args.split_sentences,
+            "--split-sentences with --format mindrecord: rows of equal length know no sentences; leave one of them out",
+        ),
+        (
+            mindrecord and small,
+            "".join(f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more" for name in small[:1]),
+        ),
+        (
+            not mindrecord and (args.seq_length is not None or args.num_splits is not None),
+            "--seq-length and --num-splits only mean something with --format mindrecord; a .bin/.idx pair suits every length",
+        ),
+    )
+    for refused, message in refusals:
+        if refused:
+            raise ConfigError(message)
     return PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -235,10 +197,9 @@ class _Display:
         self._interval = max(1, interval)
         self._next = self._interval
         self._bar: Any = None
-        self._wants_bar = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
-        if self._wants_bar:
+        if sys.stderr.isatty():
             self._draw(progress)
         elif progress.documents >= self._next:
             self._next = (progress.documents // self._interval + 1) * self._interval
@@ -247,18 +208,14 @@ class _Display:
 
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                self._wants_bar = False
-                return
-            self._bar = tqdm(total=progress.total_bytes, unit="B", unit_scale=True, file=sys.stderr)
+            self._bar = progress_bar(total=progress.total_bytes, unit="B")
         self._bar.set_postfix_str(f"{progress.documents} documents", refresh=False)
         self._bar.update(progress.read_bytes - self._bar.n)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -56,6 +56,20 @@ def key_for_flag(name: str, value: str) -> str | None:
         near = nearest_keys(name)
         return f"{near[0]}={value}" if near else ABSENT.get(name)
     return here if "=" in here or " " in here or here.startswith("-") or schema_keys().get(here, True) else f"{here}={value}"
+
+
+def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
+    """Name the arguments that nobody knows, and for each the key that it may mean, with the value that was given."""
+    lines = [f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written section.key=value"]
+    for argument in unknown:
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not equals:
+            behind = argv[argv.index(argument) + 1 :][:1] if argument in argv else []
+            is_value = behind and not behind[0].startswith("-") and "=" not in behind[0]
+            value = behind[0] if is_value else "..."
+        if found := key_for_flag(name, value):
+            lines.append(f"{argument}: did you mean {found}?")
+    return "\n".join(lines)
 
 
 def nearest_keys(dotted: str) -> list[str]:

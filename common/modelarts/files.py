@@ -1,4 +1,4 @@
-"""Files of a run that lie elsewhere: input is copied here before it, its output of an earlier start too, and the output back after it."""
+"""Files of a run that lie elsewhere: input and earlier output are copied here before it, and the output back after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
-from common.training.checkpoint import LATEST, point_latest, whole_checkpoints
+from common.training.checkpoint import LATEST, point_latest, step_of, whole_checkpoints
 from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
@@ -39,15 +39,17 @@ def output_url(config: RunConfig, given: str | None) -> str | None:
     return given or (config.output_dir if is_url(config.output_dir) else None)
 
 
-def bring_files(config: RunConfig, words: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]) -> list[str]:
-    """The section.key=value words to put behind ``words`` once input, and output of an earlier start, are on this host.
+def bring_files(
+    config: RunConfig, overrides: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]
+) -> list[str]:
+    """Copy input, and output of an earlier start, to this host. Returns further overrides that name the copies.
 
-    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The output lies in the output_dir of
-    ``words``, else in a folder for it: a config's own output_dir is a folder of another machine.
+    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The output lies in the
+    output_dir of ``overrides``, else in a folder for it: a config's own output_dir is a folder of another machine.
     """
     found = bring_input(config, environ)
     if url is not None:
-        given = [value for key, _, value in (word.partition("=") for word in words) if key == "output_dir" and not is_url(value)]
+        given = [value for key, _, value in (item.partition("=") for item in overrides) if key == "output_dir" and not is_url(value)]
         folder = Path(given[-1]) if given else local_folder(url, environ).with_name("output")
         bring_output(url, folder, ranks=ranks, environ=environ)
         found.append(f"output_dir={folder}")
@@ -58,7 +60,7 @@ def bring_files(config: RunConfig, words: Sequence[str], url: str | None, ranks:
 
 
 def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """section.key=value words with folders and files of this host, for all keys whose value is a URL, or a folder with a corpus.
+    """Return overrides with folders and files of this host, for keys whose value is a URL or a folder with a corpus.
 
     Raises ConfigError for a URL where none can be, DataError, CheckpointError, StorageError.
     """
@@ -96,7 +98,10 @@ def _corpus(key: str, value: str, environ: Mapping[str, str]) -> str:
 
 
 def corpus_in(folder: Path, key: str = "data.train") -> str:
-    """The prefix of the one .bin/.idx pair below a folder; the folder where there is none, as of a MindRecord. Raises DataError."""
+    """Return the prefix of the one .bin/.idx pair below a folder; the folder where there is none, as with MindRecord.
+
+    Raises DataError.
+    """
     prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
     if len(prefixes) > 1:
         shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
@@ -105,7 +110,7 @@ def corpus_in(folder: Path, key: str = "data.train") -> str:
 
 
 def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
-    """The step folder that is meant by its own URL, or by that of a run folder, of its checkpoints or of their ``latest``.
+    """Return the step folder meant by its own URL, or by that of a run folder, of its checkpoints or their ``latest``.
 
     Raises CheckpointError where there is none.
     """
@@ -118,26 +123,36 @@ def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
 
 
 def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
-    """As ``common.training.checkpoint.find_checkpoint``, of a URL."""
+    """Return the step folder that ``latest`` names, else the newest whole one; None where there is none.
+
+    A ``latest`` that names another folder is a warning.
+    """
     folder = url.rstrip("/").removesuffix(f"/{LATEST}")
     names = {file.name for file in remote.files(folder, environ)}
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
         folder, names = join(folder, "checkpoints"), {name.removeprefix("checkpoints/") for name in names}
-    whole = sorted((match[1] for name in names if (match := re.fullmatch(rf"(step_\d{{8,}})/{MANIFEST}", name))), key=_step)
+    whole = sorted(
+        (name.removesuffix(f"/{MANIFEST}") for name in names if _is_manifest_of_step(name)),
+        key=step_of,
+    )
     if not whole:
         return None
-    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else ""
-    return join(folder, named if named in whole else whole[-1])
+    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else whole[-1]
+    if named in whole:
+        return join(folder, named)
+    LOG.warning(f"{join(folder, LATEST)} names {named!r}, which is not a whole checkpoint there; taking {whole[-1]} instead")
+    return join(folder, whole[-1])
 
 
-def _step(name: str) -> int:
-    return int(name.removeprefix("step_"))
+def _is_manifest_of_step(name: str) -> bool:
+    step, _, rest = name.partition("/")
+    return rest == MANIFEST and step_of(step) >= 0
 
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:
-    """Where a URL's copy lies on this host, for one job: on ModelArts' large disk /cache, else in the folder for temporary files."""
+    """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among temporary files."""
     cache = Path("/cache")
     base = cache if in_modelarts(environ) and os.access(cache, os.W_OK) else Path(environ.get("TMPDIR") or tempfile.gettempdir())
     job = environ.get("MA_VJ_NAME") or environ.get("JOB_ID") or ""
@@ -149,11 +164,11 @@ def local_folder(url: str, environ: Mapping[str, str]) -> Path:
 
 
 def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]) -> None:
-    """What an earlier start of the run left at the URL, where the output goes, is copied into the run folder.
+    """Copy what an earlier start of the run left at the URL into the run folder.
 
-    On a host without a run folder that is everything. Else it is the newest checkpoint alone, and only where ``ranks`` are copied from
-    here at the end: on a host without rank 0, whose own is that of an earlier start or none; on the host of rank 0 where its own is older,
-    because another host had rank 0 then. Raises StorageError.
+    A host without a run folder gets everything. Any other host gets the newest checkpoint only, and only where
+    ``ranks`` are copied from here at the end. The host of rank 0 gets it only where its own is older, because another
+    host had rank 0 then. Raises StorageError.
     """
     if not folder.exists():
         if remote.files(url, environ):
@@ -163,10 +178,10 @@ def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mappi
     if newest is None:
         return
     checkpoints = folder / "checkpoints"
-    mine = max((_step(path.name) for path in whole_checkpoints(checkpoints)), default=0)
+    mine = max((step_of(path.name) for path in whole_checkpoints(checkpoints)), default=0)
     if 0 not in ranks:
         _refresh(newest, checkpoints, environ)
-    elif mine < _step(base_name(newest)):
+    elif mine < step_of(base_name(newest)):
         LOG.warning(f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there")
         _refresh(newest, checkpoints, environ)
         if remote.files(join(url, _METRICS), environ):
@@ -188,11 +203,12 @@ def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int], environ: Mapping[str, str]) -> Iterator[None]:
-    """Copy ``output_dir`` to ``url`` when the block ends, however it ends: all of it where rank 0 is among ``ranks``, else their files.
+    """Copy ``output_dir`` to ``url`` when the block ends, however it ends.
 
-    What else lies here then is an older copy of what rank 0 has. Until the block ends a SIGTERM ends the program, with a copy; inside the
-    training loop, its own handler goes first, which saves. Raises StorageError when the copy fails. An error of the block itself goes
-    first: the failed copy is then told on standard error.
+    All of it is copied where rank 0 is among ``ranks``, else the files of these ranks: the rest is older than what rank
+    0 has. A SIGTERM in the block ends the program, with a copy; inside the training loop its own handler, which saves,
+    goes first. Raises StorageError when the copy fails. An error of the block itself wins: the failed copy is then told
+    on standard error.
     """
     if url is None or not ranks:
         yield

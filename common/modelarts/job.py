@@ -1,25 +1,56 @@
-"""A run on ModelArts: which ranks there are, what they lack of their variables, and starting them where the platform did not."""
+"""A run on ModelArts: its files, its ranks and their variables, and the start of ranks that the platform did not start."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from common.cluster.environment import Process, in_modelarts, is_scheduler
+from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
 from common.cluster.places import HERE, Placement, RankPlacement, places_of_table
-from common.cluster.rank_environment import FOREIGN, interface_of, is_own, make_rendezvous
+from common.cluster.rank_environment import FOREIGN, interface_of, is_own, make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
+from common.config.load import load_config
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
-from common.modelarts.files import local_folder
-from common.parallel.resolved_run import ResolvedRun
+from common.modelarts.arguments import ModelArtsJob
+from common.modelarts.files import bring_files, local_folder, output_copied, output_url
+from common.resolve.derive import resolve_mode
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
+def process_of_job(environ: Mapping[str, str]) -> Process:
+    """Return who this process is; it is alone where the ranks of its host are still to be started."""
+    return ALONE if must_start_ranks(environ) else find_process(environ)
+
+
+@contextmanager
+def files_here(
+    config_path: Path,
+    overrides: Sequence[str],
+    job: ModelArtsJob,
+    process: Process,
+    environ: Mapping[str, str],
+) -> Iterator[tuple[RunConfig, list[str]]]:
+    """Bring the input of a run to this host, and copy its output back when the block ends.
+
+    Yields the config and the overrides that name the files and folders of this host.
+    """
+    config = load_config(config_path, overrides)
+    url = output_url(config, job.output_url)
+    ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
+    found = [*overrides, *bring_files(config, overrides, url, ranks, environ)]
+    config = load_config(config_path, found)
+    with output_copied(url, Path(config.output_dir), ranks, environ):
+        yield config, found
+
+
 def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
-    """The ranks whose files in output_dir this process copies to where the output goes: those of its host where it is the first of them.
+    """Return the ranks whose output this process copies: those of its host, where it is the first of them.
 
     one_process: every host does the same alone, without ranks; only what the first one did is copied.
     """
@@ -41,7 +72,7 @@ def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: 
 
 
 def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str, str]:
-    """What frameworks read themselves and the platform leaves out or writes in another form, where it started one process per card."""
+    """Return variables that frameworks read, where the platform started one process per card and leaves them out."""
     if not in_modelarts(environ) or process.launcher != "rank table":
         return {}
     found = {"HCCL_CONNECT_TIMEOUT": "1800", "RANK_SIZE": str(process.world_size)}
@@ -59,22 +90,24 @@ def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str
 
 
 def must_start_ranks(environ: Mapping[str, str]) -> bool:
-    """Whether ModelArts started one process on a host of several devices, or on one of several hosts, and gave it no rank."""
+    """Tell whether ModelArts started one process for several devices or hosts, and gave it no rank."""
     if not in_modelarts(environ) or any(environ.get(name) for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
         return False
     return _device_count(environ) > 1 or len(_host_names(environ)) > 1
 
 
-def start_ranks(command: tuple[str, ...], config: ResolvedRun, environ: Mapping[str, str]) -> int:
-    """Start ``command`` for each device of this host and wait for all; their common exit code.
+def start_ranks(config_path: Path, run_mode: str, overrides: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Start a rank for each device of this host, and wait for all.
 
-    Raises ConfigError and DataError where the platform's variables contradict each other.
+    Raises SystemExit with their common exit code where that is not 0, and ConfigError and DataError where the platform's variables
+    contradict each other.
     """
     from common.launcher.children import make_children
     from common.launcher.control import Host, Hosts
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
+    config = resolve_mode(load_config(config_path, overrides), run_mode, world_size=places.world_size)
     meeting = make_rendezvous(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
     for name in FOREIGN:
         os.environ.pop(name, None)
@@ -86,22 +119,18 @@ def start_ranks(command: tuple[str, ...], config: ResolvedRun, environ: Mapping[
         )
         hosts = Hosts(all=everyone, own=places.hosts.index(places.own_host), port=meeting.port + 1)
     job = Job(
-        children=make_children(places, meeting, command, environ=environ),
+        children=make_children(places, meeting, rank_command(config_path, run_mode, overrides), environ=environ),
         log_folder=Path(config.output_dir),
         stall_limit=config.runtime.stall_limit,
         follow=True,
         hosts=hosts,
     )
-    return supervise(job)
-
-
-def world_size_of_job(environ: Mapping[str, str]) -> int:
-    """Ranks that ``start_ranks`` starts, on all hosts together."""
-    return find_places(environ)[1].world_size
+    if code := supervise(job):
+        sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
 
 
 def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
-    """From the platform's rank table where it gives one, else the same devices on each of VC_WORKER_HOSTS."""
+    """Read the platform's rank table where it gives one; else place the same devices on each of VC_WORKER_HOSTS."""
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])

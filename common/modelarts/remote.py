@@ -23,6 +23,8 @@ from common.training.checkpoint import LATEST
 from common.training.manifest import MANIFEST
 
 T = TypeVar("T")
+_PAUSES = (5.0, 10.0)
+"""Seconds before the second and the third attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,11 @@ class _Copy:
     made: float
 
 
-def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0, attempts: int = 3, pause: float = 5.0) -> Path:
-    """Copy ``url`` to ``folder`` unless a copy of what lies there now is here; of all processes of this host that ask, one does it.
+def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0) -> Path:
+    """Copy ``url`` to ``folder`` unless the same is here already; one process of this host does it for all that ask.
 
-    Returns where it lies. limit: seconds to wait for that one. attempts, pause: as in ``push``. A folder that is there is whole: the copy
-    is made beside it and renamed. Raises DataError for an empty URL and StorageError for a failed copy, on every process that waited.
+    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the copy is made beside
+    it and renamed. Raises DataError for an empty URL and StorageError for a failed copy, in every process that waited.
     """
     began = time.time()
     complete, failed = (folder.with_name(f".{folder.name}.{state}") for state in ("complete", "failed"))
@@ -48,7 +50,7 @@ def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: floa
             if failed.is_file() and failed.stat().st_mtime >= began:
                 raise StorageError(failed.read_text(encoding="utf-8"))
             try:
-                _renew(copy, url, folder, environ, attempts, pause)
+                _renew(copy, url, folder, environ)
             except StorageError as error:
                 with atomic_write(failed, "w") as file:
                     file.write(str(error))
@@ -58,17 +60,17 @@ def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: floa
     return inside[0] if is_file else folder
 
 
-def files(url: str, environ: Mapping[str, str], *, attempts: int = 3, pause: float = 5.0) -> list[StoredFile]:
+def files(url: str, environ: Mapping[str, str]) -> list[StoredFile]:
     """What lies there, at any depth; nothing where there is nothing. Raises StorageError when the store does not answer."""
     store = find_store(url, environ)
-    return _try(lambda: store.files(url), f"{url}: the store does not answer", attempts, pause)
+    return _try(lambda: store.files(url), f"{url}: the store does not answer")
 
 
-def read(url: str, environ: Mapping[str, str], *, attempts: int = 3, pause: float = 5.0) -> bytes:
+def read(url: str, environ: Mapping[str, str]) -> bytes:
     """The content of one small file. Raises StorageError."""
     store = find_store(url, environ)
     with tempfile.TemporaryDirectory() as folder:
-        _try(lambda: store.pull(url, Path(folder)), f"{url}: could not be read", attempts, pause)
+        _try(lambda: store.pull(url, Path(folder)), f"{url}: could not be read")
         return (Path(folder) / base_name(url)).read_bytes()
 
 
@@ -78,26 +80,24 @@ def push(
     environ: Mapping[str, str],
     *,
     wanted: Callable[[str], bool] = lambda name: True,
-    attempts: int = 3,
-    pause: float = 5.0,
 ) -> None:
     """Copy a folder's files to a URL, those of which ``wanted`` says so of their names relative to it, hidden ones never.
 
     What makes a checkpoint look whole comes after its content, so that a copy that is cut off at any file is a run that goes on.
-    attempts: how often to try; the pause between them, in seconds, doubles. Raises StorageError.
+    Raises StorageError.
     """
     names = [name for name in _upload_order(folder) if wanted(name)]
     if not names:
         return
     LOG.info(f"copying {len(names)} files of {folder} to {url}")
     store = find_store(url, environ)
-    _try(lambda: store.push(folder, names, url), f"{url}: {folder} could not be copied there, and is still here", attempts, pause)
+    _try(lambda: store.push(folder, names, url), f"{url}: {folder} could not be copied there, and is still here")
 
 
-def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str], attempts: int, pause: float) -> None:
+def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str]) -> None:
     """Leave the copy as it is where nothing has changed at its source, else make it anew."""
     began = time.time()
-    there = files(url, environ, attempts=attempts, pause=pause)
+    there = files(url, environ)
     if copy is not None and copy.url == url:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.made))
         if copy.files == there:
@@ -108,7 +108,7 @@ def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str
         raise DataError(f"{url}: there is nothing; check the address (of a .bin/.idx pair: its folder), and the rights of this job")
     LOG.info(f"copying {url} to {folder}")
     store = find_store(url, environ)
-    _try(lambda: _pull(store, url, folder), f"{url}: could not be copied to {folder}", attempts, pause)
+    _try(lambda: _pull(store, url, folder), f"{url}: could not be copied to {folder}")
     made_now = _Copy(url=url, files=there, made=time.time())
     with atomic_write(folder.with_name(f".{folder.name}.complete"), "w") as file:
         json.dump(asdict(made_now) | {"seconds": round(made_now.made - began, 1)}, file)
@@ -133,19 +133,18 @@ def _upload_order(folder: Path) -> list[str]:
     return [path.as_posix() for path in sorted(visible, key=lambda path: (path.name == LATEST, path.name == MANIFEST, path))]
 
 
-def _try(action: Callable[[], T], what: str, attempts: int, pause: float) -> T:
-    for attempt in range(1, attempts + 1):
+def _try(action: Callable[[], T], what: str) -> T:
+    for pause in (*_PAUSES, None):
         try:
             return action()
         except UserError:
             raise
         except Exception as error:  # what a store raises is its own affair
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | StorageError) else str(error)
-            if attempt == attempts:
-                raise StorageError(f"{what} ({reason}); tried {attempts} times") from None
+            reason = str(error) if isinstance(error, OSError | StorageError) else f"{type(error).__name__}: {error}"
+            if pause is None:
+                raise StorageError(f"{what} ({reason}); tried {len(_PAUSES) + 1} times") from None
             LOG.warning(f"{what} ({reason}); trying again in {pause:g} s")
             time.sleep(pause)
-            pause *= 2
     raise AssertionError
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError, DataError, StorageError
+from common.files import atomic_write
 
 SCHEMES = ("obs", "s3", "file")
 _SMALL = 9 << 20  # of the OBS SDK's uploads: below it one request, above it parts
@@ -90,11 +90,8 @@ class FolderStore:
 
     def push(self, folder: Path, files: Sequence[str], url: str) -> None:
         for name in files:
-            target = _folder_of(url) / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-            shutil.copyfile(folder / name, unfinished)
-            os.replace(unfinished, target)
+            with (folder / name).open("rb") as source, atomic_write(_folder_of(url) / name) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
 
 @dataclass(frozen=True)

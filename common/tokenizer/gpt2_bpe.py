@@ -81,8 +81,6 @@ class GPT2BPETokenizer:
         """Id of ``<|endoftext|>``: 50256 for GPT-2."""
         return self._eod_id
 
-    bos_id = eos_id = pad_id = eod_id
-
     @property
     def framing(self) -> Framing:
         return Framing(suffix=(self._eod_id,))
@@ -121,12 +119,11 @@ class GPT2BPETokenizer:
         """
         return self._encode_strings(_strings(texts)).rows()
 
-    def encode_batch_bytes(self, texts: Sequence[bytes]) -> list[Ids]:
-        """As ``encode_batch``, from UTF-8. Raises TokenizerError for invalid UTF-8, with the text and the byte."""
-        return self._encode_utf8(texts).rows()
-
     def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
-        """As ``encode_batch`` or ``encode_batch_bytes``, in one buffer with offsets: what preprocessing writes, and the fastest form."""
+        """Encode as ``encode_batch``, into one buffer with offsets: what preprocessing writes, and the fastest form.
+
+        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
+        """
         if len(texts) and isinstance(texts[0], bytes):
             return self._encode_utf8(texts)  # type: ignore[arg-type]
         return self._encode_strings(_strings(texts))
@@ -142,7 +139,7 @@ class GPT2BPETokenizer:
 
     def _encode_utf8(self, texts: Sequence[bytes]) -> PackedIds:
         if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
-            raise TokenizerError("encode_batch_bytes: expected a sequence of bytes objects; use encode_batch for str")
+            raise TokenizerError("encode_packed: expected a sequence of bytes or of str, not of both")
         strings: list[str] = []
         for number, text in enumerate(texts):
             try:
@@ -192,9 +189,7 @@ def _strings(texts: object) -> list[str]:
         raise TokenizerError(f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use encode for one text")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TokenizerError(
-                f"encode_batch: text {number} is {type(text).__name__}; expected str; use encode_batch_bytes for UTF-8 bytes"
-            )
+            raise TokenizerError(f"encode_batch: text {number} is {type(text).__name__}; expected str; use encode_packed for UTF-8 bytes")
     return list(texts)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
-from common.weights.crc32c import masked_crc32c
 from common.weights.protobuf import read_fields, read_varint
 
 _MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")
@@ -109,6 +108,14 @@ def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> FileTensor:
     if int.from_bytes(expected, "little") != found:
         raise ValueError(f"the checksum of {name} is {found:08x}, and the index says {int.from_bytes(expected, 'little'):08x}")
     return FileTensor(name=name, dtype=dtype, shape=tuple(dims), segments=(data,))
+
+
+def masked_crc32c(data: Bytes) -> int:
+    """Return the CRC-32C of ``data``, rotated and shifted as in tensorflow/core/lib/hash/crc32c.h."""
+    import google_crc32c  # no other format needs it
+
+    value: int = google_crc32c.value(data)  # type: ignore[arg-type]  # any contiguous buffer, without a copy
+    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _table(content: Bytes) -> Iterator[tuple[bytes, Bytes]]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import parse_arguments
 from common.config.load import load_config
 from common.resolve.derive import resolve_config, resolve_mode
-from run_gpt2 import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -36,6 +36,7 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         ("preprocess_data", ["--help"], "kind of tokenizer: GPT2BPETokenizer"),
         ("preprocess_data", ["--help"], "library that does the work"),
         ("convert_weight", ["--help"], "usage: "),
+        ("check_wheels", ["--help"], "aarch64"),
         ("doctor", ["--help"], "usage: "),
         ("fetch_quickstart_data", ["--help"], "usage: "),
         ("hccl_tools", ["--help"], "usage: "),
@@ -70,8 +71,9 @@ def test_one_rank_of_the_doctor_is_not_started_by_hand(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("program", ["run_gpt2.py", "run_mindformer.py"])
 def test_both_front_doors_name_themselves_and_explain_the_modes(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from common.command_line import MODES
     from common.modelarts.arguments import describe_flags
-    from run_gpt2 import MODES, main
+    from run_gpt2 import main
 
     more = describe_flags() if program == "run_mindformer.py" else ""
     with pytest.raises(SystemExit) as stop:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import RUN_MODES, parse_arguments
 from common.config.explain import explain_key
 from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.hints import hint, key_for_flag, nearest_keys, schema_keys
 from common.config.load import load_config
 from common.errors import ConfigError
-from run_gpt2 import RUN_MODES, parse_arguments
 
 TABLE = {**HERE, **HERE_IN}
 WORDS_BETWEEN = {"and", "or", "times"}

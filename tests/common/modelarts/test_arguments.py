@@ -7,7 +7,7 @@ import pytest
 from common.config.schema import RunConfig, Section
 from common.errors import ConfigError
 from common.modelarts import arguments as modelarts
-from common.modelarts.arguments import TOP_LEVEL, mindformers_words, translate
+from common.modelarts.arguments import TOP_LEVEL, mindformers_argv, translate
 
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 
@@ -43,12 +43,12 @@ INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
     ],
 )
 def test_words(words: list[str], expected: list[str]) -> None:
-    assert translate(words, {}).words == tuple(expected)
+    assert translate(words, {}).argv == expected
 
 
 def test_where_the_output_goes() -> None:
     both = translate(["--output_dir=/local", "--train_url=obs://b/out"], {})
-    assert both.words == ("output_dir=/local",) and both.output_url == "obs://b/out"
+    assert both.argv == ["output_dir=/local"] and both.output_url == "obs://b/out"
     for word in ("--output_dir=obs://b/out", "--obs_path=obs://b/out", "--remote_save_url=obs://b/out", "output_dir=obs://b/out"):
         assert translate([word], {}).output_url == "obs://b/out"
     with pytest.raises(ConfigError, match="already to be copied to obs://a; give one of them"):
@@ -58,14 +58,14 @@ def test_where_the_output_goes() -> None:
 def test_unknown_words_are_the_platforms_inside_modelarts_alone() -> None:
     words = ["--init_method", "tcp://job-0:6666", "--flag", "seed=1", "--num_gpus=8", "--dataset_id=wiki"]
     job = translate(words, INSIDE)
-    assert job.words == ("seed=1",)
+    assert job.argv == ["seed=1"]
     assert [remark.partition(" is ")[0] for remark in job.remarks] == [
         "--init_method tcp://job-0:6666",
         "--flag",
         "--num_gpus=8",
         "--dataset_id=wiki",
     ]
-    assert translate(words[:2], {}).words == tuple(words[:2])
+    assert translate(words[:2], {}).argv == words[:2]
 
 
 def test_use_parallel() -> None:
@@ -75,8 +75,8 @@ def test_use_parallel() -> None:
 def test_a_config_is_found_from_the_code_folder_inside_modelarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     preset = "configs/gpt2/run_gpt2.yaml"
-    assert translate([f"--config={preset}"], INSIDE).words == (f"--config={modelarts.ROOT / preset}",)
-    assert translate([f"--config={preset}"], {}).words == (f"--config={preset}",)
+    assert translate([f"--config={preset}"], INSIDE).argv == [f"--config={modelarts.ROOT / preset}"]
+    assert translate([f"--config={preset}"], {}).argv == [f"--config={preset}"]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
 
 
 def test_mindformers_train_begins_anew() -> None:
-    assert mindformers_words(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
-    assert mindformers_words(["--run_mode=finetune"]) == ["--run_mode=finetune"]
+    assert mindformers_argv(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
+    assert mindformers_argv(["--run_mode=finetune"]) == ["--run_mode=finetune"]
 
 
 ASCEND = ["--device_target", "Ascend"]
@@ -140,6 +140,6 @@ def test_mindformers_ascend_is_mindspores(
     (tmp_path / "a.yaml").write_text(f"{text}\n" if text.startswith("base") else f"base: {preset}\n{text}\n")
     given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words]
     with caplog.at_level("WARNING"):
-        assert mindformers_words(given) == [*(["backend=mindspore"] if chosen else []), *given]
+        assert mindformers_argv(given) == [*(["backend=mindspore"] if chosen else []), *given]
     said = "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
     assert said is (text in ("backend: torch", "base: other.yaml"))

@@ -121,6 +121,21 @@ def test_a_url_without_a_whole_checkpoint(bucket: Path, environ: dict[str, str])
         assert str(caught.value) == f"checkpoint.init_from=file://{bucket}/{form}: {expected}"
 
 
+@pytest.mark.parametrize("named", ["step_00000003", "step_00000009", "nonsense"])
+def test_a_latest_that_names_no_whole_checkpoint_is_said(
+    named: str, bucket: Path, environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(bucket / "run", 1, 2)
+    (run / "checkpoints" / "step_00000003").mkdir()
+    (run / "checkpoints" / "step_00000003" / "model.safetensors").touch()
+    (run / "checkpoints" / "latest").write_text(f"{named}\n")
+    found = files.find_checkpoint_url(f"file://{run}", environ)
+    assert found == f"file://{run}/checkpoints/step_00000002"
+    assert caplog.messages == [
+        f"file://{run}/checkpoints/latest names {named!r}, which is not a whole checkpoint there; taking step_00000002 instead"
+    ]
+
+
 def test_copies_of_two_jobs_are_apart(environ: dict[str, str]) -> None:
     folders = {files.local_folder("obs://b/data", {**environ, "MA_VJ_NAME": name}) for name in ("job-1", "job-2", "")}
     assert len(folders) == 3

@@ -64,7 +64,7 @@ def test_places_by_the_names_of_the_hosts() -> None:
     table, places = modelarts_job.find_places(environ)
     assert table is None and places.master == "job-0.job" and places.own_host == "job-1.job"
     assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [(4, 0, 0), (5, 1, 1), (6, 2, 2), (7, 3, 3)]
-    assert modelarts_job.world_size_of_job(environ) == 8
+    assert places.world_size == 8
     with pytest.raises(ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"):
         modelarts_job.find_places({**environ, "MA_NUM_HOSTS": "3"})
     with pytest.raises(ConfigError, match="VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"):

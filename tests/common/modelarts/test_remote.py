@@ -87,11 +87,12 @@ def test_an_upload_that_is_cut_off_never_looks_whole(tmp_path: Path, monkeypatch
             raise ConnectionError("cut off")
 
     monkeypatch.setattr(remote, "find_store", lambda url, environ: CutOff())
+    monkeypatch.setattr(remote, "_PAUSES", ())
     here = run_folder(tmp_path / "out")
     for allowed in range(len(UPLOAD_ORDER)):
         there = tmp_path / f"bucket_{allowed}"
         with pytest.raises(StorageError, match="cut off"):
-            remote.push(here, f"file://{there}", {}, attempts=1)
+            remote.push(here, f"file://{there}", {})
         assert list(files(there)) == sorted(UPLOAD_ORDER[:allowed])
         for checkpoint in whole_checkpoints(there / "checkpoints"):
             assert files(checkpoint) == files(here / "checkpoints" / checkpoint.name)
@@ -322,8 +323,9 @@ def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert remote.files("obs://bucket/marked", KEYS) == [], "the markers of folders are no files"
     assert remote.read("obs://bucket/p.txt", KEYS) == b"Hi"
     client.broken = True
+    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
     with pytest.raises(StorageError, match="OBS answered 403 AccessDenied Access Denied"):
-        remote.files("obs://bucket/data", KEYS, pause=0)
+        remote.files("obs://bucket/data", KEYS)
     with pytest.raises(ConfigError, match="the OBS SDK needs OBS_SECRET_ACCESS_KEY, OBS_ENDPOINT in the environment; set them"):
         remote.files("obs://bucket/data", {"OBS_ACCESS_KEY_ID": "id"})
 

@@ -47,7 +47,7 @@ def test_lone_surrogates_are_refused_with_their_place(tokenizer: GPT2BPETokenize
 def test_bytes_that_are_not_utf8_are_refused_with_their_place(tokenizer: GPT2BPETokenizer) -> None:
     for bad in (b"ab\xff", b"ab\xed\xa0\x80", b"ab\xc0\x80", b"ab\xe4\xb8"):
         with pytest.raises(TokenizerError, match="text 1 of the batch, byte 2: 0x"):
-            tokenizer.encode_batch_bytes([b"fine", bad])
+            tokenizer.encode_packed([b"fine", bad])
         with pytest.raises(TokenizerError, match="text 1 of the batch, byte 2: 0x"):
             tokenizer.encode_packed([b"fine", bad])
 
@@ -62,12 +62,12 @@ def test_wrong_types_are_refused(tokenizer: GPT2BPETokenizer) -> None:
     with pytest.raises(TokenizerError, match="text 1 is int"):
         tokenizer.encode_batch(("a", 3))  # type: ignore[arg-type]
     with pytest.raises(TokenizerError, match="sequence of bytes"):
-        tokenizer.encode_batch_bytes(["a"])  # type: ignore[list-item]
+        tokenizer.encode_packed([b"a", "a"])  # type: ignore[list-item]
 
 
 def test_empty_input(tokenizer: GPT2BPETokenizer) -> None:
     assert tokenizer.encode("").shape == (0,)
-    assert tokenizer.encode_batch([]) == [] and tokenizer.encode_batch_bytes([]) == []
+    assert tokenizer.encode_batch([]) == [] and tokenizer.encode_packed([]).rows() == []
     assert [len(ids) for ids in tokenizer.encode_batch(["", "a", ""])] == [0, 1, 0]
     assert tokenizer.encode_packed([]).offsets.tolist() == [0]
     assert tokenizer.decode([]) == ""

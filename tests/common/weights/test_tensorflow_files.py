@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from common.errors import CheckpointError
-from common.weights.crc32c import crc32c, masked_crc32c
 from common.weights.formats import open_tensors
+from common.weights.tensorflow_files import masked_crc32c
 
 FIXTURE = Path(__file__).parent / "data" / "openai"
 MAGIC = bytes.fromhex("57fb808b247547db")
@@ -163,12 +163,15 @@ def test_every_cut_and_every_changed_byte_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RFC 3720, B.4, and bit by bit where the ways of reading differ."""
-    assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
-    assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
+def test_checksum(tmp_path: Path) -> None:
+    """RFC 3720, B.4, and bit by bit; of arrays in memory and of mapped files."""
+    vectors = {bytes(32): 0x8A9136AA, b"\xff" * 32: 0x62A8AB43, bytes(range(32)): 0x46DD794E, b"123456789": 0xE3069283}
+    for content, expected in vectors.items():
+        assert bit_by_bit(content) == expected
+        assert masked_crc32c(np.frombuffer(content, np.uint8)).to_bytes(4, "little") == masked(content)
     data = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
-    monkeypatch.setattr("common.weights.crc32c._WIDTH", 4)
+    (tmp_path / "data").write_bytes(data.tobytes())
+    mapped = np.memmap(tmp_path / "data", np.uint8, "r")
     for size in (0, 1, 11370, 11371, 31000, 90961, 100_000):
-        assert crc32c(data[:size]) == bit_by_bit(data[:size].tobytes()), size
-    assert masked_crc32c(data[:9]).to_bytes(4, "little") == masked(data[:9].tobytes())
+        for array in (data, mapped):
+            assert masked_crc32c(array[:size]).to_bytes(4, "little") == masked(data[:size].tobytes()), size

@@ -1,0 +1,69 @@
+"""The backend of a run: chosen by its config, imported by name, and asked for one run mode."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from common.cluster.environment import Process
+from common.config.schema import RunConfig
+from common.errors import ConfigError, RunError
+from common.inputs import check_inputs
+from common.interrupts import ending_at_interrupts
+from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
+from common.planner.room import out_of_memory
+from common.resolve.derive import ONE_DEVICE_MODES, export_format
+from common.resolve.engine_checks import check_here
+from common.training.export import export
+from common.training.stop import receive_interrupts
+
+_PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
+_ENTRIES = {
+    "train": "train",
+    "finetune": "train",
+    "eval": "evaluate",
+    "predict": "predict",
+    "export": "export",
+}
+"""By run mode the module of a backend, which has a function of the same name."""
+
+
+def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
+    """Run a mode in the backend of a resolved config; an export of weights needs no backend."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    # An installed torch_npu breaks `import torch` without CANN; the device that needs it loads it.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    ranks = config.topology.world_size
+    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and ranks == 1:
+        LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
+        return
+    if run_mode == "export" and export_format(config) == "safetensors":
+        export(config)
+        return
+    check_here(config)
+    if process.rank == 0:
+        check_inputs(run_mode, config)
+    if config.backend == "mindspore":
+        receive_interrupts()
+    name = _ENTRIES[run_mode]
+    with ending_at_interrupts():
+        try:
+            importlib.import_module(config.backend)
+        except ImportError as error:
+            raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
+        entry = getattr(importlib.import_module(f"{_PACKAGES[config.backend]}.{name}"), name)
+    try:
+        entry(config, process)
+    except (MemoryError, RuntimeError, ValueError, OSError) as error:
+        training = name == "train"
+        message = out_of_memory(error, config, rank=process.rank % ranks, training=training)
+        if message is None:
+            raise
+        raise RunError(message) from None
+
+
+def serve_as_scheduler(run_mode: str, config: RunConfig) -> None:
+    """Be the process that msrun starts beside the ranks, with their command."""
+    if config.backend == "mindspore" and run_mode not in ONE_DEVICE_MODES:
+        importlib.import_module("mindformers_gpt2.parallel.world").serve_as_scheduler()

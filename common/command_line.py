@@ -1,0 +1,101 @@
+"""The command line of run_gpt2.py. It loads no library, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+MODES = {
+    "train": (
+        "train, or go on with a run that was stopped",
+        "data.train=data/own_text_document output_dir=output/own",
+    ),
+    "finetune": (
+        "train from the weights of a checkpoint",
+        "checkpoint.init_from=output/quickstart output_dir=output/tuned",
+    ),
+    "eval": ("loss and perplexity of a checkpoint", "output_dir=output/quickstart"),
+    "predict": (
+        "continue a prompt",
+        "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling predict.top_k=40",
+    ),
+    "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
+    "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
+}
+"""What each run mode does, and an example of the overrides behind it."""
+RUN_MODES = tuple(MODES)
+
+
+class _Explain(argparse.Action):
+    """Print a key of the schema and end, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None) -> None:
+        from common.config.explain import explain_key
+
+        sys.stdout.write(explain_key(value))
+        parser.exit()
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "config": {
+        "required": True,
+        "metavar": "FILE",
+        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml",
+    },
+    "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
+    "explain": {
+        "action": _Explain,
+        "metavar": "KEY",
+        "help": "type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a"
+        " section; other systems' names are understood; starts nothing",
+    },
+    "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
+    "accelerator": {
+        "metavar": "NAME",
+        "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
+    },
+    "devices": {
+        "type": int,
+        "metavar": "N",
+        "help": "plan suggests layouts for so many of --accelerator",
+    },
+}
+"""Each flag, with what argparse is told about it."""
+_EPILOG = """\
+run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:
+{modes}
+{more}\
+Any key of the configuration can follow as section.key=value, for example train.max_steps=100; --explain train lists those of a
+section. ModelArts jobs and MindFormers' arguments: docs/modelarts.md.
+
+exit codes: 0 success, 1 failed at run time, 2 input or configuration at fault, 130 Ctrl-C, 143 SIGTERM (both after saving)"""
+
+
+def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> argparse.Namespace:
+    """Parse the command line. Raises ConfigError, or ends the process with exit code 2.
+
+    program, more: the name under which it was started, and an addition to its help.
+    """
+    modes = "".join(f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n" for mode, (meaning, example) in MODES.items())
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Train, evaluate, generate with and export GPT-2 from one YAML.",
+        epilog=_EPILOG.format(modes=modes, more=more),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, options in FLAGS.items():
+        parser.add_argument(f"--{name}", **options)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        from common.config.hints import unknown_arguments
+
+        parser.error(unknown_arguments(unknown, sys.argv[1:] if argv is None else argv))
+    for name in ("all_ranks", "accelerator", "devices"):
+        if getattr(arguments, name) and arguments.run_mode != "plan":
+            parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
+    if arguments.devices is not None and arguments.accelerator is None:
+        parser.error("--devices needs to know of what kind they are; add --accelerator NAME")
+    return arguments

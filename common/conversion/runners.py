@@ -1,0 +1,35 @@
+"""The frameworks of this machine that compute logits of a folder of weights, for ``compare_logits``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.resolved import ResolvedModel
+from common.conversion.logits import NEEDED, Runner
+
+_PLACES = {
+    "hf": ("torch_gpt2.logits", "hugging_face_logits"),
+    "torch_gpt2": ("torch_gpt2.logits", "logits"),
+    "mindspore": ("mindformers_gpt2.logits", "logits"),
+}
+"""By format the module and the function."""
+
+
+def installed_runners() -> dict[str, Runner]:
+    """Return by format what computes its logits; a framework is imported when it is called."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    return {
+        format: partial(_run, *place) for format, place in _PLACES.items() if all(importlib.util.find_spec(name) for name in NEEDED[format])
+    }
+
+
+def _run(module: str, function: str, folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(folder, model, ids)
+    return logits

@@ -1,0 +1,79 @@
+"""Corpora to MindRecord, by way of .bin/.idx pairs in a folder of its own beside the output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from common.dataset.indexed import with_extension
+from common.dataset.mindrecord import EXTENSION
+from common.dataset.mindrecord_output import earlier_files
+from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.samples import GPTDataset
+from common.errors import ConfigError, StorageError
+from common.files import temporary_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSet:
+    """A written set. rows: each of seq_length + 1 tokens. left_over: tokens behind the last row."""
+
+    target: Path
+    files: tuple[Path, ...]
+    rows: int
+    left_over: int
+
+
+def preprocess_mindrecord(
+    options: PreprocessOptions,
+    seq_length: int,
+    shards: int,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[list[RecordSet], Progress]:
+    """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs.
+
+    Raises also ConfigError where MindSpore, which writes the files, is not installed.
+    """
+    writer = _writer()
+    prefix = options.output_prefix
+    writer.check_mindrecord(prefix, shards)
+    for key in {*options.json_keys, "text"}:  # plain text has this one key, whatever is asked
+        options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
+    with _pairs_folder(prefix) as folder:
+        result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
+        for pair in result.prefixes:  # all of them, before the first set is written
+            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
+        sets = []
+        for pair in result.prefixes:
+            target = prefix.with_name(f"{pair.name}{EXTENSION}")
+            written = writer.write_mindrecord(pair, target, seq_length, shards)
+            sets.append(RecordSet(target=target, files=written.files, rows=written.rows, left_over=written.left_over))
+        return sets, result.progress
+
+
+@contextmanager
+def _pairs_folder(prefix: Path) -> Iterator[Path]:
+    """Raises StorageError when the disk refuses."""
+    try:
+        with temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
+            yield folder
+    except OSError as error:
+        raise StorageError(f"{prefix}: could not be written: {error.strerror or error}") from error
+
+
+def _writer() -> ModuleType:
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    try:
+        return import_module("mindformers_gpt2.data")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mindspore":
+            raise
+        raise ConfigError(
+            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
+            " pip install '.[mindspore]', or leave the option out: both backends train from .bin/.idx pairs too"
+        ) from None

@@ -1,0 +1,78 @@
+"""Ask pip for a wheel of every dependency, for x86-64 and for aarch64, which Ascend hosts have.
+
+    python tools/check_wheels.py
+
+Checks requirements.txt with everything that it needs in turn, for the Python that runs this. The extra `fast` may
+lack wheels, and that is said. Nothing is installed; pip reads what the package index tells.
+
+Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
+from common.errors import RunError
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINES = ("x86_64", "aarch64")
+PLATFORMS = ("manylinux_2_28", "manylinux2014")
+"""glibc 2.28 and older: PyTorch and MindSpore need 2.28 themselves."""
+_OFFLINE = re.compile(r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out")
+
+
+class OfflineError(RunError):
+    """The package index does not answer."""
+
+
+def missing_wheels(machine: str, requirements: list[str]) -> str:
+    """Return pip's message about what has no wheel; empty where all are there. Raises OfflineError."""
+    with tempfile.TemporaryDirectory() as folder:
+        platforms = [f"--platform={name}_{machine}" for name in PLATFORMS]
+        options = ["--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed", "--only-binary=:all:"]
+        places = [f"--target={folder}", f"--constraint={ROOT}/constraints.txt"]
+        command = [sys.executable, "-m", "pip", "install", *options, *platforms, *places, *requirements]
+        done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    if done.returncode == 0:
+        return ""
+    if _OFFLINE.search(done.stderr):
+        raise OfflineError
+    return "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")) or done.stderr
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = {"requirements.txt": [f"--requirement={ROOT}/requirements.txt"], "extra fast": extras["fast"]}
+    asked = [(name, machine) for name in wanted for machine in MACHINES]
+    failed = False
+    try:
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda case: missing_wheels(case[1], wanted[case[0]]), asked))
+    except OfflineError:
+        print("wheels: not checked, the package index does not answer")
+        return 0
+    for (name, machine), missing in zip(asked, answers, strict=True):
+        left_out = "left out there: " if missing and name == "extra fast" else ""
+        print(f"wheels of {name} for {machine}: {left_out}{missing or 'all there'}")
+        failed |= bool(missing) and not left_out
+    return int(failed)
+
+
+if __name__ == "__main__":
+    run_script(main)
