@@ -106,7 +106,7 @@ def _unrecognized(unknown: Sequence[str], words: Sequence[str]) -> str:
 def main(words: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> int:
     environ = dict(os.environ)  # the launcher's variables, some of which the next line removes
     # What is imported here loads no library, so that --help answers at once.
-    from common.launcher.heartbeat import start_heartbeat
+    from common.processes.heartbeat import start_heartbeat
 
     start_heartbeat()
     from common.errors import GPT2Error

@@ -13,16 +13,16 @@ FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
 BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
 LAYERS = (
-    ("errors", "paths", "interrupts", "death_signal", "log"),
+    ("errors", "paths", "interrupts", "log"),
     ("accelerators", "files", "whole_numbers", "run_folder"),
     ("structured_files",),
-    ("yaml_files",),
+    ("yaml_files", "processes"),
     ("config",),
     ("cluster", "tokenizer", "weights"),
     ("device", "dataset", "parallel"),
-    ("resolve", "launcher"),
+    ("resolve",),
     ("planner",),
-    ("training", "doctor"),
+    ("training", "doctor", "launcher"),
     ("generation", "evaluation", "conversion"),
     ("inputs", "modelarts"),
 )

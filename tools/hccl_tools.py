@@ -29,7 +29,6 @@ from common.cluster import (
     Server,
     TableDevice,
     device_addresses,
-    is_loopback,
     parse_address,
     read_table,
     remarks,
@@ -38,6 +37,7 @@ from common.cluster import (
 )
 from common.errors import DataError, GPT2Error
 from common.files import refuse_to_overwrite
+from common.processes.addresses import is_loopback
 
 MOST_DEVICES = 1024
 """More than any machine holds. The table lists as many."""

@@ -1,7 +1,7 @@
 """Which machines and chips a run has: rank tables, read, checked and written, and the addresses of this machine's devices."""
 
 from common.cluster.hccn import device_addresses
-from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, is_loopback, parse_address, remarks, validate
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, parse_address, remarks, validate
 from common.cluster.rank_table_files import merge_tables, read_table, to_json, wait_for_table, write_table
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "SuperPod",
     "TableDevice",
     "device_addresses",
-    "is_loopback",
     "merge_tables",
     "parse_address",
     "read_table",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import DataError
+from common.processes.addresses import is_loopback
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -91,14 +92,6 @@ def parse_address(text: str, place: str) -> Address:
     if address.is_unspecified or address.is_multicast:
         raise DataError(f"{place}: {text} is not the address of one machine; expected one such as 192.168.1.10 or fd00::10")
     return address
-
-
-def is_loopback(server_id: str) -> bool:
-    """Whether a server_id leads each machine to itself."""
-    try:
-        return ipaddress.ip_address(server_id).is_loopback
-    except ValueError:
-        return server_id == "localhost"
 
 
 def validate(table: RankTable, place: str) -> None:

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common.doctor.report import Check, error, ok, warning
-from common.doctor.subprocesses import run
+from common.processes.programs import run_program
 from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")
@@ -133,7 +133,7 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
 
     def attempt(name: str) -> tuple[Check, dict[str, int]]:
         program = f"import time; start = time.time(); import {name}; took = time.time() - start\n{_COUNT.get(name, 'devices = {}')}"
-        outcome = run([sys.executable, "-c", f"{program}\nimport json; print('\\n' + json.dumps([took, devices]))"], limit)
+        outcome = run_program([sys.executable, "-c", f"{program}\nimport json; print('\\n' + json.dumps([took, devices]))"], limit)
         if outcome.code == 0:
             seconds, devices = parse_json(outcome.output.strip().splitlines()[-1])
             return ok(f"import {name}", f"works, {seconds:.1f} s"), devices

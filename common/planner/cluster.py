@@ -7,19 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from common.accelerators import Accelerator
-from common.cluster.places import HERE, Placement, places_of_table
-from common.cluster.rank_environment import DEFAULT_PORT, given_port, make_rendezvous, rank_command, rank_variables, shell_text
+from common.cluster.places import Placement, places_of_table
+from common.cluster.rank_environment import given_port, make_rendezvous, rank_command, rank_variables, shell_text
 from common.cluster.rank_table import RankTable, remarks
 from common.config.schema import RunConfig
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import describe_plan, make_plan
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 
 
 def places_of_plan(table: RankTable) -> Placement:
     """Seen from the host of rank 0."""
     places = places_of_table(table)
     first = places[0].host
-    return Placement(all=places, own_host=first, master=first if len(table.servers) > 1 else HERE)
+    return Placement(all=places, own_host=first, master=first if len(table.servers) > 1 else LOOPBACK)
 
 
 def describe_cluster(

@@ -21,8 +21,8 @@ from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
-from common.launcher.heartbeat import beat
 from common.log import LOG, progress_bar
+from common.processes.heartbeat import beat
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.metrics import MetricsWriter, flops_per_token
 from common.training.outliers import NO_LIMITS, Limits, limits_of, notice

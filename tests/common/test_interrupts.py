@@ -33,7 +33,7 @@ def interrupted_at(module: str, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["argparse", "common.launcher.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"])
+@pytest.mark.parametrize("module", ["argparse", "common.processes.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"])
 def test_the_front_door(module: str) -> None:
     done = interrupted_at(module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Host, HostFailed, HostRemark, Hosts, Message, rank_names
-from common.launcher.progress import process_state
+from common.launcher.control import Control, Host, HostFailed, HostRemark, Hosts, Message
+from common.processes.process_tree import process_state
+from common.whole_numbers import rank_names
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import beat, start_heartbeat;"
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import beat, start_heartbeat;"
     "start_heartbeat();"
 )
 SLEEP = BEAT + "print('ready'); time.sleep(600)"
@@ -29,7 +31,8 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 import common.launcher.control as control
-from common.launcher.supervisor import ProcessSpec, Job, supervise
+from common.launcher.supervisor import Job, supervise
+from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
 hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
@@ -234,7 +237,7 @@ def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_wait
     assert re.search(reminder, until_said(process, "waiting for"))
     own_children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 30
-    while [process_state(int(pid)) for pid in own_children.read_text().split()].count("Z") < 2:
+    while [process_state(int(pid)) for pid in own_children.read_text().split()].count(psutil.STATUS_ZOMBIE) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.death_signal import tied_to_this_process
+from common.processes.death_signal import tied_to_this_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Outcome:
         return lines[-1] if lines else ""
 
 
-def run(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Outcome:
+def run_program(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Outcome:
     """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too. environment: added to this process's own."""
     try:
         child = subprocess.Popen(  # noqa: S603
@@ -48,10 +48,10 @@ def run(command: Sequence[str], limit: float, environment: Mapping[str, str] | N
     except subprocess.TimeoutExpired:
         return Outcome(code=None, output="", errors=f"no answer within {limit:g} s")
     finally:
-        kill_session(child)
+        _kill_session(child)
 
 
-def kill_session(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+def _kill_session(child: subprocess.Popen[str]) -> None:
     """End a child that leads a session of its own, with what it started, and collect it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
