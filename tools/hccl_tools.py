@@ -31,7 +31,7 @@ from common.cluster import (
     device_addresses,
     parse_address,
     read_table,
-    remarks,
+    table_warnings,
     validate,
     write_table,
 )
@@ -83,7 +83,7 @@ def check(path: Path) -> None:
     for server, device in table.places():
         print(device.rank_id, device.device_id, device.device_ip or "-", server.server_id)
     print(f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
-    for remark in remarks(table):
+    for remark in table_warnings(table):
         print(f"warning: {path}: {remark}", file=sys.stderr)
 
 

@@ -32,7 +32,7 @@ from common import whole_numbers
 from common.errors import GPT2Error
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
-from common.launcher.request import LaunchOptions, parse_distribute, parse_standalone
+from common.launcher.request import parse_distribute, parse_standalone
 from common.launcher.terminal import open_standard_streams, tell
 from run_gpt2 import RUN_MODES
 
@@ -97,10 +97,10 @@ def launch(kind: str, words: list[str]) -> int:
     arguments = vars(parse_arguments(kind, words))
     positional = arguments.pop("words")
     arguments.pop("follow")
-    options = LaunchOptions(argv=(kind, *words), **arguments)
+    argv = (kind, *words)
     if kind == "standalone":
-        return standalone(parse_standalone(positional, RUN_MODES), options, run_gpt2.main)
-    return distribute(parse_distribute(positional, RUN_MODES), options)
+        return standalone(parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main)
+    return distribute(parse_distribute(positional, RUN_MODES, argv=argv, **arguments))
 
 
 def _discard_output() -> None:

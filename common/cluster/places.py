@@ -79,6 +79,12 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     )
 
 
+def place_hosts(places: tuple[RankPlacement, ...], own_host: str, master: str | None = None) -> Placement:
+    """Return a placement whose hosts are known. master: goes before the address of rank 0's host."""
+    several = len({place.host for place in places}) > 1
+    return Placement(all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK))
+
+
 def find_places(
     numbers: range,
     *,
@@ -152,7 +158,7 @@ def _in_table(numbers: range, rank_size: int | None, places: tuple[RankPlacement
             raise ConfigError(
                 f"the ranks {_shown(numbers)} are not those of one server of the rank table: {servers}; start all ranks of a server at once"
             )
-    return Placement(all=places, own_host=own, master=master or (hosts[0] if len(hosts) > 1 else LOOPBACK))
+    return place_hosts(places, own, master)
 
 
 def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master: str | None) -> Placement:

@@ -87,11 +87,11 @@ def rank_variables(
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))
     if not several:
-        tuning |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # closed to other hosts
+        tuning |= _network("lo")  # closed to other hosts
     if rendezvous.own_address and is_ip(rendezvous.own_address):
         tuning["HCCL_IF_IP"] = rendezvous.own_address
     if rendezvous.interface:
-        tuning |= {"GLOO_SOCKET_IFNAME": rendezvous.interface, "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}"}  # =: this name, no prefix
+        tuning |= _network(rendezvous.interface)
     return found | {name: environ.get(name) or value for name, value in tuning.items()}
 
 
@@ -147,4 +147,8 @@ def network_of_one_host(process: Process) -> Mapping[str, str]:
     if process.local_world_size < process.world_size:
         return {}
     interface = interface_of(LOOPBACK)
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {} if interface is None else _network(interface)
+
+
+def _network(interface: str) -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: this name, no prefix

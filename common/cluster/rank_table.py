@@ -123,8 +123,8 @@ def validate(table: RankTable, place: str) -> None:
         _check_super_pods(table, place)
 
 
-def remarks(table: RankTable) -> list[str]:
-    """What is allowed but may be meant otherwise, a sentence each."""
+def table_warnings(table: RankTable) -> list[str]:
+    """Return what is allowed but may be meant otherwise, a sentence each."""
     found = []
     if any(is_loopback(server.server_id) for server in table.servers):
         found.append(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from common.cluster import RankTable, hccn, read_table, remarks
-from common.cluster.places import Placement, find_places, places_of_table
+from common.cluster import RankTable, hccn, read_table, table_warnings
+from common.cluster.places import Placement, find_places, place_hosts, places_of_table
 from common.cluster.rank_environment import (
     ROOT,
     given_port,
@@ -26,7 +26,7 @@ from common.doctor import machine, multi_host, software
 from common.doctor.allreduce import AllReduceTrial, TrialRanks
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_own
+from common.processes.addresses import DEFAULT_PORT, is_own
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -155,7 +155,7 @@ def check_rank_table(facts: Facts) -> list[Check]:
         return []
     servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
     found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256 {sha256(path)}"
-    return [ok("rank table", found), *(warning("rank table", remark, "") for remark in remarks(table))]
+    return [ok("rank table", found), *(warning("rank table", text, "") for text in table_warnings(table))]
 
 
 def check_places(facts: Facts) -> list[Check]:
@@ -238,11 +238,11 @@ def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
             raise ConfigError(f"--node_rank {node_rank}: the rank table has servers 0 to {last}")
         own = [hosts[node_rank]]
     if len(hosts) == 1:
-        return Placement(all=places, own_host=hosts[0], master=LOOPBACK)
+        own = hosts
     if len(own) != 1:
         which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
         raise ConfigError(f"{which} this machine's; say which server of the rank table this is with --node_rank 0 to {last}")
-    return Placement(all=places, own_host=own[0], master=hosts[0])
+    return place_hosts(places, own[0])
 
 
 def try_ranks(facts: Facts, places: Placement) -> list[Check]:
@@ -250,11 +250,11 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
     path = asked.rank_table
     table = path.resolve() if path is not None and device == "npu" else None
-    meeting = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
+    rendezvous = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
     cores = max(1, (os.cpu_count() or 1) // len(places.own))
-    environments = {place.rank: rank_variables(place, places, meeting, cores=cores, environ=os.environ) for place in places.own}
-    if meeting.scheduler and places.own_host == places.hosts[0]:
-        environments = {-1: scheduler_variables(places, meeting), **environments}
+    environments = {place.rank: rank_variables(place, places, rendezvous, cores=cores, environ=os.environ) for place in places.own}
+    if rendezvous.scheduler and places.own_host == places.hosts[0]:
+        environments = {-1: scheduler_variables(places, rendezvous), **environments}
     # Libraries that give up first would fail on the ranks that wait, and hide the one that is missing.
     patience = str(int(limit) + 60)
     command = [sys.executable, str(ROOT / "tools" / "allreduce_check.py"), backend, device, patience]
@@ -262,7 +262,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         places=places.all,
         backend=backend,
         communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{meeting.address}:{meeting.port}",
+        address=f"{rendezvous.address}:{rendezvous.port}",
         limit=limit,
     )
     job = {
@@ -281,7 +281,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     ranks = TrialRanks(command, environments, folder)
     logs_are_wanted = False
     try:
-        checks = multi_host.all_reduce(ranks, trial, places, (meeting.address, meeting.port + 1), job, versions)
+        checks = multi_host.all_reduce(ranks, trial, places, (rendezvous.address, rendezvous.port + 1), job, versions)
         logs_are_wanted = bool(exit_code(checks))
     finally:
         if not logs_are_wanted:

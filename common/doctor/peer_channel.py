@@ -40,7 +40,6 @@ class FirstHost:
         self._lines: dict[int, Channel] = {}
         self._heard: dict[int, float] = {}
         self._states: dict[int, list[TrialRank]] = {}
-        self._gone: set[int] = set()
         try:
             family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
             self._server = socket.create_server((address, port), family=family)
@@ -96,11 +95,13 @@ class FirstHost:
     def lost(self) -> list[str]:
         """The hosts that have left or fallen silent, a sentence each."""
         now = time.monotonic()
-        return [
-            f"{self._name(host)} {'has left' if host in self._gone else f'has not been heard from for {now - heard:.0f} s'}"
-            for host, heard in sorted(self._heard.items())
-            if host in self._gone or now - heard > SILENCE_SECONDS
-        ]
+        found = []
+        for host, heard in sorted(self._heard.items()):
+            if self._lines[host].ended.is_set():
+                found.append(f"{self._name(host)} has left")
+            elif now - heard > SILENCE_SECONDS:
+                found.append(f"{self._name(host)} has not been heard from for {now - heard:.0f} s")
+        return found
 
     def conclude(self, checks: Sequence[Check]) -> None:
         """Tell every host that called what came out."""
@@ -160,7 +161,7 @@ class FirstHost:
                 told = line.receive(None)["ranks"]
                 self._states[host] = [_as_state(state) for state in told]
                 self._heard[host] = time.monotonic()
-        self._gone.add(host)
+        line.ended.set()
 
     def _name(self, host: int) -> str:
         return f"{self._names[host]} ({rank_names(self._ranks[host])})"
@@ -189,7 +190,6 @@ class OtherHost:
     def __init__(self, address: str, port: int, host: int, job: Mapping[str, Any], facts: Mapping[str, Any], limit: float) -> None:
         """Call host 0 until it answers. Raises RunError after ``limit`` seconds."""
         self._checks: list[Check] | None = None
-        self._ended = threading.Event()
         deadline = time.monotonic() + limit
         while True:
             try:
@@ -229,14 +229,14 @@ class OtherHost:
         """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError when it is gone."""
         with suppress(OSError):  # the listener hears the end too
             self._line.send({"ranks": [asdict(state) for state in states]})
-        if self._ended.is_set() and self._checks is None:
+        if self._line.ended.is_set() and self._checks is None:
             raise RunError("the doctor of host 0 ended before it had judged; its own report says more")
         return self._checks
 
     def _listen(self) -> None:
         with suppress(OSError):
             self._checks = _as_checks(self._line.receive(None))
-        self._ended.set()
+        self._line.ended.set()
 
 
 def _as_checks(message: Mapping[str, Any]) -> list[Check]:

@@ -77,27 +77,27 @@ class HostFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMissing:
-    """The launcher of a host has not come within the connect limit; its ranks may have met the others all the same."""
+    """The launcher of a host has not come within the connect limit; its ranks may have come."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRemark:
-    """What the user should know, and what ends nothing: a host is still waited for, or someone else called at this host's port."""
+class HostNote:
+    """Something that the user should know and that ends nothing, such as that a host is waited for."""
 
     text: str
 
 
 def host_name(address: str) -> str:
-    """A host in a sentence. One whose address is not known is ``node 1``, as ``find_places`` names it."""
+    """Return a host as messages call it. ``find_places`` names one of unknown address ``node 1``."""
     return address if address.startswith("node ") else f"host {address}"
 
 
 class Control:
-    """This host's end. What is heard goes into ``events`` as Heard, HostFailed, HostMissing or HostRemark.
+    """The end of this host. events: gets what is heard: Message, HostFailed, HostMissing, HostNote.
 
-    connect_limit: seconds within which every host should have come; those that come later are taken too.
+    connect_limit: seconds within which every host should have come; later ones are taken too.
     """
 
     def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], connect_limit: float) -> None:
@@ -105,7 +105,7 @@ class Control:
         self._events = events
         self._limit = connect_limit
         self._links: dict[int, Channel] = {}
-        self._told: list[dict[str, Any]] = []
+        self._kept: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._all_here = threading.Event()
         self._closed = threading.Event()
@@ -119,13 +119,13 @@ class Control:
             threading.Thread(target=target, name=f"control {target.__name__}", daemon=True).start()
 
     def missing(self) -> list[Host]:
-        """Those that have never come: of host 0 the others, of another host host 0."""
+        """Return the hosts that have never come: for host 0 all others, for these host 0."""
         others = range(1, len(self._hosts.all)) if self._server else [0]
         with self._lock:
             return [self._hosts.all[host] for host in others if host not in self._links]
 
     def should_give_up(self, since: float) -> bool:
-        """Whether hosts that have never come have been waited for long enough since a point of time.monotonic()."""
+        """Whether hosts that never came have been waited for long enough. since: time.monotonic()."""
         return time.monotonic() - since > LOST_SECONDS
 
     def tell(self, kind: str, *, keep: bool = True, **values: Any) -> None:
@@ -133,14 +133,14 @@ class Control:
         message = {"kind": kind, **values}
         with self._lock:
             if keep:
-                self._told.append(message)
+                self._kept.append(message)
             links = list(self._links.values())
         for link in links:
             _send(link, message)
 
     def close(self) -> None:
-        """Let what was told arrive, for a few seconds at most, also with hosts that are just coming."""
-        if self._told:
+        """Let what was told arrive, also at hosts that are just coming, for a few seconds at most."""
+        if self._kept:
             self._all_here.wait(_CLOSE_SECONDS)
         self._closed.set()
         if self._server is not None:
@@ -168,7 +168,7 @@ class Control:
             return
         for host in self.missing():
             text = f"waiting for {host}: its launcher has not come to port {self._hosts.port}; this port must be open too"
-            self._events.put(HostRemark(text=text))
+            self._events.put(HostNote(text=text))
         if self._closed.wait(self._limit - remind):
             return
         for host in self.missing():
@@ -206,7 +206,7 @@ class Control:
         if not why:
             self._serve(host, link)
             return
-        self._events.put(HostRemark(text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"))
+        self._events.put(HostNote(text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"))
         _send(link, {"kind": "refused", "text": why})
         link.finish()
         with suppress(OSError):
@@ -224,7 +224,7 @@ class Control:
                     late.pop(0)
                     if late:
                         text = f"waiting for {first}: its port {port} cannot be reached ({why}); this port must be open too"
-                        self._events.put(HostRemark(text=text))
+                        self._events.put(HostNote(text=text))
                     else:
                         text = f"{first} could not be reached at port {port} within {self._limit:g} s ({why})"
                         text += "; look whether the run was started there, and at firewalls between the hosts"
@@ -234,7 +234,7 @@ class Control:
             self._all_here.set()
 
     def _call(self, address: tuple[str, int]) -> str:
-        """One try to reach host 0, and all that follows from it. Returns why it has failed, so that it is worth another one."""
+        """Try to reach host 0, and do all that follows. Returns why it failed and is worth a retry."""
         link: Channel | None = None
         answer: Mapping[str, Any] = {}
         why = "something else answers there"
@@ -262,7 +262,7 @@ class Control:
     def _serve(self, host: int, link: Channel) -> None:
         """Pass on what a host says until it closes or is lost."""
         with self._lock:
-            told = list(self._told)
+            told = list(self._kept)
         for message in told:
             _send(link, message)
         if not self.missing():

@@ -32,11 +32,11 @@ from common.errors import ConfigError
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
-from common.launcher.request import NO_TABLE, LaunchOptions, LaunchRequest, absolute, is_asked
+from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, supervise
 from common.launcher.terminal import tell
 from common.parallel.topology import Topology
-from common.planner.cluster import describe_cluster, layout_remarks
+from common.planner.cluster import describe_cluster, layout_warnings
 from common.processes.addresses import DEFAULT_PORT, is_own
 from common.processes.ranks import ProcessSpec
 from common.resolve.derive import resolve_mode
@@ -48,33 +48,33 @@ TOOL = ROOT / "tools" / "launch.py"
 TABLE_LIMIT = 1800.0
 
 
-def distribute(request: LaunchRequest, options: LaunchOptions) -> int:
+def distribute(request: LaunchRequest) -> int:
     """Plan, show, or start and supervise the ranks of this host. Returns the exit code."""
-    _check_options(request, options)
-    starts = request.mode != "plan" and not is_asked("DRY_RUN") and options.hosts is None
+    _check_options(request)
+    starts = request.mode != "plan" and not is_asked("DRY_RUN") and request.hosts is None
     try:
         waits = starts and not is_asked("DETACH")
         table = _read_table(request.table, wait=waits) if request.table else None
     except NotReadyError:
         if not starts:
             raise
-        return _detach(_log_folder(options, load_config(request.config, request.overrides)), options)  # the waiting too
-    if options.hosts is not None:
-        return _start_hosts(options.hosts, request, options, table)
-    master, port = parse_master(options.master)
+        return _detach(_log_folder(request, load_config(request.config, request.overrides)), request)  # the waiting too
+    if request.hosts is not None:
+        return _start_hosts(request.hosts, request, table)
+    master, port = parse_master(request.master)
     places = find_places(
         request.numbers,
         rank_size=request.rank_size,
         table=table,
         master=master,
-        nodes=options.nnodes,
-        node_rank=options.node_rank,
+        nodes=request.nnodes,
+        node_rank=request.node_rank,
     )
     config = resolve_mode(load_config(request.config, request.overrides), request.mode, world_size=places.world_size)
     if request.mode == "plan":
-        _say(_plan(request, options, config, places, table))
+        _say(_plan(request, config, places, table))
         return 0
-    children, hosts = _prepare(request, options, config, places, table, port=port, starts=starts)
+    children, hosts = _prepare(request, config, places, table, port=port, starts=starts)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
     line = f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"
     if starts:
@@ -82,10 +82,10 @@ def distribute(request: LaunchRequest, options: LaunchOptions) -> int:
         tell(line)
     else:
         _say(f"# {line}\n")
-    return _run(_job(request, options, config, children, hosts), options)
+    return _run(_job(request, config, children, hosts), request)
 
 
-def standalone(request: LaunchRequest, options: LaunchOptions, plan: Callable[[list[str]], int]) -> int:
+def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
     """Show, or start and supervise, one process on one device. Returns the exit code.
 
     plan: ``run_gpt2.main``, for a plan, which needs no process of its own.
@@ -95,18 +95,18 @@ def standalone(request: LaunchRequest, options: LaunchOptions, plan: Callable[[l
     if request.mode == "plan":
         return plan(list(command[2:]))  # one more process would outlive a launcher that is killed
     places = find_places(request.numbers)
-    meeting = make_rendezvous(places, port=None, table=None, backend=config.backend, environ=os.environ)
+    rendezvous = make_rendezvous(places, port=None, table=None, backend=config.backend, environ=os.environ)
     if not is_asked("DRY_RUN"):
         _refuse_second_run(config, request.mode, first_host=True)
-    child = make_children(places, meeting, command, environ=os.environ, pinned=not options.no_pinning)[0]
-    return _run(_job(request, options, config, (replace(child, folder="mf_standalone"),)), options)
+    child = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)[0]
+    return _run(_job(request, config, (replace(child, folder="mf_standalone"),)), request)
 
 
-def _check_options(request: LaunchRequest, options: LaunchOptions) -> None:
-    if options.ssh and options.hosts is None:
+def _check_options(request: LaunchRequest) -> None:
+    if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
     for name in ("all_ranks", "accelerator"):
-        if getattr(options, name) and request.mode != "plan":
+        if getattr(request, name) and request.mode != "plan":
             raise ConfigError(f"--{name} is for the mode plan, not {request.mode}; leave it out")
 
 
@@ -123,22 +123,21 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         return wait_for_table(path, limit)
 
 
-def _plan(request: LaunchRequest, options: LaunchOptions, config: RunConfig, places: Placement, table: RankTable | None) -> str:
+def _plan(request: LaunchRequest, config: RunConfig, places: Placement, table: RankTable | None) -> str:
     return describe_cluster(
         config,
         places,
         config_path=request.config,
         overrides=request.overrides,
         table=(request.table, table) if request.table and table else None,
-        all_ranks=options.all_ranks,
+        all_ranks=request.all_ranks,
         environ=os.environ,
-        device=require_accelerator(options.accelerator) if options.accelerator else None,
+        device=require_accelerator(request.accelerator) if request.accelerator else None,
     )
 
 
 def _prepare(
     request: LaunchRequest,
-    options: LaunchOptions,
     config: RunConfig,
     places: Placement,
     table: RankTable | None,
@@ -154,27 +153,27 @@ def _prepare(
     kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
     table_path = request.table
     if table is not None and table.version == "0":
-        folder = _log_folder(options, config)
+        folder = _log_folder(request, config)
         table_path = folder / "rank_table.json"  # MindSpore reads no version 0
         if starts:
             folder.mkdir(parents=True, exist_ok=True)
             write_table(table, table_path)
     _warn(places, config, table)
-    meeting = make_rendezvous(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=kind == "cpu")
+    rendezvous = make_rendezvous(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=kind == "cpu")
     command = rank_command(request.config, request.mode, request.overrides)
-    children = make_children(places, meeting, command, environ=os.environ, pinned=not options.no_pinning)
-    return children, make_hosts(places, meeting)
+    children = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)
+    return children, make_hosts(places, rendezvous)
 
 
 def _warn(places: Placement, config: RunConfig, table: RankTable | None) -> None:
-    found = layout_remarks(places, Topology.from_config(config.parallel))
+    found = layout_warnings(places, Topology.from_config(config.parallel))
     if table is not None and table.version != "2.0" and not is_own(places.own_host):
         found.append(f"{places.own_host} is no address of this machine: is this the range of another one, or the table of another cluster?")
     if "RANK_TABLE_FILE" in os.environ and table is None:
         given = os.environ["RANK_TABLE_FILE"]
         found.append(f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none")
-    for remark in found:
-        tell(f"warning: {remark}", error=True)
+    for text in found:
+        tell(f"warning: {text}", error=True)
 
 
 def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> None:
@@ -186,32 +185,31 @@ def _refuse_second_run(config: RunConfig, mode: str, *, first_host: bool) -> Non
         require_free_folder(Path(config.output_dir))
 
 
-def _log_folder(options: LaunchOptions, config: RunConfig) -> Path:
-    return absolute(str(options.log_dir or config.output_dir))
+def _log_folder(request: LaunchRequest, config: RunConfig) -> Path:
+    return absolute(str(request.log_dir or config.output_dir))
 
 
 def _job(
     request: LaunchRequest,
-    options: LaunchOptions,
     config: RunConfig,
     children: tuple[ProcessSpec, ...],
     hosts: Hosts | None = None,
 ) -> Job:
     return Job(
         children=children,
-        log_folder=_log_folder(options, config),
+        log_folder=_log_folder(request, config),
         stall_limit=config.runtime.stall_limit,
-        follow=not options.quiet,
+        follow=not request.quiet,
         steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
         hosts=hosts,
     )
 
 
-def _start_hosts(hosts: str, request: LaunchRequest, options: LaunchOptions, table: RankTable | None) -> int:
+def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:
     """Show, or run over ssh, one run_distribute.sh a host."""
-    if options.nnodes is not None or options.node_rank is not None:
+    if request.nnodes is not None or request.node_rank is not None:
         raise ConfigError("--nnodes and --node_rank follow from --hosts; leave them out")
-    address, port = parse_master(options.master)
+    address, port = parse_master(request.master)
     parts = divide(
         parse_hosts(hosts),
         request.numbers,
@@ -220,8 +218,8 @@ def _start_hosts(hosts: str, request: LaunchRequest, options: LaunchOptions, tab
         master=address,
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
-    before = [f"--{name}" for name in ("quiet", "no_pinning") if getattr(options, name)]
-    before += ["--log_dir", str(absolute(str(options.log_dir)))] if options.log_dir else []
+    before = [f"--{name}" for name in ("quiet", "no_pinning") if getattr(request, name)]
+    before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
     after = [request.mode, *([] if request.rank_size is None else [str(request.rank_size)]), *request.overrides]
     commands = []
     for node, part in enumerate(parts):
@@ -229,17 +227,17 @@ def _start_hosts(hosts: str, request: LaunchRequest, options: LaunchOptions, tab
         words = [*before, *part.options, str(request.table or NO_TABLE[0]), str(request.config), ranks, *after]
         commands.append(host_command(part.host, words, os.environ))
         _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
-    if not options.ssh or is_asked("DRY_RUN"):
+    if not request.ssh or is_asked("DRY_RUN"):
         return 0
     config = load_config(request.config, request.overrides)  # the layout is checked on each host
     job = Job(
         children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
-        log_folder=_log_folder(options, config),
+        log_folder=_log_folder(request, config),
         stall_limit=inf,
-        follow=not options.quiet,
+        follow=not request.quiet,
         over_ssh=True,
     )
-    return _run(job, options)
+    return _run(job, request)
 
 
 def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
@@ -248,7 +246,7 @@ def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
     return ProcessSpec(rank=node, command=words, environment={}, folder=f"host_{command.host}", title=title)
 
 
-def _run(job: Job, options: LaunchOptions) -> int:
+def _run(job: Job, request: LaunchRequest) -> int:
     """Supervise the job, unless DRY_RUN asks to show it, or DETACH to leave that to another process."""
     for name in FOREIGN:
         os.environ.pop(name, None)
@@ -258,13 +256,13 @@ def _run(job: Job, options: LaunchOptions) -> int:
             _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{cores}\n")
             _say(shell_text(child.environment, child.command))
         return 0
-    return _detach(job.log_folder, options) if is_asked("DETACH") else supervise(job)
+    return _detach(job.log_folder, request) if is_asked("DETACH") else supervise(job)
 
 
-def _detach(folder: Path, options: LaunchOptions) -> int:
+def _detach(folder: Path, request: LaunchRequest) -> int:
     """Start all this again in a process that outlives the terminal."""
     log = folder / "launcher.log"
-    kind, *words = options.argv
+    kind, *words = request.argv
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.cluster.places import parse_range
 from common.errors import ConfigError
@@ -21,10 +22,20 @@ USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """The named options, as --help explains them. argv: all words, to start the same once more."""
+class LaunchRequest:
+    """The positional words, and the named options as --help explains them.
+
+    table: its path; None for none. numbers: devices, or with rank_size global ranks. argv: all
+    words, to start the same once more.
+    """
 
     argv: tuple[str, ...]
+    table: Path | None = None
+    config: Path
+    numbers: range
+    mode: str
+    rank_size: int | None = None
+    overrides: tuple[str, ...]
     log_dir: Path | None = None
     quiet: bool = False
     no_pinning: bool = False
@@ -37,56 +48,29 @@ class LaunchOptions:
     accelerator: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """What the positional words ask for.
-
-    table: its path; None for none. numbers: devices, or with rank_size global ranks.
-    """
-
-    table: Path | None
-    config: Path
-    numbers: range
-    mode: str
-    rank_size: int | None
-    overrides: tuple[str, ...]
-
-
-def parse_distribute(words: Sequence[str], modes: Sequence[str]) -> LaunchRequest:
+def parse_distribute(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
     """Raises ConfigError, in the order of the checks that users of run_distribute.sh know."""
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
-    table = None
-    if words[0] not in NO_TABLE:
-        table = absolute(words[0])
-        if not table.is_file():
-            raise ConfigError(f"RANK_TABLE_FILE={table} is not a file")
-    config = _config_path(words[1])
+    table = None if words[0] in NO_TABLE else _file(words[0], "RANK_TABLE_FILE")
+    config = _file(words[1], "config_path")
     numbers = parse_range(words[2])
-    _check_mode(words[3], modes)
-    more = list(words[4:])
-    rank_size = whole_number(more[0], most_digits=9) if more else None
-    more = more if rank_size is None else more[1:]
-    return LaunchRequest(table=table, config=config, numbers=numbers, mode=words[3], rank_size=rank_size, overrides=tuple(more))
+    mode = _mode(words[3], modes)
+    rank_size = whole_number(words[4], most_digits=9) if len(words) > 4 else None
+    more = tuple(words[4 if rank_size is None else 5 :])
+    return LaunchRequest(table=table, config=config, numbers=numbers, mode=mode, rank_size=rank_size, overrides=more, **options)
 
 
-def parse_standalone(words: Sequence[str], modes: Sequence[str]) -> LaunchRequest:
+def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
     """Return the request for one device. Raises ConfigError."""
     if len(words) < 3:
         raise ConfigError(f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
-    config = _config_path(words[0])
+    config = _file(words[0], "config_path")
     device = whole_number(words[1], most_digits=9)
     if device is None:
         raise ConfigError(f"device_id={shortened(words[1])} is not a number")
-    _check_mode(words[2], modes)
-    return LaunchRequest(
-        table=None,
-        config=config,
-        numbers=range(device, device + 1),
-        mode=words[2],
-        rank_size=None,
-        overrides=(f"context.device_id={device}", *words[3:]),
-    )
+    overrides = (f"context.device_id={device}", *words[3:])
+    return LaunchRequest(config=config, numbers=range(device, device + 1), mode=_mode(words[2], modes), overrides=overrides, **options)
 
 
 def is_asked(name: str) -> bool:
@@ -99,13 +83,14 @@ def absolute(word: str) -> Path:
     return Path(os.path.abspath(word))
 
 
-def _config_path(word: str) -> Path:
+def _file(word: str, name: str) -> Path:
     path = absolute(word)
     if not path.is_file():
-        raise ConfigError(f"config_path={path} is not a file")
+        raise ConfigError(f"{name}={path} is not a file")
     return path
 
 
-def _check_mode(word: str, modes: Sequence[str]) -> None:
+def _mode(word: str, modes: Sequence[str]) -> str:
     if word not in modes:
         raise ConfigError(f"RUN_MODE is {word!r}, expected {', '.join(modes[:-1])} or {modes[-1]}")
+    return word

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from common.errors import ConfigError
-from common.launcher.control import Control, HostFailed, HostMissing, HostRemark, Hosts, Message
+from common.launcher.control import Control, HostFailed, HostMissing, HostNote, Hosts, Message
 from common.launcher.local_ranks import Exit, LocalRanks
 from common.launcher.progress import stalled_ranks
 from common.launcher.terminal import Terminal
@@ -176,7 +176,7 @@ class _Supervisor:
                 self._terminal.say(f"warning: {event.text}; the run goes on, as the ranks have met", error=True)
             elif not self._ranks.done:
                 self._fail(_Failure(text=event.text, code=1))
-        elif isinstance(event, HostRemark):
+        elif isinstance(event, HostNote):
             self._terminal.say(event.text, error=True)
         elif isinstance(event, Message):
             try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.cluster.environment import Process, in_modelarts, is_scheduler
-from common.cluster.places import Placement, RankPlacement, places_of_table
+from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import FOREIGN, make_rendezvous
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
@@ -75,16 +75,18 @@ def start_ranks(command: tuple[str, ...], config: RunConfig, environ: Mapping[st
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
-    meeting = make_rendezvous(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
+    rendezvous = make_rendezvous(
+        places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu"
+    )
     for name in FOREIGN:
         os.environ.pop(name, None)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     job = Job(
-        children=make_children(places, meeting, command, environ=environ),
+        children=make_children(places, rendezvous, command, environ=environ),
         log_folder=Path(config.output_dir),
         stall_limit=config.runtime.stall_limit,
         follow=True,
-        hosts=make_hosts(places, meeting, addresses),
+        hosts=make_hosts(places, rendezvous, addresses),
     )
     return supervise(job)
 
@@ -111,7 +113,7 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
                     f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor VC_TASK_INDEX={index} says which server of"
                     f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds {', '.join(hosts)}"
                 )
-            return path, Placement(all=places, own_host=own, master=(names if len(names) > 1 else hosts)[0] if len(hosts) > 1 else LOOPBACK)
+            return path, place_hosts(places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None)
     if index >= len(names):
         raise ConfigError(f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}")
     devices = _device_count(environ)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Host, HostFailed, HostRemark, Hosts, Message
+from common.launcher.control import Control, Host, HostFailed, HostNote, Hosts, Message
 from common.processes.process_tree import process_state
 from common.whole_numbers import rank_names
 
@@ -319,7 +319,7 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     refused = events[1].get(timeout=30)
     assert isinstance(refused, HostFailed)
     assert "the run was started twice there" in refused.text
-    assert isinstance(events[0].get(timeout=30), HostRemark)
+    assert isinstance(events[0].get(timeout=30), HostNote)
     second.tell("finished", stopped=False)
     for control in (again, second, first):
         control.close()
