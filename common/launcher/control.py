@@ -68,25 +68,21 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostFailed:
-    """A host was lost or refused this one."""
-
+class HostEvent:
     text: str
     code: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostMissing:
+class HostFailed(HostEvent):
+    """A host was lost or refused this one."""
+
+
+class HostMissing(HostEvent):
     """The launcher of a host has not come within the connect limit; its ranks may have come."""
 
-    text: str
 
-
-@dataclass(frozen=True, kw_only=True)
-class HostNote:
-    """Something that the user should know and that ends nothing, such as that a host is waited for."""
-
-    text: str
+class HostNote(HostEvent):
+    """Something that ends nothing, such as that a host is waited for."""
 
 
 def host_name(address: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,7 +14,10 @@ from common.processes.death_signal import tied_to_this_process
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """code: the exit code, -n where signal n ended it, None where it outlived its limit or could not be started."""
+    """code: the exit code, -n for signal n.
+
+    None where it outlived its limit or could not be started.
+    """
 
     code: int | None
     output: str
@@ -26,15 +29,14 @@ class Outcome:
         return lines[-1] if lines else ""
 
 
-def run_program(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too. environment: added to this process's own."""
+def run_program(command: Sequence[str], limit: float) -> Outcome:
+    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too."""
     try:
         child = subprocess.Popen(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
             text=True,
             errors="replace",
             start_new_session=True,

@@ -18,7 +18,6 @@ import pytest
 from common.errors import ConfigError
 from common.launcher.control import Control, Host, HostFailed, HostNote, Hosts, Message
 from common.processes.process_tree import process_state
-from common.whole_numbers import rank_names
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT = (
@@ -325,12 +324,3 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
         control.close()
     assert events[0].get(timeout=30).kind == "finished"
     assert events[0].empty()
-
-
-def test_names_of_ranks() -> None:
-    assert [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 0, 1, 8, 9], [])] == [
-        "rank 3",
-        "ranks 0-2",
-        "ranks 0-1, 5, 8-9",
-        "ranks none",
-    ]
