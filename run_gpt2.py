@@ -184,7 +184,7 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
         text = describe_suggestions(suggest(config, arguments.devices, device), arguments.devices, device)
     elif environ.get("RANK_TABLE_FILE"):
-        from common.cluster import read_table
+        from common.cluster.rank_table_files import read_table
         from common.planner.cluster import describe_cluster, places_of_plan
 
         path = Path(environ["RANK_TABLE_FILE"]).absolute()

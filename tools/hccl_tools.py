@@ -24,17 +24,9 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common import whole_numbers
-from common.cluster import (
-    RankTable,
-    Server,
-    TableDevice,
-    device_addresses,
-    parse_address,
-    read_table,
-    table_warnings,
-    validate,
-    write_table,
-)
+from common.cluster.hccn import device_addresses
+from common.cluster.rank_table import RankTable, Server, TableDevice, parse_address, table_warnings, validate
+from common.cluster.rank_table_files import read_table, write_table
 from common.errors import DataError, GPT2Error
 from common.files import refuse_to_overwrite
 from common.processes.addresses import is_loopback

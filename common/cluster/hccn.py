@@ -15,6 +15,7 @@ from pathlib import Path
 from common.cluster.rank_table import parse_address
 from common.errors import DataError
 from common.processes.death_signal import tied_to_this_process
+from common.structured_files import read_text
 from common.whole_numbers import whole_number
 
 DEFAULT_CONF = Path("/etc/hccn.conf")
@@ -85,8 +86,6 @@ def _ask(tool: str, device: int) -> str:
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:
     """Lines KEY=VALUE; a device's IPv4 address wins over its IPv6 address."""
-    from common.structured_files import read_text  # not above: it loads yaml, which --help of run_gpt2.py must not
-
     try:
         lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
     except DataError as error:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from common.cluster.places import RankPlacement
 from common.cluster.rank_environment import FOREIGN
@@ -87,17 +86,25 @@ class TrialRanks(Ranks):
     def __enter__(self) -> Self:
         super().__enter__()
         try:
-            for index, spec in enumerate(self.specs):
-                log = self._log(spec.rank)
-                note = partial(self._note_end, spec.rank)
-                self.start_one(index, str(spec), log, lambda _, log=log: log.open("wb"), note, without=FOREIGN)  # type: ignore[misc]
+            for index in range(len(self.specs)):
+                self.start_one(index, without=FOREIGN)
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _note_end(self, rank: int, code: int) -> None:
-        self._ended[rank] = code, time.monotonic() - self._start
+    def name(self, index: int) -> str:
+        return str(self.specs[index])
+
+    def log(self, index: int) -> Path:
+        rank = self.specs[index].rank
+        return self._folder / ("scheduler.log" if rank < 0 else f"rank_{rank}.log")
+
+    def open_log(self, index: int, environment: Mapping[str, str]) -> IO[bytes]:
+        return self.log(index).open("wb")
+
+    def ended(self, index: int, code: int) -> None:
+        self._ended[index] = code, time.monotonic() - self._start
 
     def show_stacks(self) -> None:
         """Let the ranks that have not reduced write to their logs where they are."""
@@ -106,12 +113,12 @@ class TrialRanks(Ranks):
 
     def states(self) -> list[TrialRank]:
         """Return each rank as it is now; the scheduler only where it failed."""
-        found = [self._state(index, self.specs[index].rank) for index in self.monitors]
+        found = [self._state(index) for index in self.monitors]
         return [state for state in found if state.rank >= 0 or state.code]
 
-    def _state(self, index: int, rank: int) -> TrialRank:
-        code, ended = self._ended.get(rank, (None, 0.0))
-        text = self._log(rank).read_text(encoding="utf-8", errors="replace")
+    def _state(self, index: int) -> TrialRank:
+        code, ended = self._ended.get(index, (None, 0.0))
+        text = self.log(index).read_text(encoding="utf-8", errors="replace")
         stage, result = "", None
         for line in text.splitlines():
             if line.startswith(MARK):
@@ -119,18 +126,15 @@ class TrialRanks(Ranks):
                     told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
                     stage, result = str(told["stage"]), told
         return TrialRank(
-            rank=rank,
+            rank=self.specs[index].rank,
             stage=stage,
             state=self.monitors[index].process_state if code is None else "",
             code=code,
             ended=ended,
             result=result,
             log=tuple(line[:200] for line in text.splitlines() if line.strip() and not line.startswith(MARK))[-_LOG_LINES:],
-            log_path=str(self._log(rank)),
+            log_path=str(self.log(index)),
         )
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / ("scheduler.log" if rank < 0 else f"rank_{rank}.log")
 
 
 def watch(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from common.cluster import RankTable, hccn, read_table, table_warnings
+from common.cluster import hccn
 from common.cluster.places import Placement, find_places, place_hosts, places_of_table
 from common.cluster.rank_environment import (
     ROOT,
@@ -22,6 +22,8 @@ from common.cluster.rank_environment import (
     rank_variables,
     scheduler_variables,
 )
+from common.cluster.rank_table import RankTable, table_warnings
+from common.cluster.rank_table_files import read_table
 from common.doctor import machine, multi_host, software
 from common.doctor.allreduce import AllReduceTrial, TrialRanks
 from common.doctor.report import Check, error, exit_code, ok, warning

@@ -8,15 +8,17 @@ import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from common.launcher.control import host_name
-from common.launcher.rank_logs import last_lines, open_log, read_to_end, write_headers
+from common.launcher.rank_logs import last_lines, open_log as open_rank_log, read_to_end, write_headers
 from common.processes.monitor import RankState
 from common.processes.ranks import ProcessSpec, Ranks
 from common.whole_numbers import rank_names
+
+DOING_ORDER = ("reading data", "computing")
+"""What a rank does within a step, in order. Validating and saving come after, in no fixed order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class LocalRanks(Ranks):
         self._folder = log_folder
         self._address = address
         self._events = events
-        self._logs = [open_log(log_folder, spec) for spec in specs]
+        self._logs = [open_rank_log(log_folder, spec) for spec in specs]
         self.codes: dict[int, int] = {}
         """Index of a child that has ended -> its exit code."""
         self._shown = min(range(len(specs)), key=lambda index: (bool(specs[index].name), specs[index].rank))
@@ -85,17 +87,17 @@ class LocalRanks(Ranks):
         """Start all of them. At one that cannot be started it stops and returns why."""
         for index, spec in enumerate(self.specs):
             try:
-                self.start_one(index, self.name(index), self.log(index), partial(self._open_log, index), partial(self._ended, index))
+                self.start_one(index)
             except OSError as error:
                 return f"{self.name(index)} could not be started: {error.strerror or error}: {spec.command[0]}"
         self._shown_to = self._logs[self._shown].start
         return ""
 
-    def _open_log(self, index: int, environment: Mapping[str, str]) -> IO[bytes]:
+    def open_log(self, index: int, environment: Mapping[str, str]) -> IO[bytes]:
         self._logs[index] = write_headers(self._logs[index], self.specs[index], environment)
         return self._logs[index].file
 
-    def _ended(self, index: int, code: int) -> None:
+    def ended(self, index: int, code: int) -> None:
         self._events.put(Exit(index=index, code=code))
 
     def read_heartbeats(self) -> None:
@@ -142,3 +144,20 @@ class LocalRanks(Ranks):
 
     def _running(self) -> list[int]:
         return [index for index in self.monitors if index not in self.codes and not self.is_helper(index)]
+
+
+def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
+    """Of ranks without progress, return those that the others wait for.
+
+    They are the stopped ones, else the silent ones, else those behind, which may be all.
+    """
+    stopped = [state for state in states if state.is_stopped] or [state for state in states if state.is_silent]
+    if stopped:
+        return stopped
+    first = min(map(_position, states))
+    return [state for state in states if _position(state) == first]
+
+
+def _position(state: RankState) -> tuple[int, int]:
+    order = DOING_ORDER.index(state.doing) if state.doing in DOING_ORDER else len(DOING_ORDER)
+    return state.step, order

@@ -20,8 +20,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.launcher.control import Control, HostFailed, HostMissing, HostNote, Hosts, Message
-from common.launcher.local_ranks import Exit, LocalRanks
-from common.launcher.progress import stalled_ranks
+from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.monitor import RankState
 from common.processes.process_tree import in_words, signal_name

@@ -55,7 +55,10 @@ def start_heartbeat() -> None:
 
 
 def beat(step: int, doing: str) -> None:
-    """Tell how far the rank is. A word of DOING_ORDER in launcher/progress.py lets the launcher tell which of several ranks is behind."""
+    """Tell how far the rank is.
+
+    A word of DOING_ORDER in launcher/local_ranks.py shows the launcher which rank is behind.
+    """
     _send(f"{step} {doing}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -24,14 +24,14 @@ class RankState:
     rank: int
     name: str
     log: str
-    step: int
+    step: int = -1
     """-1: it has not told yet."""
-    doing: str
-    idle: float
+    doing: str = "starting"
+    idle: float = 0.0
     """Seconds since its step or what it does last changed, or was told again."""
-    silent: float | None
+    silent: float | None = None
     """Seconds since its last sign of life; None: there was none yet."""
-    process_state: str
+    process_state: str = ""
     """As ``process_state`` returns it."""
 
     def in_words(self) -> str:
@@ -60,12 +60,11 @@ class Monitor:
     """Reads the heartbeat pipe of one rank. now: seconds of time.monotonic()."""
 
     def __init__(self, *, rank: int, name: str, log: Path, pid: int, pipe: int, now: float) -> None:
-        self._rank, self._name, self._log, self._pid, self._pipe = rank, name, log, pid, pipe
-        self._step, self._doing = -1, "starting"
+        self._told = RankState(rank=rank, name=name, log=str(log))
         self._first_step = -1
+        self._pid, self._pipe, self._rest = pid, pipe, b""
         self._moved = now
         self._heard: float | None = None
-        self._rest = b""
         os.set_blocking(pipe, False)
 
     def read(self, now: float) -> None:
@@ -83,30 +82,22 @@ class Monitor:
         step, _, doing = line.partition(" ")
         number = whole_number(step)
         if line != ALIVE and number is not None:
-            self._step, self._doing, self._moved = number, doing, now
+            self._told, self._moved = replace(self._told, step=number, doing=doing), now
             if self._first_step < 0:
-                self._first_step = self._step
+                self._first_step = number
 
     @property
     def is_past_first_step(self) -> bool:
         """Whether the ranks have met, as all of them are needed for a step."""
-        return self._step > self._first_step
+        return self._told.step > self._first_step
 
     @property
     def process_state(self) -> str:
         return process_state(self._pid)
 
     def state(self, now: float) -> RankState:
-        return RankState(
-            rank=self._rank,
-            name=self._name,
-            log=str(self._log),
-            step=self._step,
-            doing=self._doing,
-            idle=now - self._moved,
-            silent=None if self._heard is None else now - self._heard,
-            process_state=self.process_state,
-        )
+        silent = None if self._heard is None else now - self._heard
+        return replace(self._told, idle=now - self._moved, silent=silent, process_state=self.process_state)
 
     def close(self) -> None:
         os.close(self._pipe)

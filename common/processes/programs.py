@@ -7,30 +7,16 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from common.processes.death_signal import tied_to_this_process
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """code: the exit code, -n for signal n.
+def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, str]:
+    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too.
 
-    None where it outlived its limit or could not be started.
+    Returns its exit code, what it wrote to standard output, and to standard error. The code is -n
+    for signal n, and None where it outlived its limit or could not be started.
     """
-
-    code: int | None
-    output: str
-    errors: str
-
-    @property
-    def last_line(self) -> str:
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
-
-
-def run_program(command: Sequence[str], limit: float) -> Outcome:
-    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too."""
     try:
         child = subprocess.Popen(  # noqa: S603
             command,
@@ -43,14 +29,18 @@ def run_program(command: Sequence[str], limit: float) -> Outcome:
             preexec_fn=tied_to_this_process(),
         )
     except OSError as reason:
-        return Outcome(code=None, output="", errors=f"{command[0]}: {reason.strerror or reason}")
+        return None, "", f"{command[0]}: {reason.strerror or reason}"
     try:
         output, errors = child.communicate(timeout=limit)
-        return Outcome(code=child.returncode, output=output, errors=errors)
+        return child.returncode, output, errors
     except subprocess.TimeoutExpired:
-        return Outcome(code=None, output="", errors=f"no answer within {limit:g} s")
+        return None, "", f"no answer within {limit:g} s"
     finally:
         _kill_session(child)
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1].strip()
 
 
 def _kill_session(child: subprocess.Popen[str]) -> None:

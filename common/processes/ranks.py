@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -46,7 +48,7 @@ class ProcessSpec:
         return self.folder or f"mf_parallel{f'_{self.name}' if self.name else self.rank}"
 
 
-class Ranks:
+class Ranks(ABC):
     """Processes by their index in ``specs``. As a context, it leaves none of them behind.
 
     Within it, what they start and leave becomes a child of this process. When this process dies, by
@@ -77,22 +79,26 @@ class Ranks:
             self.monitors.clear()
             reap(self._before)
 
-    def start_one(
-        self,
-        index: int,
-        name: str,
-        log: Path,
-        open_log: Callable[[Mapping[str, str]], IO[bytes]],
-        ended: Callable[[int], None],
-        *,
-        without: Collection[str] = (),
-    ) -> None:
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return what messages call it."""
+
+    @abstractmethod
+    def log(self, index: int) -> Path: ...
+
+    @abstractmethod
+    def open_log(self, index: int, environment: Mapping[str, str]) -> IO[bytes]:
+        """Open the file for its output. environment: the variables that it gets."""
+
+    @abstractmethod
+    def ended(self, index: int, code: int) -> None:
+        """Take its exit code, -n for signal n. Another thread calls it."""
+
+    def start_one(self, index: int, *, without: Collection[str] = ()) -> None:
         """Start one in a session of its own, with a heartbeat and nothing to read. Raises OSError.
 
         Call it from a thread that lives on: the kernel takes the end of the starting thread for
-        that of this process. name, log: for messages. open_log: opens the file for its output,
-        knowing its variables. ended: called by another thread with the exit code, -n for signal n.
-        without: variables of this process that it does not get.
+        that of this process. without: variables of this process that it does not get.
         """
         spec = self.specs[index]
         reading, writing = os.pipe()
@@ -104,7 +110,7 @@ class Ranks:
             "GPT2_HEARTBEAT_FD": str(writing),
         }
         try:
-            with open_log(environment) as file, _pinned(spec.cores):
+            with self.open_log(index, environment) as file, _pinned(spec.cores):
                 process = subprocess.Popen(  # noqa: S603 - no shell
                     spec.command,
                     env=environment,
@@ -121,8 +127,10 @@ class Ranks:
             os.close(writing)
         self._guard(process.pid)
         self._processes[index] = process
-        self.monitors[index] = Monitor(rank=spec.rank, name=name, log=log, pid=process.pid, pipe=reading, now=time.monotonic())
-        watch(process.pid, ended)
+        self.monitors[index] = Monitor(
+            rank=spec.rank, name=self.name(index), log=self.log(index), pid=process.pid, pipe=reading, now=time.monotonic()
+        )
+        watch(process.pid, partial(self.ended, index))
 
     def pids(self) -> dict[int, int]:
         """Numbers of the processes that were started, by index."""

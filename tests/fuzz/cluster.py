@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cluster import device_addresses, merge_tables, read_table, table_warnings, to_json
 from common.cluster.environment import Process, announced_world_size, find_process, first_node, torch_variables
+from common.cluster.hccn import device_addresses
 from common.cluster.places import find_places, parse_range, places_of_table
 from common.cluster.rank_environment import given_port, parse_master
-from common.cluster.rank_table import RankTable
+from common.cluster.rank_table import RankTable, table_warnings
+from common.cluster.rank_table_files import merge_tables, read_table, to_json
 from common.launcher.host_list import divide, parse_hosts
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case, Differs

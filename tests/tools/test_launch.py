@@ -192,7 +192,7 @@ def test_a_dry_run_does_not_wait(
 
 
 def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], shared_data: Path) -> None:
-    from common.cluster import read_table
+    from common.cluster.rank_table_files import read_table
 
     source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     if not source.is_file():

@@ -12,18 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import common.cluster.rank_table_files as files
-from common.cluster import (
-    RankTable,
-    Server,
-    SuperPod,
-    TableDevice,
-    read_table,
-    table_warnings,
-    to_json,
-    validate,
-    wait_for_table,
-    write_table,
-)
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, table_warnings, validate
+from common.cluster.rank_table_files import read_table, to_json, wait_for_table, write_table
 from common.errors import DataError
 
 

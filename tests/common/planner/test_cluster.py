@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import read_table
 from common.cluster.places import find_places
 from common.cluster.rank_environment import make_rendezvous
+from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
 from common.launcher.children import make_children, make_hosts
 from common.parallel.topology import Topology

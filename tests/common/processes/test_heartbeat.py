@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.launcher.progress import stalled_ranks
+from common.launcher.local_ranks import stalled_ranks
 from common.processes.heartbeat import beat
 from common.processes.monitor import Monitor, RankState
 from common.processes.process_tree import process_state
