@@ -24,8 +24,8 @@ from collections.abc import Mapping
 # What is imported here loads no library, so that --help answers at once.
 from common.command_line import parse_arguments
 from common.errors import GPT2Error
-from common.launcher.heartbeat import start_heartbeat
 from common.modelarts.arguments import ModelArtsJob, translate
+from common.processes.heartbeat import start_heartbeat
 
 
 def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> int:

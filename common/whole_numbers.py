@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 MOST_DIGITS = 18
 """So that every number fits into 64 bits."""
@@ -37,3 +37,20 @@ def argument(least: int = 0, most: int = 10**MOST_DIGITS - 1) -> Callable[[str],
 def shortened(text: str) -> str:
     """Return ``text``, cut to a length that a message can hold."""
     return text if len(text) <= 40 else f"{text[:37]}... ({len(text)} characters)"
+
+
+def spans(numbers: Iterable[int], *, least: int = 2) -> str:
+    """Return numbers as text: ``0-2, 8``. least: how many neighbours are written as a span."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [[f"{run[0]}-{run[-1]}"] if len(run) >= least else map(str, run) for run in runs]
+    return ", ".join(word for run in words for word in run)
+
+
+def rank_names(ranks: Collection[int]) -> str:
+    """Return such as ``rank 3`` or ``ranks 0-3, 8``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks) or 'none'}"

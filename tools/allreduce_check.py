@@ -27,10 +27,9 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.cluster import is_loopback
-from common.cluster.listening import listen
 from common.doctor.allreduce import MARK
-from common.launcher.heartbeat import start_heartbeat
+from common.processes.addresses import is_loopback, listen
+from common.processes.heartbeat import start_heartbeat
 
 START = time.monotonic()
 ELEMENTS = 4 * 2**20  # float32: 16 MiB

@@ -24,20 +24,12 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common import whole_numbers
-from common.cluster import (
-    RankTable,
-    Server,
-    TableDevice,
-    device_addresses,
-    is_loopback,
-    parse_address,
-    read_table,
-    remarks,
-    validate,
-    write_table,
-)
+from common.cluster.hccn import device_addresses
+from common.cluster.rank_table import RankTable, Server, TableDevice, parse_address, table_warnings, validate
+from common.cluster.rank_table_files import read_table, write_table
 from common.errors import DataError, GPT2Error
 from common.files import refuse_to_overwrite
+from common.processes.addresses import is_loopback
 
 MOST_DEVICES = 1024
 """More than any machine holds. The table lists as many."""
@@ -83,7 +75,7 @@ def check(path: Path) -> None:
     for server, device in table.places():
         print(device.rank_id, device.device_id, device.device_ip or "-", server.server_id)
     print(f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
-    for remark in remarks(table):
+    for remark in table_warnings(table):
         print(f"warning: {path}: {remark}", file=sys.stderr)
 
 

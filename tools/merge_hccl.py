@@ -18,7 +18,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.cluster import merge_tables, write_table
+from common.cluster.rank_table_files import merge_tables, write_table
 from common.errors import GPT2Error
 from common.files import refuse_to_overwrite
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cluster.rank_table import RankTable, is_loopback
+from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
-DEFAULT_PORT = 29500
-LOOPBACK = "127.0.0.1"
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
 
 

@@ -1,4 +1,7 @@
-"""Network addresses of this machine's Ascend devices: from the driver's hccn_tool, else from its file hccn.conf."""
+"""The Ascend devices of this machine and their network addresses.
+
+The addresses come from the driver's hccn_tool, else from its file hccn.conf.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.cluster.rank_table import parse_address
-from common.death_signal import tied_to_this_process
 from common.errors import DataError
+from common.processes.death_signal import tied_to_this_process
+from common.structured_files import read_text
+from common.whole_numbers import whole_number
 
 DEFAULT_CONF = Path("/etc/hccn.conf")
 _TOOL_SECONDS = 20.0
 _CONF_BYTES = 2**20
 _log = logging.getLogger(__name__)
 _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
+
+
+def npu_numbers(root: Path = Path("/")) -> list[int]:
+    """Return the Ascend devices that this machine (or container) shows: /dev/davinciN."""
+    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
+    return sorted(number for number in numbers if number is not None)
 
 
 def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[int, str]:
@@ -75,8 +86,6 @@ def _ask(tool: str, device: int) -> str:
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:
     """Lines KEY=VALUE; a device's IPv4 address wins over its IPv6 address."""
-    from common.structured_files import read_text  # not above: it loads yaml, which --help of run_gpt2.py must not
-
     try:
         lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
     except DataError as error:

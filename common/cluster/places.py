@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from common.cluster.rank_table import RankTable
 from common.errors import ConfigError
-from common.whole_numbers import MOST_RANKS
-
-HERE = "127.0.0.1"
-"""The host of a run that needs no other."""
+from common.processes.addresses import LOOPBACK
+from common.whole_numbers import MOST_RANKS, spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +79,12 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     )
 
 
+def place_hosts(places: tuple[RankPlacement, ...], own_host: str, master: str | None = None) -> Placement:
+    """Return a placement whose hosts are known. master: goes before the address of rank 0's host."""
+    several = len({place.host for place in places}) > 1
+    return Placement(all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK))
+
+
 def find_places(
     numbers: range,
     *,
@@ -141,7 +145,8 @@ def _in_table(numbers: range, rank_size: int | None, places: tuple[RankPlacement
             )
         if list(numbers) != held:
             raise ConfigError(
-                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {_listed(held)}; make a table of these devices "
+                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {spans(held, least=3)}; "
+                f"make a table of these devices "
                 f"with tools/hccl_tools.py --device_num '{_shown(numbers)}', or give ranks: '[0,{len(held)})' MODE {len(held)}"
             )
         own = hosts[0]
@@ -149,11 +154,11 @@ def _in_table(numbers: range, rank_size: int | None, places: tuple[RankPlacement
         own = places[numbers[0]].host
         here = [place.rank for place in _of(places, own)]
         if here != list(numbers):
-            servers = "; ".join(f"{host} has {_listed([place.rank for place in _of(places, host)])}" for host in hosts)
+            servers = "; ".join(f"{host} has {spans((place.rank for place in _of(places, host)), least=3)}" for host in hosts)
             raise ConfigError(
                 f"the ranks {_shown(numbers)} are not those of one server of the rank table: {servers}; start all ranks of a server at once"
             )
-    return Placement(all=places, own_host=own, master=master or (hosts[0] if len(hosts) > 1 else HERE))
+    return place_hosts(places, own, master)
 
 
 def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master: str | None) -> Placement:
@@ -163,7 +168,7 @@ def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master
     if rank_size is None:
         if sorted(devices) != list(numbers):
             raise ConfigError(
-                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {_listed(devices)}; "
+                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {spans(devices, least=3)}; "
                 "put RANK_SIZE behind the mode and give ranks"
             )
         nodes, own, size = 1, 0, len(devices)
@@ -211,7 +216,7 @@ def _node_of_ranks(numbers: range, rank_size: int, nodes: int | None, node_rank:
 def _host_names(nodes: int, master: str | None) -> list[str]:
     if nodes > 1 and master is None:
         raise ConfigError(f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0, or a rank table of 1.0")
-    return [master or HERE, *(f"node {node}" for node in range(1, nodes))]
+    return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]
 
 
 def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
@@ -220,10 +225,3 @@ def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
 
 def _shown(numbers: range) -> str:
     return f"[{numbers.start},{numbers.stop})"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """``0-7``, or each where there are gaps."""
-    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(map(str, numbers))

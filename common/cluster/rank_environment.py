@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import ipaddress
-import os
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cluster.places import HERE, Placement, RankPlacement
+from common.cluster.environment import Process
+from common.cluster.places import Placement, RankPlacement
 from common.errors import ConfigError
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, free_port, interface_of, is_ip, own_address
 from common.whole_numbers import shortened, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_PORT = 29500
 FOREIGN = ("RANK_TABLE_FILE", "MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "GROUP_RANK")
 """Variables of an earlier run in the user's shell that would mislead a rank where it is given none of its own."""
 SCHEDULER = (
     sys.executable,
     "-c",
-    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import start_heartbeat; start_heartbeat();"
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import start_heartbeat; start_heartbeat();"
     " import mindspore.communication; mindspore.communication.init()",
 )
 """MindSpore's process that lets the ranks find each other where there is no rank table. Under MS_ROLE=MS_SCHED it ends when they do, and
@@ -35,7 +32,7 @@ class Rendezvous:
     """Where and how the ranks find each other. table: the rank table's absolute path. own_address: of this host, for the others;
     None where it needs none or none is known. interface: that which holds it. scheduler: MindSpore meets through its scheduler."""
 
-    address: str = HERE
+    address: str = LOOPBACK
     port: int = DEFAULT_PORT
     table: Path | None = None
     own_address: str | None = None
@@ -64,7 +61,7 @@ def make_rendezvous(
     port = port or given_port(environ) or (DEFAULT_PORT if several else free_port())
     own = None
     if several:
-        own = _own_address(places) if host is None else host if is_ip(host) else None
+        own = own_address(places.own_host, (places.master, *places.hosts)) if host is None else host if is_ip(host) else None
     interface = interface_of(own) if own else None
     scheduler = backend == "mindspore" and table is None and places.world_size > 1
     return Rendezvous(address=places.master, port=port, table=table, own_address=own, interface=interface, scheduler=scheduler)
@@ -90,11 +87,11 @@ def rank_variables(
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))
     if not several:
-        tuning |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # closed to other hosts
+        tuning |= _network("lo")  # closed to other hosts
     if rendezvous.own_address and is_ip(rendezvous.own_address):
         tuning["HCCL_IF_IP"] = rendezvous.own_address
     if rendezvous.interface:
-        tuning |= {"GLOO_SOCKET_IFNAME": rendezvous.interface, "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}"}  # =: this name, no prefix
+        tuning |= _network(rendezvous.interface)
     return found | {name: environ.get(name) or value for name, value in tuning.items()}
 
 
@@ -142,120 +139,16 @@ def parse_master(text: str | None) -> tuple[str | None, int | None]:
     return host, parse_port(port, "--master")
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return int(probe.getsockname()[1])
+def network_of_one_host(process: Process) -> Mapping[str, str]:
+    """Return variables by which gloo and NCCL keep to the loopback interface.
 
-
-def is_own(host: str) -> bool:
-    """Whether an address or host name is this machine's."""
-    return any(interface_of(address) for address in _addresses(host))
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that holds an address, or the first address of a host name; None where none of this machine does."""
-    wanted = {ipaddress.ip_address(found) for found in _addresses(address)}
-    return next((name for held, name in _interfaces() if held in wanted), None)
-
-
-def _own_address(places: Placement) -> str | None:
-    """By which the other hosts reach this one; where nothing names it, that from which it reaches them.
-
-    A loopback address only where one was given: a name may stand for one in the /etc/hosts of its own host.
+    None where the run has several hosts.
     """
-    own = places.own_host
-    if _is_literal(own):
-        return own if is_own(own) else None
-    named = [address for address in _addresses(own) if not _is_loopback(address)]
-    found = next((address for address in named if is_own(address)), None)
-    if found is not None:
-        return found
-    others = [host for host in dict.fromkeys((places.master, *places.hosts)) if host != own]
-    for host in others:
-        for address in _addresses(host):
-            route = _route_to(address)
-            if route is not None and (_is_literal(host) or not _is_loopback(route)):
-                return route
-    return _default_address()
+    if process.local_world_size < process.world_size:
+        return {}
+    interface = interface_of(LOOPBACK)
+    return {} if interface is None else _network(interface)
 
 
-def _is_literal(host: str) -> bool:
-    return is_ip(host) or host == "localhost"
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _route_to(address: str) -> str | None:
-    """The address of this machine from which another one is reached; None where there is no way."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
-def _default_address() -> str | None:
-    """That from which the world is reached, else the only one; None where there are several, or none but loopback."""
-    route = _route_to("192.0.2.1")  # an address of documentation (RFC 5737), nobody's
-    if route is not None and not _is_loopback(route):
-        return route
-    held = [str(address) for address, _ in _interfaces() if not (address.is_loopback or address.is_link_local)]
-    return held[0] if len(held) == 1 else None
-
-
-def _addresses(host: str) -> list[str]:
-    """Of a host name; an address stands for itself. Empty for a name that is not known."""
-    if is_ip(host):
-        return [host]
-    try:
-        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
-    except (OSError, UnicodeError):
-        return []
-
-
-def is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-class _Entry(ctypes.Structure):
-    """The head of getifaddrs(3)'s struct ifaddrs."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
-def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]]:
-    """Every address of this machine with its interface's name; none where the C library cannot tell."""
-    library = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if not hasattr(library, "getifaddrs") or library.getifaddrs(ctypes.byref(first)) != 0:
-        return []
-    found: list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]] = []
-    try:
-        entry = first
-        while entry:
-            head = entry.contents
-            # struct sockaddr_in has the address at byte 4, sockaddr_in6 at byte 8; both begin with the family
-            family = ctypes.c_ushort.from_address(head.address).value if head.address else 0
-            if family == socket.AF_INET:
-                found.append((ipaddress.IPv4Address(ctypes.string_at(head.address + 4, 4)), os.fsdecode(head.name)))
-            elif family == socket.AF_INET6:
-                found.append((ipaddress.IPv6Address(ctypes.string_at(head.address + 8, 16)), os.fsdecode(head.name)))
-            entry = head.next
-    finally:
-        library.freeifaddrs(first)
-    return found
+def _network(interface: str) -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: this name, no prefix

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import DataError
+from common.processes.addresses import is_loopback
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -93,14 +94,6 @@ def parse_address(text: str, place: str) -> Address:
     return address
 
 
-def is_loopback(server_id: str) -> bool:
-    """Whether a server_id leads each machine to itself."""
-    try:
-        return ipaddress.ip_address(server_id).is_loopback
-    except ValueError:
-        return server_id == "localhost"
-
-
 def validate(table: RankTable, place: str) -> None:
     """Refuse what the communication library would refuse minutes later. Raises DataError that opens with ``place``.
 
@@ -130,8 +123,8 @@ def validate(table: RankTable, place: str) -> None:
         _check_super_pods(table, place)
 
 
-def remarks(table: RankTable) -> list[str]:
-    """What is allowed but may be meant otherwise, a sentence each."""
+def table_warnings(table: RankTable) -> list[str]:
+    """Return what is allowed but may be meant otherwise, a sentence each."""
     found = []
     if any(is_loopback(server.server_id) for server in table.servers):
         found.append(

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, in_rank_order, is_loopback, validate
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, in_rank_order, validate
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
+from common.processes.addresses import is_loopback
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0

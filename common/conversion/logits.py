@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from common.config.load import build_config
@@ -35,7 +35,7 @@ def compare_logits(
 ) -> dict[str, Any]:
     """What the report says of it. Raises CheckpointError if they differ."""
     needed = _COPIES * 4 * count_parameters(source.model)
-    available = _available_memory()
+    available = psutil.virtual_memory().available
     missing = sorted({source_format, target_format} - runners.keys())
     reason = None
     if missing:
@@ -85,12 +85,3 @@ def config_of(model: ResolvedModel, folder: Path) -> ResolvedRun:
     needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
     tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}
     return resolve_config(build_config(tree))
-
-
-def _available_memory() -> float:
-    """Bytes; without end where the system does not say."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else float("inf")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 from common.cluster.places import RankPlacement
 from common.cluster.rank_environment import FOREIGN
 from common.doctor.report import Check, error, ok
-from common.doctor.subprocesses import kill_session
-from common.launcher.heartbeat import DUMP_SIGNAL
+from common.processes.monitor import STOPPED
+from common.processes.process_tree import signal_name
+from common.processes.ranks import ProcessSpec, Ranks
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
@@ -26,7 +25,6 @@ MARK = "doctor: "
 GRACE_SECONDS = 2.0
 """How long after a rank's death others may still die: what killed it may be among them."""
 _LOG_LINES = 12
-_STACK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 
 
@@ -34,7 +32,7 @@ _POLL_SECONDS = 0.1
 class TrialRank:
     """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended: when, in seconds after the start.
 
-    state: the kernel's letter for its process (T is stopped). result: what the rank said with its last stage.
+    state: of its process, as ``process_state`` returns it. result: what the rank said with its last stage.
     """
 
     rank: int
@@ -66,74 +64,61 @@ class AllReduceTrial:
         return f"rank {rank} (device {place.device_id} of {place.host})"
 
 
-class TrialRanks:
-    """The processes of this host. As a context, it leaves none behind.
+class TrialRanks(Ranks):
+    """The processes of this host. As a context, it starts them and leaves none behind.
 
-    environments: rank -> its variables; rank -1 is MindSpore's scheduler. Logs go to ``folder``/rank_N.log.
+    environments: rank -> its variables; rank -1 is MindSpore's scheduler. Logs go to
+    ``folder``/rank_N.log.
     """
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]], folder: Path) -> None:
-        self._command = command
-        self._environments = environments
+        names = {-1: "scheduler"}
+        super().__init__(
+            [
+                ProcessSpec(rank=rank, command=tuple(command), environment=environment, name=names.get(rank, ""))
+                for rank, environment in environments.items()
+            ]
+        )
         self._folder = folder
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: dict[int, float] = {}
+        self._ended: dict[int, tuple[int, float]] = {}
         self._start = time.monotonic()
 
-    def __enter__(self) -> TrialRanks:
-        base = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        # A rank with these two dies with this process, and shows its stacks when asked; nobody need read the pipe.
-        self._pipe, written = os.pipe()
-        base |= {"GPT2_LAUNCHER_PID": str(os.getpid()), "GPT2_HEARTBEAT_FD": str(written)}
+    def __enter__(self) -> Self:
+        super().__enter__()
         try:
-            for rank, environment in self._environments.items():
-                with self._log(rank).open("wb") as log:
-                    self._children[rank] = subprocess.Popen(  # noqa: S603
-                        self._command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**base, **environment},
-                        pass_fds=(written,),
-                        start_new_session=True,
-                    )
+            for index in range(len(self.specs)):
+                self.start_one(index, without=FOREIGN)
         except BaseException:
             self.__exit__()
             raise
-        finally:
-            os.close(written)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for child in self._children.values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-        for child in self._children.values():
-            kill_session(child)
-        os.close(self._pipe)
+    def name(self, index: int) -> str:
+        return str(self.specs[index])
+
+    def log(self, index: int) -> Path:
+        rank = self.specs[index].rank
+        return self._folder / ("scheduler.log" if rank < 0 else f"rank_{rank}.log")
+
+    def open_log(self, index: int, environment: Mapping[str, str]) -> IO[bytes]:
+        return self.log(index).open("wb")
+
+    def ended(self, index: int, code: int) -> None:
+        self._ended[index] = code, time.monotonic() - self._start
 
     def show_stacks(self) -> None:
         """Let the ranks that have not reduced write to their logs where they are."""
-        waiting = [self._children[state.rank] for state in self.states() if state.stage != "reduced" and state.code is None and state.stage]
-        for child in waiting:
-            with suppress(ProcessLookupError):
-                child.send_signal(DUMP_SIGNAL)
-        if waiting:
-            time.sleep(_STACK_SECONDS)
-
-    def pids(self) -> dict[int, int]:
-        return {rank: child.pid for rank, child in self._children.items()}
+        waiting = {state.rank for state in self.states() if state.stage not in ("", "reduced") and state.code is None}
+        self.dump_stacks([index for index, spec in enumerate(self.specs) if spec.rank in waiting])
 
     def states(self) -> list[TrialRank]:
-        """Of each rank as it is now; the scheduler only where it failed."""
-        found = [self._state(rank, child) for rank, child in self._children.items()]
+        """Return each rank as it is now; the scheduler only where it failed."""
+        found = [self._state(index) for index in self.monitors]
         return [state for state in found if state.rank >= 0 or state.code]
 
-    def _state(self, rank: int, child: subprocess.Popen[bytes]) -> TrialRank:
-        code = child.poll()
-        if code is not None:
-            self._ended.setdefault(rank, time.monotonic() - self._start)
-        text = self._log(rank).read_text(encoding="utf-8", errors="replace")
+    def _state(self, index: int) -> TrialRank:
+        code, ended = self._ended.get(index, (None, 0.0))
+        text = self.log(index).read_text(encoding="utf-8", errors="replace")
         stage, result = "", None
         for line in text.splitlines():
             if line.startswith(MARK):
@@ -141,18 +126,15 @@ class TrialRanks:
                     told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
                     stage, result = str(told["stage"]), told
         return TrialRank(
-            rank=rank,
+            rank=self.specs[index].rank,
             stage=stage,
-            state=_process_state(child.pid) if code is None else "",
+            state=self.monitors[index].process_state if code is None else "",
             code=code,
-            ended=self._ended.get(rank, 0.0),
+            ended=ended,
             result=result,
             log=tuple(line[:200] for line in text.splitlines() if line.strip() and not line.startswith(MARK))[-_LOG_LINES:],
-            log_path=str(self._log(rank)),
+            log_path=str(self.log(index)),
         )
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / ("scheduler.log" if rank < 0 else f"rank_{rank}.log")
 
 
 def watch(
@@ -198,7 +180,7 @@ def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] 
     if failed:
         return error(name, *_blame_of_failure(failed, trial))
     waiting = [state for state in states if state.stage != "reduced"]
-    stopped = [state for state in waiting if state.state in ("T", "t")]
+    stopped = [state for state in waiting if state.state in STOPPED]
     if stopped:
         named = _listed(stopped, trial)
         return error(name, f"{named} did not answer within {trial.limit:g} s: stopped by a signal", "kill -CONT its process, or end it")
@@ -219,7 +201,7 @@ def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tup
         result = state.result or {}
         remedy = "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may tell which"
         return f"{named} got {result.get('found')} instead of {result.get('expected')}", remedy
-    how = f"was killed by {_signal_name(-state.code)}" if state.code and state.code < 0 else f"ended with exit code {state.code}"
+    how = f"was killed by {signal_name(-state.code)}" if state.code and state.code < 0 else f"ended with exit code {state.code}"
     after = f"after '{state.stage}'" if state.stage else "before its program began"
     others = len(failed) - 1
     more = f"; {others} more failed after it" if others else ""
@@ -267,18 +249,3 @@ def _logs(states: Sequence[TrialRank]) -> str:
     if not state.log_path:
         return ""
     return "\n".join(["", f"its log, {state.log_path}, ends with:" if state.log else f"its log: {state.log_path}", *state.log])
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _process_state(pid: int) -> str:
-    """R, S, D, T, ... by /proc; empty where it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
-    except OSError:
-        return ""

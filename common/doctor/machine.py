@@ -13,23 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from common.accelerators import GIB
-from common.cluster import is_loopback
-from common.cluster.rank_environment import interface_of
+from common.cluster import hccn
 from common.device import processor_name
 from common.doctor.report import Check, error, ok, warning
-from common.doctor.subprocesses import run
+from common.processes.addresses import interface_of, is_loopback
+from common.processes.programs import last_line, run_program
 from common.whole_numbers import shortened, whole_number
 
 HCCL_PORTS = 16
 _RESOLVE_SECONDS = 5.0
 _QUERY_SECONDS = 20.0
-
-
-def npu_numbers(root: Path = Path("/")) -> list[int]:
-    """Ascend devices that this machine (or container) shows: /dev/davinciN."""
-    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
-    return sorted(number for number in numbers if number is not None)
 
 
 def check_system() -> Check:
@@ -41,7 +37,7 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
 
     asked: auto, cpu, cuda or npu. What an accelerator that was asked for lacks is an error.
     """
-    numbers = npu_numbers(root)
+    numbers = hccn.npu_numbers(root)
     version = _driver_version(root / "usr/local/Ascend/driver/version.info")
     checks = []
     if numbers:
@@ -51,9 +47,9 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
             checks.append(error("Ascend driver", f"devices {shown}, but no driver/version.info", mounts))
         else:
             checks.append(ok("Ascend driver", version))
-        outcome = run(["npu-smi", "info"], _QUERY_SECONDS)
-        if outcome.code == 0:
-            health = re.findall(r"^\|\s*(\d+)\s+(?:Ascend)?910\S*\s*\|\s*(\w+)\s*\|", outcome.output, flags=re.M)
+        code, output, errors = run_program(["npu-smi", "info"], _QUERY_SECONDS)
+        if code == 0:
+            health = re.findall(r"^\|\s*(\d+)\s+(?:Ascend)?910\S*\s*\|\s*(\w+)\s*\|", output, flags=re.M)
             sick = [f"NPU {number} is {state}" for number, state in health if state != "OK"]
             found = f"{len(numbers)} Ascend devices: {shown}"
             if sick:
@@ -61,7 +57,7 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
             else:
                 checks.append(ok("devices", found))
         else:
-            why = outcome.last_line or f"exit code {outcome.code}"
+            why = last_line(errors) or f"exit code {code}"
             checks.append(error("devices", f"devices {shown}, but `npu-smi info` fails: {why}", "the driver does not answer; see dmesg"))
     elif version is not None:
         found = f"Ascend driver {version}, but no /dev/davinciN"
@@ -70,12 +66,14 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
         remedy = "install the driver and firmware of this Ascend, until `npu-smi info` lists it; in a container: mount it from the host"
         checks.append(error("Ascend driver", f"no {root / 'usr/local/Ascend/driver/version.info'}", remedy))
         checks.append(error("devices", "no Ascend device: there is no /dev/davinciN", "is this the right machine? else --device cpu"))
-    outcome = run(["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"], _QUERY_SECONDS)
-    gpus = len(outcome.output.strip().splitlines()) if outcome.code == 0 else 0
+    code, output, errors = run_program(
+        ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"], _QUERY_SECONDS
+    )
+    gpus = len(output.strip().splitlines()) if code == 0 else 0
     if gpus:
-        checks.append(ok("GPUs", outcome.output.strip()))
+        checks.append(ok("GPUs", output.strip()))
     elif shutil.which("nvidia-smi"):
-        why = outcome.last_line or outcome.output.strip() or f"exit code {outcome.code}"
+        why = last_line(errors) or output.strip() or f"exit code {code}"
         checks.append(error("GPUs", f"nvidia-smi fails: {why}", "the driver does not answer; a reboot or its installation mends it"))
     elif asked == "cuda":
         remedy = "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU: --device cpu"
@@ -179,12 +177,12 @@ def check_storage(folder: Path) -> list[Check]:
 
 def check_memory(root: Path = Path("/")) -> Check:
     """Memory that is left, by the kernel and by the control group."""
-    left = _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB") * 1024
+    left = int(psutil.virtual_memory().available)
     limit, used = (_number(root / f"sys/fs/cgroup/memory.{name}", r"^(\d+)$") for name in ("max", "current"))
     if limit:
-        left = min(left or limit - used, limit - used)
+        left = min(left, limit - used)
     found = f"{left / GIB:.1f} GiB available" + (f" (this container may hold {limit / GIB:.1f} GiB)" if limit else "")
-    if left and left < 4 * GIB:
+    if left < 4 * GIB:
         return warning("memory", found, "end what else runs here; a framework alone takes about 1 GiB a rank")
     return ok("memory", found)
 

@@ -73,8 +73,8 @@ def _follow(
 
 def _announce(ranks: TrialRanks, trial: AllReduceTrial) -> None:
     """Processes by rank: what to look at, or end, while it runs."""
-    names = {rank: f"rank {rank}" if rank >= 0 else "the scheduler" for rank in ranks.pids()}
-    shown = ", ".join(f"{names[rank]} is process {pid}" for rank, pid in ranks.pids().items())
+    names = [f"rank {spec.rank}" if spec.rank >= 0 else "the scheduler" for spec in ranks.specs]
+    shown = ", ".join(f"{names[index]} is process {pid}" for index, pid in ranks.pids().items())
     _say(f"all-reduce over {trial.communication}, at most {trial.limit:g} s: {shown}")
 
 

@@ -6,9 +6,7 @@ JSON objects, a line each, over one TCP connection a host, to the port after MAS
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,58 +18,15 @@ from common.cluster.places import Placement
 from common.doctor.allreduce import TrialRank
 from common.doctor.report import Check, State, error, ok, warning
 from common.errors import RunError
-from common.structured_files import MalformedError, parse_json
+from common.processes.channel import Channel, connect
+from common.whole_numbers import rank_names
 
 SILENCE_SECONDS = 5.0
 """Hosts tell of their ranks several times a second; after this long without a word one counts as lost."""
 CLOCK_SECONDS = 1.0
-_HELLO_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 _PINGS = 5
-_LINE_BYTES = 2**20
-
-
-class PeerChannel:
-    """One connection: JSON objects in both directions."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_HELLO_SECONDS), 0))
-        self._file = connection.makefile("rb")
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError."""
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, limit: float | None) -> dict[str, Any]:
-        """The next object. Raises OSError at the end, after ``limit`` seconds, and for what is no line of the doctor's."""
-        self._socket.settimeout(limit)
-        line = self._file.readline(_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the connection ended")
-        try:
-            message = parse_json(line, finite=False)  # a wrong sum may be NaN
-        except MalformedError:
-            message = None
-        if not isinstance(message, dict):
-            raise ConnectionError("no message of a doctor")
-        return message
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the other end has left."""
-        try:
-            self._socket.settimeout(0)
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._file.close()
-        self._socket.close()
+_PEER = "a doctor"
 
 
 class FirstHost:
@@ -82,10 +37,9 @@ class FirstHost:
         self._names = list(places.hosts)
         self._ranks = [[place.rank for place in places.of_host(host)] for host in places.hosts]
         self._job, self._facts = dict(job), dict(facts)
-        self._lines: dict[int, PeerChannel] = {}
+        self._lines: dict[int, Channel] = {}
         self._heard: dict[int, float] = {}
         self._states: dict[int, list[TrialRank]] = {}
-        self._gone: set[int] = set()
         try:
             family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
             self._server = socket.create_server((address, port), family=family)
@@ -117,7 +71,7 @@ class FirstHost:
             self._server.settimeout(left)
             with suppress(OSError):
                 connection, (peer, *_) = self._server.accept()
-                greeted = self._welcome(PeerChannel(connection), str(peer), differences)
+                greeted = self._welcome(Channel(connection, _PEER), str(peer), differences)
                 checks += greeted
                 if any(check.state is State.ERROR for check in greeted):
                     return checks
@@ -141,11 +95,13 @@ class FirstHost:
     def lost(self) -> list[str]:
         """The hosts that have left or fallen silent, a sentence each."""
         now = time.monotonic()
-        return [
-            f"{self._name(host)} {'has left' if host in self._gone else f'has not been heard from for {now - heard:.0f} s'}"
-            for host, heard in sorted(self._heard.items())
-            if host in self._gone or now - heard > SILENCE_SECONDS
-        ]
+        found = []
+        for host, heard in sorted(self._heard.items()):
+            if self._lines[host].ended.is_set():
+                found.append(f"{self._name(host)} has left")
+            elif now - heard > SILENCE_SECONDS:
+                found.append(f"{self._name(host)} has not been heard from for {now - heard:.0f} s")
+        return found
 
     def conclude(self, checks: Sequence[Check]) -> None:
         """Tell every host that called what came out."""
@@ -153,10 +109,10 @@ class FirstHost:
             with suppress(OSError):
                 line.send({"checks": [asdict(check) for check in checks]})
 
-    def _welcome(self, line: PeerChannel, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
+    def _welcome(self, line: Channel, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
         """What is wrong with a host that calls; nothing where something else knocked. Adds how far its clock is away."""
         try:
-            hello = line.receive(_HELLO_SECONDS)
+            hello = line.receive(_ANSWER_SECONDS)
             host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
         except (OSError, KeyError, TypeError, ValueError, OverflowError):
             line.close()
@@ -191,25 +147,24 @@ class FirstHost:
         return checks
 
     @staticmethod
-    def _exchange_times(line: PeerChannel) -> tuple[float, float]:
+    def _exchange_times(line: Channel) -> tuple[float, float]:
         """Seconds there and back, and how far the other's clock is ahead, known to within half of these: of several the shortest counts."""
         before, start = time.time(), time.monotonic()
         line.send({"ping": True})
-        theirs = float(line.receive(_HELLO_SECONDS)["time"])
+        theirs = float(line.receive(_ANSWER_SECONDS)["time"])
         way = time.monotonic() - start
         return way, theirs - (before + way / 2)
 
-    def _listen(self, host: int, line: PeerChannel) -> None:
+    def _listen(self, host: int, line: Channel) -> None:
         with suppress(OSError, KeyError, TypeError, ValueError):
             while True:
                 told = line.receive(None)["ranks"]
                 self._states[host] = [_as_state(state) for state in told]
                 self._heard[host] = time.monotonic()
-        self._gone.add(host)
+        line.ended.set()
 
     def _name(self, host: int) -> str:
-        ranks = self._ranks[host]
-        return f"{self._names[host]} (rank{f's {ranks[0]}-{ranks[-1]}' if len(ranks) > 1 else f' {ranks[0]}'})"
+        return f"{self._names[host]} ({rank_names(self._ranks[host])})"
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -235,11 +190,10 @@ class OtherHost:
     def __init__(self, address: str, port: int, host: int, job: Mapping[str, Any], facts: Mapping[str, Any], limit: float) -> None:
         """Call host 0 until it answers. Raises RunError after ``limit`` seconds."""
         self._checks: list[Check] | None = None
-        self._ended = threading.Event()
         deadline = time.monotonic() + limit
         while True:
             try:
-                self._line = PeerChannel(socket.create_connection((address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))))
+                self._line = connect(address, port, _PEER, max(0.1, min(5.0, deadline - time.monotonic())))
                 break
             except OSError as reason:
                 if time.monotonic() >= deadline:
@@ -275,14 +229,14 @@ class OtherHost:
         """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError when it is gone."""
         with suppress(OSError):  # the listener hears the end too
             self._line.send({"ranks": [asdict(state) for state in states]})
-        if self._ended.is_set() and self._checks is None:
+        if self._line.ended.is_set() and self._checks is None:
             raise RunError("the doctor of host 0 ended before it had judged; its own report says more")
         return self._checks
 
     def _listen(self) -> None:
         with suppress(OSError):
             self._checks = _as_checks(self._line.receive(None))
-        self._ended.set()
+        self._line.ended.set()
 
 
 def _as_checks(message: Mapping[str, Any]) -> list[Check]:

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common.doctor.report import Check, error, ok, warning
-from common.doctor.subprocesses import run
+from common.processes.programs import last_line, run_program
 from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")
@@ -133,15 +133,17 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
 
     def attempt(name: str) -> tuple[Check, dict[str, int]]:
         program = f"import time; start = time.time(); import {name}; took = time.time() - start\n{_COUNT.get(name, 'devices = {}')}"
-        outcome = run([sys.executable, "-c", f"{program}\nimport json; print('\\n' + json.dumps([took, devices]))"], limit)
-        if outcome.code == 0:
-            seconds, devices = parse_json(outcome.output.strip().splitlines()[-1])
+        program += "\nimport json; print('\\n' + json.dumps([took, devices]))"
+        code, output, errors = run_program([sys.executable, "-c", program], limit)
+        if code == 0:
+            seconds, devices = parse_json(output.strip().splitlines()[-1])
             return ok(f"import {name}", f"works, {seconds:.1f} s"), devices
-        how = f"ended by signal {-outcome.code}" if outcome.code and outcome.code < 0 else "failed"
+        how = f"ended by signal {-code}" if code and code < 0 else "failed"
         remedy = f'see it whole: {sys.executable} -c "import {name}"'
-        if re.search(r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND", outcome.errors):
+        if re.search(r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND", errors):
             remedy = "source CANN's set_env.sh; to go without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        return error(f"import {name}", f"{how}: {outcome.last_line}" if outcome.last_line else how, remedy), {}
+        why = last_line(errors)
+        return error(f"import {name}", f"{how}: {why}" if why else how, remedy), {}
 
     results = [attempt(name) for name in names]
     counts: dict[str, int] = {}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.launcher.heartbeat import beat
 from common.log import progress_bar
+from common.processes.heartbeat import beat
 from common.tokenizer.base import Ids
 
 

@@ -13,8 +13,8 @@ from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
-from common.launcher.heartbeat import beat
 from common.parallel.resolved_run import ResolvedRun
+from common.processes.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import perplexity
 

@@ -11,7 +11,7 @@ import numpy as np
 from common.config.schema import PredictConfig
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, choose_token
-from common.launcher.heartbeat import beat
+from common.processes.heartbeat import beat
 
 
 class Decoder(Protocol):

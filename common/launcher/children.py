@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.cluster.places import Placement
 from common.cluster.rank_environment import SCHEDULER, Rendezvous, rank_variables, scheduler_variables
 from common.launcher.control import Host, Hosts
 from common.launcher.cores import cores_of_ranks
-from common.launcher.supervisor import ProcessSpec
+from common.processes.ranks import ProcessSpec
 
 
 def make_children(
@@ -36,11 +36,14 @@ def make_children(
     return tuple(children)
 
 
-def make_hosts(places: Placement, rendezvous: Rendezvous) -> Hosts | None:
-    """All hosts, for the channel between their launchers; None where there is one."""
+def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()) -> Hosts | None:
+    """Return all hosts, for the channel between their launchers; None where there is one.
+
+    addresses: by which they reach each other, where the placement does not say it.
+    """
     if len(places.hosts) == 1:
         return None
-    addresses = [places.master, *places.hosts[1:]]
+    addresses = addresses or (places.master, *places.hosts[1:])
     ranks = [tuple(place.rank for place in places.of_host(host)) for host in places.hosts]
     return Hosts(
         all=tuple(Host(address=address, ranks=held) for address, held in zip(addresses, ranks, strict=True)),

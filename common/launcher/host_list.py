@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from common.cluster.places import RankPlacement
-from common.cluster.rank_environment import ROOT, is_ip
-from common.death_signal import tied_to_this_process
+from common.cluster.rank_environment import ROOT
 from common.errors import ConfigError
-from common.launcher.heartbeat import start_heartbeat
+from common.processes.addresses import is_ip
+from common.processes.death_signal import tied_to_this_process
+from common.processes.heartbeat import start_heartbeat
 
 _PASSED_ON = ("MASTER_PORT", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.processes import ProcessSpec
+from common.processes.ranks import ProcessSpec
 
 _SECRET = re.compile(
     r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,14 +19,13 @@ from types import FrameType
 from typing import Any
 
 from common.errors import ConfigError
-from common.launcher.control import Control, HostFailed, HostMissing, HostRemark, Hosts, Message
-from common.launcher.local_ranks import Exit, LocalRanks
-from common.launcher.processes import ProcessSpec, adopted_orphans, guard, in_words, signal_name
-from common.launcher.progress import RankState, stalled_ranks
+from common.launcher.control import Control, HostFailed, HostMissing, HostNote, Hosts, Message
+from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
 from common.launcher.terminal import Terminal
+from common.processes.monitor import RankState
+from common.processes.process_tree import in_words, signal_name
+from common.processes.ranks import ProcessSpec
 from common.whole_numbers import shortened, whole_number
-
-__all__ = ["Job", "ProcessSpec", "supervise"]
 
 _TICK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
@@ -114,27 +113,23 @@ class _Supervisor:
                 stack.callback(self._control.close)
                 self._control.start()
             stack.enter_context(self._signals())
-            guarded = stack.enter_context(guard())
-            before = stack.enter_context(adopted_orphans())
-            try:
-                self._start(guarded)
+            with self._ranks:
+                self._start()
                 while not self._is_over():
                     self._take_events()
                     self._look()
                 if not self._failures:
-                    self._ranks.wait_for_leavers(before)
+                    self._ranks.wait_for_leavers()
                 elif self._failure().stalled:
-                    self._ranks.dump_stacks(self._failure().ranks)
-            finally:
-                left = self._ranks.end(before)
+                    self._ranks.show_stacks(self._failure().ranks)
             self._show()
-            if left:
-                pids = ", ".join(map(str, left))
+            if self._ranks.undead:
+                pids = ", ".join(map(str, self._ranks.undead))
                 self._terminal.say(f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver; see dmesg", error=True)
             return self._tell_end(time.monotonic() - began)
 
-    def _start(self, guarded: Callable[[int], None]) -> None:
-        why = self._ranks.start(guarded)
+    def _start(self) -> None:
+        why = self._ranks.start()
         if why:
             self._fail(_Failure(text=why, code=1))
         self._terminal.say(f"started {self._ranks.names()}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}")
@@ -180,7 +175,7 @@ class _Supervisor:
                 self._terminal.say(f"warning: {event.text}; the run goes on, as the ranks have met", error=True)
             elif not self._ranks.done:
                 self._fail(_Failure(text=event.text, code=1))
-        elif isinstance(event, HostRemark):
+        elif isinstance(event, HostNote):
             self._terminal.say(event.text, error=True)
         elif isinstance(event, Message):
             try:
@@ -206,7 +201,7 @@ class _Supervisor:
             text += f"; perhaps because of {self._ranks.names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer leads to exit code 1 too, or to an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
-        ranks = () if self._ranks.is_helper(index) else (self._ranks.rank(index),)
+        ranks = () if self._ranks.is_helper(index) else (self._ranks.specs[index].rank,)
         self._fail(_Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks))
 
     def _take_signal(self, event: _Signal) -> None:

@@ -120,3 +120,21 @@ def cut(text: str, width: int) -> str:
         if taken > width:
             return text[:index]
     return text
+
+
+def open_standard_streams() -> None:
+    """Open those that were closed before the start, as by ``>&-``.
+
+    Else the next file that is opened, or a socket, would take their place.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
-from common.cluster.places import HERE, Placement, RankPlacement, places_of_table
-from common.cluster.rank_environment import FOREIGN, interface_of, is_own, make_rendezvous, rank_command
+from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
+from common.cluster.rank_environment import FOREIGN, make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.config.load import load_config
@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.log import LOG
 from common.modelarts.arguments import ModelArtsJob
 from common.modelarts.files import bring_files, local_folder, output_copied, output_url
+from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
@@ -102,28 +103,23 @@ def start_ranks(config_path: Path, run_mode: str, overrides: Sequence[str], envi
     Raises SystemExit with their common exit code where that is not 0, and ConfigError and DataError where the platform's variables
     contradict each other.
     """
-    from common.launcher.children import make_children
-    from common.launcher.control import Host, Hosts
+    from common.launcher.children import make_children, make_hosts
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
     config = resolve_mode(load_config(config_path, overrides), run_mode, world_size=places.world_size)
-    meeting = make_rendezvous(places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu")
+    rendezvous = make_rendezvous(
+        places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu"
+    )
     for name in FOREIGN:
         os.environ.pop(name, None)
-    hosts = None
-    if len(places.hosts) > 1:
-        everyone = tuple(
-            Host(address=_address(host, index, environ), ranks=tuple(place.rank for place in places.of_host(host)))
-            for index, host in enumerate(places.hosts)
-        )
-        hosts = Hosts(all=everyone, own=places.hosts.index(places.own_host), port=meeting.port + 1)
+    addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     job = Job(
-        children=make_children(places, meeting, rank_command(config_path, run_mode, overrides), environ=environ),
+        children=make_children(places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ),
         log_folder=Path(config.output_dir),
         stall_limit=config.runtime.stall_limit,
         follow=True,
-        hosts=hosts,
+        hosts=make_hosts(places, rendezvous, addresses),
     )
     if code := supervise(job):
         sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
@@ -146,7 +142,7 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
                     f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor VC_TASK_INDEX={index} says which server of"
                     f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds {', '.join(hosts)}"
                 )
-            return path, Placement(all=places, own_host=own, master=(names if len(names) > 1 else hosts)[0] if len(hosts) > 1 else HERE)
+            return path, place_hosts(places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None)
     if index >= len(names):
         raise ConfigError(f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}")
     devices = _device_count(environ)
@@ -165,7 +161,7 @@ def _host_names(environ: Mapping[str, str]) -> list[str]:
     names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
     if count <= 1 and len(names) <= 1:
-        return [HERE]
+        return [LOOPBACK]
     if len(names) != count:
         raise ConfigError(f"environment: MA_NUM_HOSTS={count}, but VC_WORKER_HOSTS={environ.get('VC_WORKER_HOSTS', '')} names {len(names)}")
     return names

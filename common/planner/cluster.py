@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from common.accelerators import Accelerator
-from common.cluster.places import HERE, Placement, places_of_table
-from common.cluster.rank_environment import DEFAULT_PORT, given_port, make_rendezvous, rank_command, rank_variables, shell_text
-from common.cluster.rank_table import RankTable, remarks
+from common.cluster.places import Placement, place_hosts, places_of_table
+from common.cluster.rank_environment import given_port, make_rendezvous, rank_command, rank_variables, shell_text
+from common.cluster.rank_table import RankTable, table_warnings
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import describe_plan, make_plan
+from common.processes.addresses import DEFAULT_PORT
 
 
 def places_of_plan(table: RankTable) -> Placement:
     """Seen from the host of rank 0."""
     places = places_of_table(table)
-    first = places[0].host
-    return Placement(all=places, own_host=first, master=first if len(table.servers) > 1 else HERE)
+    return place_hosts(places, places[0].host)
 
 
 def describe_cluster(
@@ -38,16 +38,16 @@ def describe_cluster(
     plan = make_plan(config)
     lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device), "Checks of the cluster:"]
     lines += [f"  {line}" for line in _facts(places, table)]
-    found = [*layout_remarks(places, plan.topology), *(remarks(table[1]) if table else ())]
+    found = [*layout_warnings(places, plan.topology), *(table_warnings(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
     for host in places.hosts:
-        meeting = make_rendezvous(
+        rendezvous = make_rendezvous(
             places, port=port, table=table and table[0], backend=config.backend, environ=environ, host=host, on_cpu=config.device == "cpu"
         )
         here = places.of_host(host)
         for place in here if all_ranks else here[:1]:
-            variables = rank_variables(place, places, meeting, cores=None, environ=environ)
+            variables = rank_variables(place, places, rendezvous, cores=None, environ=environ)
             lines += ["", f"# rank {place.rank}: device {place.device_id} of {host}"]
             lines.append(shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n"))
     return "\n".join(lines) + "\n"
@@ -63,7 +63,7 @@ def _facts(places: Placement, table: tuple[Path, RankTable] | None) -> Iterator[
     yield f"{hosts}, {' or '.join(map(str, counts))} ranks each"
 
 
-def layout_remarks(places: Placement, topology: Topology) -> list[str]:
+def layout_warnings(places: Placement, topology: Topology) -> list[str]:
     """What will run, but slowly, or not as MindFormers asks, a sentence each. Needs as many places as the layout has ranks."""
     host = [place.host for place in places.all]
     found = []

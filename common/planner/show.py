@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.accelerators import require_accelerator
-from common.cluster import read_table
 from common.cluster.environment import announced_world_size
+from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
 from common.planner.cluster import describe_cluster, places_of_plan
 from common.planner.plan import describe_plan, make_plan

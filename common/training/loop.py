@@ -17,9 +17,9 @@ from typing import Any
 from common.dataset import Batch, Tokens
 from common.device import peak_resident_bytes
 from common.errors import DivergedError, StopRequested
-from common.launcher.heartbeat import beat
 from common.log import LOG, progress_bar
 from common.parallel.resolved_run import TrainingRun
+from common.processes.heartbeat import beat
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.engine import Engine
 from common.training.metrics import MetricsWriter, flops_per_token

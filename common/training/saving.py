@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.launcher.heartbeat import beat
 from common.log import LOG
+from common.processes.heartbeat import beat
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.state import TrainState
 

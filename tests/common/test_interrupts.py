@@ -44,13 +44,13 @@ def interrupted_at(module: str, *words: str, where: str = "import") -> subproces
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["argparse", "common.launcher.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"])
+@pytest.mark.parametrize("module", ["argparse", "common.processes.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"])
 def test_the_front_door(module: str) -> None:
     done = interrupted_at(module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["common.launcher.heartbeat", "common.planner.room"])
+@pytest.mark.parametrize("module", ["common.processes.heartbeat", "common.planner.room"])
 def test_an_interrupt_in_a_destructor_is_not_lost(module: str, tmp_path: Path, corpus_prefix: Path) -> None:
     """Python drops what a destructor raises, and the run would go on to its end."""
     settings = run_words(tmp_path / "run", corpus_prefix, train__max_steps=100000)

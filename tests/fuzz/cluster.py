@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cluster import device_addresses, merge_tables, read_table, remarks, to_json
 from common.cluster.environment import Process, announced_world_size, find_process, first_node, torch_variables
+from common.cluster.hccn import device_addresses
 from common.cluster.places import find_places, parse_range, places_of_table
 from common.cluster.rank_environment import given_port, parse_master
-from common.cluster.rank_table import RankTable
+from common.cluster.rank_table import RankTable, table_warnings
+from common.cluster.rank_table_files import merge_tables, read_table, to_json
 from common.launcher.host_list import divide, parse_hosts
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case, Differs
@@ -132,7 +133,7 @@ def _use(path: Path) -> RankTable:
     places = places_of_table(table)
     if sorted(place.rank for place in places) != list(range(table.world_size)):
         raise Differs(f"ranks {[place.rank for place in places]}")
-    remarks(table)
+    table_warnings(table)
     if table.version != "2.0":
         again = path.with_name("again.json")
         again.write_text(json.dumps(to_json(table)))

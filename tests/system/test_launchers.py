@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster.rank_environment import free_port
+from common.processes.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WHO = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.cluster.rank_environment import free_port
+from common.processes.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from common.cluster.rank_environment import free_port
-from common.doctor import software
+from common.cluster import hccn
+from common.doctor import machine, software
+from common.processes.addresses import free_port
 from tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,9 +132,9 @@ def test_an_accelerator_that_is_asked_for_and_not_there(
 ) -> None:
     """This machine as it is, or as if it had none; nothing is imported."""
     root = tmp_path / "root"
-    monkeypatch.setattr(doctor.machine, "npu_numbers", lambda *_: [])
-    check_devices, check_cann = doctor.machine.check_devices, software.check_cann
-    monkeypatch.setattr(doctor.machine, "check_devices", lambda asked: check_devices(root, asked=asked))
+    monkeypatch.setattr(hccn, "npu_numbers", lambda *_: [])
+    check_devices, check_cann = machine.check_devices, software.check_cann
+    monkeypatch.setattr(machine, "check_devices", lambda asked: check_devices(root, asked=asked))
     monkeypatch.setattr(software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root))
     monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
     monkeypatch.setattr(

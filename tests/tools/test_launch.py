@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from common.cluster import hccn
 from common.config.load import load_config
+from common.launcher import launch as launching
 from common.launcher.supervisor import Job
 from common.run_folder import owned_folder
 from tests.cluster_tables import write_tutorial_table
@@ -30,7 +32,7 @@ CONFIG = str(ROOT / "configs/gpt2/run_gpt2.yaml")
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     """The jobs that would have run; each ends with exit code 7."""
     found: list[Job] = []
-    monkeypatch.setattr(launch, "supervise", lambda job: (found.append(job), 7)[1])
+    monkeypatch.setattr(launching, "supervise", lambda job: (found.append(job), 7)[1])
     monkeypatch.chdir(tmp_path)
     for name in ("DRY_RUN", "DETACH", "MASTER_PORT", "RANK_TABLE_FILE", "MS_ROLE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -96,7 +98,7 @@ def test_a_table_of_ascends_on_a_machine_without_one(
     keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2", "train.recompute_slice_activation=true"]
     words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
     cause = "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is\n"
-    monkeypatch.setattr(launch, "npu_numbers", lambda: [])
+    monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
     assert launch.main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(cause) and "train.recompute_slice_activation" in said.partition("error: ")[2]
@@ -164,7 +166,7 @@ def test_detached_the_waiting_is_left_to_the_other_process(
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
     started: list[list[str]] = []
-    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1])
+    monkeypatch.setattr(launching.subprocess, "Popen", lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1])
     monkeypatch.setenv("DETACH", "1")
     words = ["distribute", "--log_dir", "logs", str(path), CONFIG, "[0,2]", "train"]
     assert launch.main(words) == 0
@@ -190,7 +192,7 @@ def test_a_dry_run_does_not_wait(
 
 
 def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], shared_data: Path) -> None:
-    from common.cluster import read_table
+    from common.cluster.rank_table_files import read_table
 
     source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     if not source.is_file():

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.cluster import is_loopback
-from common.cluster.environment import LOOPBACK, Process, torch_variables
-from common.cluster.listening import listen, network_of_one_host
+from common.cluster.environment import Process, torch_variables
+from common.cluster.rank_environment import network_of_one_host
 from common.errors import ConfigError, RunError
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
+from common.processes.addresses import LOOPBACK, is_loopback, listen
 from torch_gpt2.device import TorchDevice
 
 T = TypeVar("T")

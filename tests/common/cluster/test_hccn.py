@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import common.cluster.hccn as module
-from common.cluster import device_addresses
+from common.cluster.hccn import device_addresses
 from common.errors import DataError
 
 

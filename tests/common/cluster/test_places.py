@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import RankTable, read_table
 from common.cluster.places import Placement, RankPlacement, find_places, parse_range
+from common.cluster.rank_table import RankTable
+from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
 from tests.cluster_tables import write_tutorial_table
 

@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import rank_environment
 from common.cluster.environment import find_process
 from common.cluster.places import Placement, RankPlacement, find_places
 from common.cluster.rank_environment import (
     ROOT,
-    interface_of,
-    is_own,
     make_rendezvous,
     parse_master,
     rank_command,
@@ -26,6 +23,8 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.errors import ConfigError
+from common.processes import addresses as own_addresses
+from common.processes.addresses import interface_of, is_own
 
 
 def variables(places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
@@ -106,9 +105,9 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
 ) -> None:
     """Debian's /etc/hosts has 127.0.1.1 for the name of the machine."""
     held = [(ipaddress.ip_address(address), name) for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))]
-    monkeypatch.setattr(rank_environment, "_addresses", lambda host: [host] if rank_environment.is_ip(host) else addresses.get(host, []))
-    monkeypatch.setattr(rank_environment, "_interfaces", lambda: held)
-    monkeypatch.setattr(rank_environment, "_route_to", routes.get)
+    monkeypatch.setattr(own_addresses, "_addresses", lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, []))
+    monkeypatch.setattr(own_addresses, "_interfaces", lambda: held)
+    monkeypatch.setattr(own_addresses, "_route_to", routes.get)
     hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
     places = Placement(
         all=tuple(RankPlacement(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts)),
@@ -121,9 +120,9 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
 
 
 def test_where_nothing_but_loopback_is_known_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_environment, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else [])
-    monkeypatch.setattr(rank_environment, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")])
-    monkeypatch.setattr(rank_environment, "_route_to", lambda address: "127.0.0.1")
+    monkeypatch.setattr(own_addresses, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else [])
+    monkeypatch.setattr(own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")])
+    monkeypatch.setattr(own_addresses, "_route_to", lambda address: "127.0.0.1")
     for node_rank in (0, 1):
         found = variables(find_places(range(1), master="nodea", nodes=2, node_rank=node_rank), 0)
         assert not {"HCCL_IF_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(found)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import common.cluster.rank_table_files as files
-from common.cluster import RankTable, Server, SuperPod, TableDevice, read_table, remarks, to_json, validate, wait_for_table, write_table
+from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, table_warnings, validate
+from common.cluster.rank_table_files import read_table, to_json, wait_for_table, write_table
 from common.errors import DataError
 
 
@@ -333,13 +334,15 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 def test_one_server_may_be_loopback_and_without_addresses(tmp_path: Path) -> None:
     data = {**table_1(), "server_count": 1, "server_list": [{"server_id": "127.0.0.1", "device": [{"device_id": 3, "rank_id": 0}]}]}
     table = read_table(put(tmp_path, data))
-    assert [re.match(r"server_id 127\.0\.0\.1 is a loopback address.*--server_ip", text) is not None for text in remarks(table)] == [True]
+    assert [re.match(r"server_id 127\.0\.0\.1 is a loopback address.*--server_ip", text) is not None for text in table_warnings(table)] == [
+        True
+    ]
     assert to_json(table)["server_list"] == [{"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}]
 
 
 def test_uneven_servers_are_remarked(tmp_path: Path) -> None:
     data = {**table_1(), "server_list": [server(1, range(0, 2)), server(2, range(2, 3))]}
-    assert remarks(read_table(put(tmp_path, data))) == [
+    assert table_warnings(read_table(put(tmp_path, data))) == [
         "servers hold different numbers of devices (10.0.0.1 has 2, 10.0.0.2 has 1); most collectives expect the same number"
     ]
 

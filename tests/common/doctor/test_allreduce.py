@@ -21,7 +21,7 @@ RESULT = {"first": 0.5, "seconds": 0.01, "ready": 1.0, "bytes": 10**9}
 PROGRAM = f"""
 import json, os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from common.launcher.heartbeat import start_heartbeat
+from common.processes.heartbeat import start_heartbeat
 start_heartbeat()
 for stage in json.loads(os.environ["STAGES"]):
     sys.stdout.write({MARK!r} + json.dumps({{"stage": stage, **{RESULT!r}}}) + "\\n")

@@ -2,9 +2,12 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from common.cluster.hccn import npu_numbers
 from common.doctor import machine
 from common.doctor.machine import (
     check_devices,
@@ -14,7 +17,6 @@ from common.doctor.machine import (
     check_ports,
     check_storage,
     check_variables,
-    npu_numbers,
 )
 from common.doctor.report import State
 
@@ -153,9 +155,8 @@ def test_whether_an_address_is_this_machines() -> None:
     assert check_names("203.0.113.1", several_hosts=False)[-1].state is State.WARNING
 
 
-def test_memory_by_the_kernel_and_by_the_control_group(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n")
+def test_memory_by_the_kernel_and_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=65536000 * 1024, available=33554432 * 1024))
     assert check_memory(tmp_path).found == "32.0 GiB available"
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from common.cluster.places import Placement, RankPlacement
-from common.cluster.rank_environment import free_port
 from common.doctor import peer_channel as hosts
 from common.doctor.allreduce import TrialRank
-from common.doctor.peer_channel import FirstHost, OtherHost, PeerChannel
+from common.doctor.peer_channel import FirstHost, OtherHost
 from common.doctor.report import State, ok
 from common.errors import RunError
+from common.processes.addresses import free_port
+from common.processes.channel import Channel
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -171,7 +172,7 @@ def test_host_0_dies_while_the_others_wait() -> None:
 def test_a_line_may_say_nan_and_no_line_is_a_traceback() -> None:
     """A rank on a broken link may find NaN as its sum; nested brackets come from what is not a doctor."""
     ends = socket.socketpair()
-    ours, theirs = (PeerChannel(end) for end in ends)
+    ours, theirs = (Channel(end, "a doctor") for end in ends)
     try:
         ours.send({"ranks": [{"rank": 1, "log": [], "result": {"found": float("nan")}}]})
         assert math.isnan(theirs.receive(5.0)["ranks"][0]["result"]["found"])

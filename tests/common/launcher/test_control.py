@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.launcher.control import Control, Host, HostFailed, HostRemark, Hosts, Message, rank_names
-from common.launcher.progress import process_state
+from common.launcher.control import Control, Host, HostFailed, HostNote, Hosts, Message
+from common.processes.process_tree import process_state
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import beat, start_heartbeat;"
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import beat, start_heartbeat;"
     "start_heartbeat();"
 )
 SLEEP = BEAT + "print('ready'); time.sleep(600)"
@@ -29,7 +30,8 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 import common.launcher.control as control
-from common.launcher.supervisor import ProcessSpec, Job, supervise
+from common.launcher.supervisor import Job, supervise
+from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
 hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
@@ -234,7 +236,7 @@ def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_wait
     assert re.search(reminder, until_said(process, "waiting for"))
     own_children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 30
-    while [process_state(int(pid)) for pid in own_children.read_text().split()].count("Z") < 2:
+    while [process_state(int(pid)) for pid in own_children.read_text().split()].count(psutil.STATUS_ZOMBIE) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -316,18 +318,9 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     refused = events[1].get(timeout=30)
     assert isinstance(refused, HostFailed)
     assert "the run was started twice there" in refused.text
-    assert isinstance(events[0].get(timeout=30), HostRemark)
+    assert isinstance(events[0].get(timeout=30), HostNote)
     second.tell("finished", stopped=False)
     for control in (again, second, first):
         control.close()
     assert events[0].get(timeout=30).kind == "finished"
     assert events[0].empty()
-
-
-def test_names_of_ranks() -> None:
-    assert [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 0, 1, 8, 9], [])] == [
-        "rank 3",
-        "ranks 0-2",
-        "ranks 0-1, 5, 8-9",
-        "ranks none",
-    ]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import read_table
 from common.cluster.places import RankPlacement, places_of_table
+from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
 from common.launcher.host_list import HostPart, divide, host_command, parse_hosts
 from tests.cluster_tables import write_tutorial_table

@@ -17,12 +17,13 @@ import pytest
 
 from common.errors import ConfigError
 from common.launcher.rank_logs import open_log, read_new, visible
-from common.launcher.supervisor import Job, ProcessSpec, supervise
+from common.launcher.supervisor import Job, supervise
+from common.processes.ranks import ProcessSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 1e6
 BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.launcher.heartbeat import beat, start_heartbeat;"
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import beat, start_heartbeat;"
     "start_heartbeat();"
 )
 SLEEP = BEAT + "time.sleep(600)"
@@ -34,7 +35,8 @@ SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
-from common.launcher.supervisor import ProcessSpec, Job, supervise
+from common.launcher.supervisor import Job, supervise
+from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 children = tuple(ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children"))
 sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)))

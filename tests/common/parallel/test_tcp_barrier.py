@@ -84,4 +84,4 @@ def test_a_port_that_nobody_holds_is_one_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RunError, match=rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"):
-        connect(1, "127.0.0.1", port, b"0" * 16)
+        connect(1, "127.0.0.1", port, "0" * 32)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import read_table
 from common.cluster.places import find_places
 from common.cluster.rank_environment import make_rendezvous
+from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
 from common.launcher.children import make_children, make_hosts
 from common.parallel.topology import Topology
-from common.planner.cluster import describe_cluster, layout_remarks, places_of_plan
+from common.planner.cluster import describe_cluster, layout_warnings, places_of_plan
 from common.resolve.derive import resolve_config
 from tests.cluster_tables import write_tutorial_table
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 )
 def test_layouts_on_servers_of_8(tmp_path: Path, servers: int, topology: Topology, remark: str | None) -> None:
     places = places_of_plan(read_table(write_tutorial_table(tmp_path / "table.json", servers=servers)))
-    found = layout_remarks(places, topology)
+    found = layout_warnings(places, topology)
     assert found == [] if remark is None else len(found) == 1 and found[0].startswith(remark)
 
 

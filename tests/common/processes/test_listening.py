@@ -3,7 +3,8 @@
 import pytest
 
 from common.cluster.environment import Process
-from common.cluster.listening import listen, network_of_one_host
+from common.cluster.rank_environment import network_of_one_host
+from common.processes.addresses import listen
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])

@@ -8,13 +8,16 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from common.launcher.heartbeat import beat
-from common.launcher.progress import Monitor, RankState, process_state, stalled_ranks
+from common.launcher.local_ranks import stalled_ranks
+from common.processes.heartbeat import beat
+from common.processes.monitor import Monitor, RankState
+from common.processes.process_tree import process_state
 
 ROOT = Path(__file__).resolve().parents[3]
-START = "import os, subprocess, sys; from common.launcher.heartbeat import beat, start_heartbeat; "
+START = "import os, subprocess, sys; from common.processes.heartbeat import beat, start_heartbeat; "
 
 
 def run(program: str, *, launcher: int | str | None = None, pipe: int | str | None = None) -> subprocess.CompletedProcess[str]:
@@ -129,7 +132,7 @@ def test_the_launcher_reads_lines_however_they_come() -> None:
     os.write(writing, b"ta\nrubbish\n\xff\xfe\n")
     monitor.read(105.0)
     state = monitor.state(106.0)
-    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (7, "reading data", 1.0, 1.0, "R")
+    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (7, "reading data", 1.0, 1.0, psutil.STATUS_RUNNING)
     os.write(writing, b"alive\n")
     monitor.read(108.0)
     assert (monitor.state(108.0).idle, monitor.state(108.0).silent) == (3.0, 0.0)
@@ -140,22 +143,24 @@ def test_the_launcher_reads_lines_however_they_come() -> None:
 def test_states_of_processes() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    assert process_state(process.pid) == "T"
+    assert process_state(process.pid) == psutil.STATUS_STOPPED
     process.kill()
     process.wait()
     assert process_state(process.pid) == ""
 
 
 def rank(number: int, step: int, doing: str = "computing") -> RankState:
-    return RankState(rank=number, name=f"rank {number}", log="", step=step, doing=doing, idle=60.0, silent=1.0, process_state="S")
+    return RankState(
+        rank=number, name=f"rank {number}", log="", step=step, doing=doing, idle=60.0, silent=1.0, process_state=psutil.STATUS_SLEEPING
+    )
 
 
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
-        ([rank(0, 5), replace(rank(1, 5), process_state="T"), rank(2, 4)], [1]),
+        ([rank(0, 5), replace(rank(1, 5), process_state=psutil.STATUS_STOPPED), rank(2, 4)], [1]),
         ([rank(0, 5), replace(rank(1, 5), silent=45.0), rank(2, 4)], [1]),
-        ([replace(rank(0, 5), silent=45.0), replace(rank(1, 5), process_state="T", silent=45.0)], [1]),
+        ([replace(rank(0, 5), silent=45.0), replace(rank(1, 5), process_state=psutil.STATUS_STOPPED, silent=45.0)], [1]),
         ([rank(0, 5), rank(1, 4, "saving"), rank(2, 5)], [1]),
         ([rank(0, 5), rank(1, 5, "reading data"), rank(2, 5, "reading data")], [1, 2]),
         ([rank(0, 5), rank(1, -1, "starting")], [1]),

@@ -1,5 +1,8 @@
-"""Outlives a launcher that is killed, and ends what it leaves behind: ``python guard.py`` reads numbers of process groups from its
-standard input, and kills the groups when the other end of that is closed."""
+"""Outlive a launcher that is killed, and end what it leaves behind.
+
+``python orphan_guard.py`` reads numbers of process groups from its standard input, and kills the
+groups when the other end of that is closed.
+"""
 
 import os
 import signal

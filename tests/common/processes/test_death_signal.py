@@ -12,7 +12,7 @@ import pytest
 from common.cluster.rank_environment import SCHEDULER
 from tests.run_scripts import clean_environment, pids_with, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(program: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -30,7 +30,7 @@ def killed(process: subprocess.Popen[bytes], victims: Callable[[], list[int]]) -
 @pytest.mark.parametrize(
     "program",
     [
-        "import sys; from common.doctor.subprocesses import run; run(['sleep', sys.argv[1]], 60)",
+        "import sys; from common.processes.programs import run_program; run_program(['sleep', sys.argv[1]], 60)",
         "import sys; from common.cluster import hccn; hccn._ask('sleep', sys.argv[1])",
     ],
     ids=["the doctor", "hccl_tools"],
@@ -48,7 +48,8 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from common.cluster.rank_environment import SCHEDULER
-from common.launcher.supervisor import ProcessSpec, Job, supervise
+from common.launcher.supervisor import Job, supervise
+from common.processes.ranks import ProcessSpec
 rank = ProcessSpec(rank=0, command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]), environment={})
 scheduler = ProcessSpec(rank=-1, command=(*SCHEDULER, sys.argv[1]), environment={"MS_ROLE": "MS_SCHED"}, name="scheduler")
 supervise(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_limit=600))

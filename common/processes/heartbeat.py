@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 
-from common.death_signal import die_with_parent
+from common.processes.death_signal import die_with_parent
 from common.whole_numbers import whole_number
 
 ALIVE = "alive"
@@ -55,7 +55,10 @@ def start_heartbeat() -> None:
 
 
 def beat(step: int, doing: str) -> None:
-    """Tell how far the rank is. A word of DOING_ORDER in progress.py lets the launcher tell which of several ranks is behind."""
+    """Tell how far the rank is.
+
+    A word of DOING_ORDER in launcher/local_ranks.py shows the launcher which rank is behind.
+    """
     _send(f"{step} {doing}")
 
 

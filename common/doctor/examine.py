@@ -1,0 +1,295 @@
+"""The doctor's list of checks, in the order of its report: ``CHECKS``. A new check is one entry there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from common.cluster import hccn
+from common.cluster.places import Placement, find_places, place_hosts, places_of_table
+from common.cluster.rank_environment import (
+    ROOT,
+    given_port,
+    make_rendezvous,
+    rank_variables,
+    scheduler_variables,
+)
+from common.cluster.rank_table import RankTable, table_warnings
+from common.cluster.rank_table_files import read_table
+from common.doctor import machine, multi_host, software
+from common.doctor.allreduce import AllReduceTrial, TrialRanks
+from common.doctor.report import Check, error, exit_code, ok, warning
+from common.errors import ConfigError, DataError
+from common.processes.addresses import DEFAULT_PORT, is_own
+
+IMPORT_SECONDS = 120.0
+LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""What ranks on each kind of device communicate by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorRequest:
+    """What the user asks for, as --help explains it. address, port: where the hosts meet."""
+
+    rank_table: Path | None
+    devices: range | None
+    address: str | None
+    port: int | None
+    nnodes: int | None
+    node_rank: int | None
+    backend: str | None
+    device: str
+    time_limit: float
+    output_dir: Path
+
+
+class Facts:
+    """What the checks learn about this machine and the run, each thing once, when a check first needs it."""
+
+    def __init__(self, asked: DoctorRequest) -> None:
+        self.asked = asked
+        self.port = asked.port or given_port(os.environ)
+
+    @cached_property
+    def versions(self) -> dict[str, str | None]:
+        return software.installed_versions()
+
+    @cached_property
+    def backend(self) -> str:
+        torch_is_first = self.versions["torch"] or not self.versions["mindspore"]
+        return self.asked.backend or ("torch" if torch_is_first else "mindspore")
+
+    @cached_property
+    def npus(self) -> list[int]:
+        return hccn.npu_numbers()
+
+    @cached_property
+    def cann(self) -> tuple[Check, str | None]:
+        needed = bool(self.npus or self.versions["torch_npu"] or self.asked.device == "npu")
+        return software.check_cann(os.environ, needed=needed)
+
+    @cached_property
+    def imports(self) -> tuple[list[Check], dict[str, int]]:
+        wanted = software.BACKENDS[self.asked.backend] if self.asked.backend else software.IMPORTED
+        return software.check_imports([name for name in wanted if self.versions[name]], IMPORT_SECONDS)
+
+    @cached_property
+    def devices(self) -> tuple[list[Check], int]:
+        return machine.check_devices(asked=self.asked.device)
+
+    @cached_property
+    def usable(self) -> dict[str, list[int]]:
+        """Devices that the backend can use, by kind."""
+        if self.backend == "torch":
+            return {kind: list(range(number)) for kind, number in self.imports[1].items()}
+        return {"npu": self.npus}
+
+    @cached_property
+    def device(self) -> str:
+        """The kind that the ranks compute on."""
+        if self.asked.device != "auto":
+            return self.asked.device
+        return next((kind for kind in ("npu", "cuda") if self.usable.get(kind)), "cpu")
+
+    @cached_property
+    def table(self) -> RankTable | DataError | None:
+        try:
+            return None if self.asked.rank_table is None else read_table(self.asked.rank_table)
+        except DataError as reason:
+            return reason
+
+    @cached_property
+    def places(self) -> Placement | ConfigError | None:
+        """The ranks to try and which of their hosts this is; None without any."""
+        try:
+            table = self.table if isinstance(self.table, RankTable) else None
+            return find_team(self.asked, table, default=len(self.usable.get(self.device, ())) or 2)
+        except ConfigError as reason:
+            return reason
+
+    @property
+    def own_place(self) -> tuple[bool, bool, str | None]:
+        """Whether this is host 0, whether there are several, and the address of this one in the run."""
+        if not isinstance(self.places, Placement):
+            return True, False, None
+        first, several = self.places.own_host == self.places.hosts[0], len(self.places.hosts) > 1
+        is_named = isinstance(self.table, RankTable) or (several and first)
+        return first, several, self.places.own_host if is_named else None
+
+
+def check_packages(facts: Facts) -> list[Check]:
+    return [
+        *software.check_versions(facts.versions, software.wanted_ranges(ROOT), facts.asked.backend),
+        *software.check_device_package(facts.versions, facts.backend, facts.asked.device),
+    ]
+
+
+def check_cann(facts: Facts) -> list[Check]:
+    check, version = facts.cann
+    return [check, *software.check_pairs(facts.versions, os.environ, version)]
+
+
+def check_usable_devices(facts: Facts) -> list[Check]:
+    """Whether the backend can use what this machine shows."""
+    backend, asked, seen = facts.backend, facts.asked.device, facts.devices[1]
+    if facts.device == "cpu" and seen and asked == "auto":
+        found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
+        return [warning("device", found, f"install the {backend} that is built for them")]
+    if asked in ("npu", "cuda") and seen and facts.versions[backend] and not facts.usable.get(asked):
+        found = f"{backend} counts no {asked} device, and this machine shows {seen} devices"
+        return [error("device", found, f"install the {backend} that is built for them; look at the errors above")]
+    return []
+
+
+def check_rank_table(facts: Facts) -> list[Check]:
+    table, path = facts.table, facts.asked.rank_table
+    if isinstance(table, DataError):
+        return [error("rank table", str(table), "")]
+    if table is None or path is None:
+        return []
+    servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
+    found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256 {sha256(path)}"
+    return [ok("rank table", found), *(warning("rank table", text, "") for text in table_warnings(table))]
+
+
+def check_places(facts: Facts) -> list[Check]:
+    return [error("ranks", str(facts.places), "")] if isinstance(facts.places, ConfigError) else []
+
+
+def check_ports(facts: Facts) -> list[Check]:
+    first, several, _ = facts.own_place
+    port = facts.port or DEFAULT_PORT
+    return machine.check_ports(port, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several)
+
+
+def check_names(facts: Facts) -> list[Check]:
+    _, several, name = facts.own_place
+    return machine.check_names(name, several_hosts=several)
+
+
+def check_all_reduce(facts: Facts) -> list[Check]:
+    """A real one, where ranks were asked for and can be tried."""
+    places, backend, device = facts.places, facts.backend, facts.device
+    if not isinstance(places, Placement):
+        return []
+    broken = exit_code(check for check in facts.imports[0] if check.name == f"import {backend}")
+    if broken or not facts.versions[backend]:
+        return [error("all-reduce", f"not tried: {backend} does not import", "mend that first")]
+    usable = facts.usable.get(device, [])
+    lacking = [place.device_id for place in places.own if device != "cpu" and place.device_id not in usable]
+    if lacking:
+        numbers = ", ".join(map(str, lacking))
+        found = f"not tried: {backend} counts {len(usable)} {device} devices, none of number {numbers}"
+        return [error("all-reduce", found, "fewer --ranks, or --device cpu")]
+    return try_ranks(facts, places)
+
+
+CHECKS: tuple[tuple[str, Callable[[Facts], list[Check]]], ...] = (
+    ("system", lambda facts: [machine.check_system()]),
+    ("packages", check_packages),
+    ("CANN", check_cann),
+    ("imports", lambda facts: facts.imports[0]),
+    ("devices", lambda facts: facts.devices[0]),
+    ("usable devices", check_usable_devices),
+    ("rank table", check_rank_table),
+    ("ranks", check_places),
+    ("ports", check_ports),
+    ("names", check_names),
+    ("variables", lambda facts: machine.check_variables(os.environ)),
+    ("storage", lambda facts: machine.check_storage(facts.asked.output_dir)),
+    ("memory", lambda facts: [machine.check_memory()]),
+    ("limits", lambda facts: [machine.check_limits()]),
+    ("all-reduce", check_all_reduce),
+)
+"""Name, and the function that returns lines of the report: none, where there is nothing to say."""
+
+
+def examine(asked: DoctorRequest) -> list[Check]:
+    """Make all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
+    facts = Facts(asked)
+    return [found for _, check in CHECKS for found in check(facts)]
+
+
+def find_team(asked: DoctorRequest, table: RankTable | None, *, default: int) -> Placement | None:
+    """Return the ranks to try; None without any. Raises ConfigError."""
+    if table is not None and table.version == "2.0":
+        raise ConfigError(f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master, --nnodes and --node_rank")
+    if table is not None:
+        return _team_of_table(table, asked.node_rank)
+    if asked.devices is None and asked.address is None:
+        return None
+    devices = asked.devices or range(default)
+    return find_places(devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank)
+
+
+def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
+    places = places_of_table(table)
+    hosts = list(dict.fromkeys(place.host for place in places))
+    last = len(hosts) - 1
+    own = [host for host in hosts if is_own(host)]
+    if node_rank is not None:
+        if not 0 <= node_rank <= last:
+            raise ConfigError(f"--node_rank {node_rank}: the rank table has servers 0 to {last}")
+        own = [hosts[node_rank]]
+    if len(hosts) == 1:
+        own = hosts
+    if len(own) != 1:
+        which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
+        raise ConfigError(f"{which} this machine's; say which server of the rank table this is with --node_rank 0 to {last}")
+    return place_hosts(places, own[0])
+
+
+def try_ranks(facts: Facts, places: Placement) -> list[Check]:
+    """Return the checks of all doctors, where there are several; the all-reduce is the last one."""
+    asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
+    path = asked.rank_table
+    table = path.resolve() if path is not None and device == "npu" else None
+    rendezvous = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
+    cores = max(1, (os.cpu_count() or 1) // len(places.own))
+    environments = {place.rank: rank_variables(place, places, rendezvous, cores=cores, environ=os.environ) for place in places.own}
+    if rendezvous.scheduler and places.own_host == places.hosts[0]:
+        environments = {-1: scheduler_variables(places, rendezvous), **environments}
+    # Libraries that give up first would fail on the ranks that wait, and hide the one that is missing.
+    patience = str(int(limit) + 60)
+    command = [sys.executable, str(ROOT / "tools" / "allreduce_check.py"), backend, device, patience]
+    trial = AllReduceTrial(
+        places=places.all,
+        backend=backend,
+        communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
+        address=f"{rendezvous.address}:{rendezvous.port}",
+        limit=limit,
+    )
+    job = {
+        "hosts": list(places.hosts),
+        "ranks": places.world_size,
+        "backend": backend,
+        "device": device,
+        "rank table": None if path is None else sha256(path),
+    }
+    versions = {
+        "python": platform.python_version(),
+        **{name: version for name, version in facts.versions.items() if version},
+        "CANN": facts.cann[1],
+    }
+    folder = Path(tempfile.mkdtemp(prefix="gpt2_doctor_"))
+    ranks = TrialRanks(command, environments, folder)
+    logs_are_wanted = False
+    try:
+        checks = multi_host.all_reduce(ranks, trial, places, (rendezvous.address, rendezvous.port + 1), job, versions)
+        logs_are_wanted = bool(exit_code(checks))
+    finally:
+        if not logs_are_wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+    return checks
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

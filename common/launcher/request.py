@@ -1,0 +1,96 @@
+"""What a user asks run_distribute.sh and run_standalone.sh for, checked as far as words go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cluster.places import parse_range
+from common.errors import ConfigError
+from common.whole_numbers import shortened, whole_number
+
+NO_TABLE = ("none", "-")
+USAGE = (
+    "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE] [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE]              for one machine\n"
+    "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE] [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE] [RANK_SIZE]  for several machines\n"
+    "section.key=value words may follow; RANK_TABLE_FILE none: no rank table; more: bash run_distribute.sh --help"
+)
+USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE] [section.key=value ...]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """The positional words, and the named options as --help explains them.
+
+    table: its path; None for none. numbers: devices, or with rank_size global ranks. argv: all
+    words, to start the same once more.
+    """
+
+    argv: tuple[str, ...]
+    table: Path | None = None
+    config: Path
+    numbers: range
+    mode: str
+    rank_size: int | None = None
+    overrides: tuple[str, ...]
+    log_dir: Path | None = None
+    quiet: bool = False
+    no_pinning: bool = False
+    master: str | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    hosts: str | None = None
+    ssh: bool = False
+    all_ranks: bool = False
+    accelerator: str | None = None
+
+
+def parse_distribute(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
+    """Raises ConfigError, in the order of the checks that users of run_distribute.sh know."""
+    if len(words) < 4:
+        raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
+    table = None if words[0] in NO_TABLE else _file(words[0], "RANK_TABLE_FILE")
+    config = _file(words[1], "config_path")
+    numbers = parse_range(words[2])
+    mode = _mode(words[3], modes)
+    rank_size = whole_number(words[4], most_digits=9) if len(words) > 4 else None
+    more = tuple(words[4 if rank_size is None else 5 :])
+    return LaunchRequest(table=table, config=config, numbers=numbers, mode=mode, rank_size=rank_size, overrides=more, **options)
+
+
+def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
+    """Return the request for one device. Raises ConfigError."""
+    if len(words) < 3:
+        raise ConfigError(f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
+    config = _file(words[0], "config_path")
+    device = whole_number(words[1], most_digits=9)
+    if device is None:
+        raise ConfigError(f"device_id={shortened(words[1])} is not a number")
+    overrides = (f"context.device_id={device}", *words[3:])
+    return LaunchRequest(config=config, numbers=range(device, device + 1), mode=_mode(words[2], modes), overrides=overrides, **options)
+
+
+def is_asked(name: str) -> bool:
+    """Whether a variable such as DRY_RUN is set to anything but a word for no."""
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "no", "n", "off", "false")
+
+
+def absolute(word: str) -> Path:
+    """As realpath -m, but a link stays a link: a config's base files lie beside it."""
+    return Path(os.path.abspath(word))
+
+
+def _file(word: str, name: str) -> Path:
+    path = absolute(word)
+    if not path.is_file():
+        raise ConfigError(f"{name}={path} is not a file")
+    return path
+
+
+def _mode(word: str, modes: Sequence[str]) -> str:
+    if word not in modes:
+        raise ConfigError(f"RUN_MODE is {word!r}, expected {', '.join(modes[:-1])} or {modes[-1]}")
+    return word

@@ -1,0 +1,129 @@
+"""Addresses and ports of this machine, and the network interfaces that hold them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+"""The address of a run that needs no other host."""
+DEFAULT_PORT = 29500
+
+
+def is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name leads each machine to itself."""
+    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen at a loopback address alone, else at all addresses of this machine.
+
+    address: by which the others reach this machine. Raises OSError when the port is taken.
+    """
+    if is_ip(address) and is_loopback(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a container may have no IPv6; a port that is taken is so for both
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def is_own(host: str) -> bool:
+    """Whether an address or host name is this machine's."""
+    return any(interface_of(address) for address in _addresses(host))
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that holds an address, or the first address of a host name.
+
+    None where no interface of this machine does.
+    """
+    wanted = {ipaddress.ip_address(found) for found in _addresses(address)}
+    return next((name for held, name in _interfaces() if held in wanted), None)
+
+
+def own_address(own: str, others: Iterable[str]) -> str | None:
+    """Return the address by which other hosts reach this one, which they call ``own``.
+
+    Where nothing names it, it is the one from which this host reaches them. A loopback address is
+    returned only where one was given: in the /etc/hosts of a host its own name may stand for one.
+    """
+    if _is_literal(own):
+        return own if is_own(own) else None
+    named = [address for address in _addresses(own) if not is_loopback(address)]
+    found = next((address for address in named if is_own(address)), None)
+    if found is not None:
+        return found
+    for host in dict.fromkeys(others):
+        for address in _addresses(host) if host != own else ():
+            route = _route_to(address)
+            if route is not None and (_is_literal(host) or not is_loopback(route)):
+                return route
+    return _default_address()
+
+
+def _is_literal(host: str) -> bool:
+    return is_ip(host) or host == "localhost"
+
+
+def _route_to(address: str) -> str | None:
+    """Return the address of this machine from which another one is reached; None without a route."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _default_address() -> str | None:
+    """Return the address from which the internet is reached, else the only one of this machine.
+
+    None where there are several, or none but loopback.
+    """
+    route = _route_to("192.0.2.1")  # an address of documentation (RFC 5737), nobody's
+    if route is not None and not is_loopback(route):
+        return route
+    held = [str(address) for address, _ in _interfaces() if not (address.is_loopback or address.is_link_local)]
+    return held[0] if len(held) == 1 else None
+
+
+def _addresses(host: str) -> list[str]:
+    """Resolve a host name; an address stands for itself. Empty for an unknown name."""
+    if is_ip(host):
+        return [host]
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]]:
+    """Return every IP address of this machine with the name of its interface."""
+    import psutil  # not above: --help of run_gpt2.py loads no library
+
+    return [
+        (ipaddress.ip_address(entry.address.partition("%")[0]), name)  # fe80::1%eth0
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]

@@ -1,0 +1,119 @@
+"""JSON objects between two processes, a line each, over TCP: the one channel of launchers, doctors and ranks.
+
+A caller sends its hello first, by which the other side knows it or closes the connection. Whoever
+reaches the port of a launcher or a doctor can call: it belongs into the network of the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from common.structured_files import MalformedError, parse_json
+
+HELLO_SECONDS = 10.0
+"""How long the first object of a caller is waited for."""
+_SEND_SECONDS = 5
+_LINE_BYTES = 1 << 20
+
+
+class ChannelEndedError(ConnectionError):
+    """The other end has closed the connection, or is not what it should be."""
+
+
+class Channel:
+    """One connection. Any thread may send; one thread receives.
+
+    peer: what should be at the other end, such as ``a doctor``, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._socket = connection
+        self._peer = peer
+        self._rest = b""
+        self._sending = threading.Lock()
+        self.ended = threading.Event()
+        """Set when nothing more can be received."""
+        with suppress(OSError):  # a socket of another kind than TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError."""
+        with self._sending:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, limit: float | None) -> dict[str, Any]:
+        """Return the next object.
+
+        Raises TimeoutError after ``limit`` seconds, and ChannelEndedError at the end and for a
+        line that is not an object; other kinds of OSError are the network's.
+        """
+        try:
+            self._socket.settimeout(limit)
+            message = self._parsed(self._line())
+        except OSError:
+            self.ended.set()
+            raise
+        return message
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the caller says first; empty where it says nothing in time or is a stranger."""
+        with suppress(OSError):
+            return self.receive(HELLO_SECONDS)
+        return {}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other end has left."""
+        try:
+            self._socket.settimeout(0)
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def finish(self) -> None:
+        """Say that nothing more will be sent.
+
+        What the peer still says must be read, or the last objects sent would be lost on the way.
+        """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._rest:
+            chunk = self._socket.recv(65536)
+            if not chunk:
+                raise ChannelEndedError("the connection ended")
+            self._rest += chunk
+            if len(self._rest) > _LINE_BYTES:
+                raise ChannelEndedError("its lines have no end")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        try:
+            message = parse_json(line, finite=False)  # a wrong sum may be NaN
+        except MalformedError:
+            message = None
+        if not isinstance(message, dict):
+            raise ChannelEndedError(f"no message of {self._peer}")
+        return message
+
+
+def connect(address: str, port: int, peer: str, limit: float) -> Channel:
+    """Raises OSError where nobody answers within ``limit`` seconds."""
+    return Channel(socket.create_connection((address, port), timeout=limit), peer)

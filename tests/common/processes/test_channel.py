@@ -1,0 +1,78 @@
+"""Objects over a socket, however their bytes come, and what is not an object."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from common.processes.channel import Channel, ChannelEndedError, connect
+
+Ends = tuple[Channel, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """A channel, and the bare other end of it."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, "a launcher")
+    yield channel, theirs
+    channel.close()
+    theirs.close()
+
+
+def test_objects_arrive_whole_and_in_order(ends: Ends) -> None:
+    channel, other = ends
+    for part in (b'{"a": 1}\n{"b"', b": [2", b"]}\n"):
+        other.sendall(part)
+    assert [channel.receive(5.0), channel.receive(5.0)] == [{"a": 1}, {"b": [2]}]
+    channel.send({"c": "é\n"})
+    assert other.recv(100) == b'{"c": "\\u00e9\\n"}\n'
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n", b"[" * 5000 + b"\n"])
+def test_a_line_that_is_not_an_object_ends_the_channel(ends: Ends, line: bytes) -> None:
+    channel, other = ends
+    other.sendall(line)
+    with pytest.raises(ChannelEndedError, match="no message of a launcher"):
+        channel.receive(5.0)
+    assert channel.ended.is_set()
+
+
+def test_the_end_of_the_other_side_and_its_silence(ends: Ends) -> None:
+    channel, other = ends
+    with pytest.raises(TimeoutError):
+        channel.receive(0.05)
+    assert not channel.is_closed
+    other.close()
+    assert channel.is_closed
+    assert channel.hello() == {}
+
+
+def test_a_line_without_an_end_is_not_kept(ends: Ends) -> None:
+    channel, other = ends
+    sender = threading.Thread(target=lambda: [other.sendall(b"x" * 65536) for _ in range(17)])
+    sender.start()
+    with pytest.raises(ChannelEndedError, match="its lines have no end"):
+        channel.receive(5.0)
+    sender.join(5.0)
+
+
+def test_threads_that_send_at_once_do_not_mix_their_lines(ends: Ends) -> None:
+    channel, other = ends
+    peer = Channel(other.dup(), "a launcher")
+    threads = [threading.Thread(target=lambda n=n: [channel.send({"n": [n] * 2000}) for _ in range(20)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    received = [peer.receive(10.0)["n"] for _ in range(80)]
+    assert sorted(numbers[0] for numbers in received) == sorted([0, 1, 2, 3] * 20)
+    assert all(len(set(numbers)) == 1 for numbers in received)
+    peer.close()
+
+
+def test_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connect("127.0.0.1", port, "a rank", 5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect("127.0.0.1", port, "a rank", 5.0)
