@@ -23,7 +23,7 @@ from mindformers_gpt2.data import training_batches
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import initialise
-from mindformers_gpt2.parallel.layout import build_part
+from mindformers_gpt2.parallel.layout import build_parts
 from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.profile import make_trace
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
@@ -49,7 +49,7 @@ def train(config: RunConfig, process: Process = ALONE) -> None:
         engine = (
             SemiAutoEngine(config, device, world, record)
             if compiled
-            else Engine(build_part(config, device, world), config, device, record, world)
+            else Engine(build_parts(config, device, world)[0], config, device, record, world)
         )
         device.seed(config.seed)
         if start.resume is not None:

@@ -1,4 +1,4 @@
-"""A layout, put on the model from outside: this one function says what happens to it."""
+"""Apply a parallel layout to the model (``build_parts``)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from mindformers_gpt2.parallel.tensor_parallel import split_model
 from mindformers_gpt2.parallel.world import World
 
 
-def build_part(config: RunConfig, device: MindSporeDevice, world: World) -> GPT2:
-    """What this rank holds of the model, with weights not yet filled in. It is cut while it has no memory, so that a rank never holds
-    more than its own."""
+def build_parts(config: RunConfig, device: MindSporeDevice, world: World) -> list[GPT2]:
+    """What this rank holds of the model, with weights not yet filled in: one part, since a rank has one stage.
+
+    It is cut while it has no memory, so that a rank never holds more than its own.
+    """
     topology = world.topology
     with no_init_parameters():
         model = GPT2(config.model, config.precision, padded_vocabulary(config), native=device.native_kernels)
@@ -38,7 +40,7 @@ def build_part(config: RunConfig, device: MindSporeDevice, world: World) -> GPT2
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
     set_recompute(model, config.train)
-    return model
+    return [model]
 
 
 def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) -> NDArray[np.uint32]:
@@ -52,7 +54,7 @@ def own_dropout_keys(config: RunConfig, world: World, step: int, number: int) ->
 
 
 class GradientSync(nn.Cell):
-    """What ranks owe each other for the gradients of a step, and the loss and the norm that they have together."""
+    """Gradient reductions of a step, with the loss and the global gradient norm."""
 
     def __init__(self, config: RunConfig, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
         """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the same, or none."""

@@ -68,8 +68,6 @@ DIFFERENCES = {
         "scale_gradients": "MindSpore's update multiplies by the factor itself",
     },
     "parallel/layout.py": {
-        "build_part": "a MindSpore rank has one stage",
-        "build_parts": "a torch rank may have several stages",
         "own_dropout_keys": "what MindSpore's masks follow from",
         "seed_offset": "what torch's masks follow from",
         "tensor_group": "with sequence parallel, which is torch's",
@@ -79,9 +77,6 @@ DIFFERENCES = {
         "TensorGroup": "with sequence parallel, which is torch's",
         "Enter": "torch's are autograd functions",
         "Leave": "torch's are autograd functions",
-        "SplitAttention": "torch hooks into the region instead",
-        "SplitMLP": "torch hooks into the region instead",
-        "NormBeforeHead": "torch hooks behind the norm instead",
     },
     "parallel/world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
 }
