@@ -203,7 +203,12 @@ _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}
 """What Python documents with a leading underscore."""
 _KNOWN_ELSEWHERE = {"common/training/tensorboard.py": {"self._writer._py_recordio_writer"}}
 """tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full disk."""
-_DATA_MODEL = {name for kind in (object, type, list, BaseException) for name in dir(kind)} | {"__enter__", "__exit__", "__version__", "__name__"}
+_DATA_MODEL = {name for kind in (object, type, list, BaseException) for name in dir(kind)} | {
+    "__enter__",
+    "__exit__",
+    "__version__",
+    "__name__",
+}
 
 
 def own_names(folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""A layout, put on the model from outside: this one function says what happens to it."""
+"""Apply a parallel layout to the model (``build_parts``)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def own_dropout_keys(config: ResolvedRun, world: World, step: int, number: int) 
 
 
 class GradientSync(nn.Cell):
-    """What ranks owe each other for the gradients of a step, and the loss and the norm that they have together."""
+    """Gradient reductions of a step, with the loss and the global gradient norm."""
 
     def __init__(self, config: ResolvedRun, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
         """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the same, or none."""

@@ -27,8 +27,11 @@ Keys = tuple[Tensor, ...]
 
 
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
-    """Leave of a model what one stage holds, under the names that it has in the whole. It takes and gives hidden states where token ids,
-    or what the head needs, are another stage's."""
+    """Leave of a model what one stage holds, under the names that it has in the whole.
+
+    It takes and gives hidden states where token ids, or what the head needs, are another stage's. Graph mode compiles the
+    methods of a class, so a later stage gets a class with another ``begin``.
+    """
     names = {parameter.name: parameter for parameter in model.get_parameters()}
     model.h = nn.CellList([model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)])
     for name, parameter in names.items():  # the list has numbered them anew

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 
 from common.parallel.sharding import Role, local_shape, role_of
 from mindformers_gpt2.loss import CrossEntropySum, VocabularyShard
-from mindformers_gpt2.model import GPT2, MLP, Attention, Embedding, LayerNorm, Linear, empty
+from mindformers_gpt2.model import GPT2, Embedding, LayerNorm, Linear, empty
 from mindformers_gpt2.parallel.collectives import Group, all_reduce
 
 
@@ -68,41 +68,12 @@ class VocabularyEmbedding(Embedding):
         return self.leave(found * ops.expand_dims(ops.cast(here, found.dtype), -1))
 
 
-class SplitAttention(Attention):
-    """This rank's heads."""
-
-    enter: Enter
-
-    def construct(
-        self,
-        x: Tensor,
-        mask: Tensor,
-        key: Tensor = None,
-        keys: Tensor = None,
-        values: Tensor = None,
-        at: Tensor = None,
-    ) -> tuple[Tensor, ...]:
-        return Attention.construct(self, self.enter(x), mask, key, keys, values, at)
-
-
-class SplitMLP(MLP):
-    """This rank's part of the inner width."""
-
-    enter: Enter
-
-    def construct(self, x: Tensor) -> Tensor:
-        return MLP.construct(self, self.enter(x))
-
-
-class NormBeforeHead(LayerNorm):
-    enter: Enter
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.enter(LayerNorm.construct(self, x))
-
-
 def split_model(model: GPT2, group: Group) -> None:
-    """Replace each parameter of a model without memory by this rank's part, and join the regions by communication."""
+    """Replace each parameter of a model without memory by this rank's part, and join the regions by communication.
+
+    Hooks enter the regions. Inside them a Cell gets another class, since a hook behind it would see its result with the
+    bias, and a new Cell would have to be named, typed and marked as the one in its place.
+    """
     for _, cell in list(model.cells_and_names()):
         for part, parameter in list(cell.parameters_and_names(expand=False)):
             name = parameter.name  # that of its place in the whole model, of which this may be a stage
@@ -116,9 +87,17 @@ def split_model(model: GPT2, group: Group) -> None:
                 cell.rows = cell.weight.shape[0]
                 cell.first = group.rank * cell.rows
                 model.cross_entropy = CrossEntropySum(model.config.vocab_size, VocabularyShard(group=group, first=cell.first))
+    enter = Enter(group)
+
+    def enter_before(_: nn.Cell, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (enter(inputs[0]), *inputs[1:])
+
+    def enter_behind(_: nn.Cell, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return enter(output)
+
     for block in model.h:
         block.attn.heads //= group.size
-        block.attn.__class__, block.attn.enter = SplitAttention, Enter(group)
-        block.mlp.__class__, block.mlp.enter = SplitMLP, Enter(group)
+        for region in (block.attn, block.mlp):
+            region.register_forward_pre_hook(enter_before)
     if isinstance(model.ln_f, LayerNorm):
-        model.ln_f.__class__, model.ln_f.enter = NormBeforeHead, Enter(group)
+        model.ln_f.register_forward_hook(enter_behind)

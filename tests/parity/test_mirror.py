@@ -68,9 +68,6 @@ DIFFERENCES = {
         "TensorGroup": "with sequence parallel, which is torch's",
         "Enter": "torch's are autograd functions",
         "Leave": "torch's are autograd functions",
-        "SplitAttention": "torch hooks into the region instead",
-        "SplitMLP": "torch hooks into the region instead",
-        "NormBeforeHead": "torch hooks behind the norm instead",
     },
     "parallel/world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
 }

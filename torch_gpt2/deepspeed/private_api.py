@@ -1,6 +1,6 @@
 """The private interfaces of DeepSpeed that this engine uses, all in this file.
 
-They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20. ``tests/torch_gpt2/deepspeed/test_private_api.py``
+They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20. ``tests/torch_gpt2/test_private_api.py``
 names one that is gone. ``PRIVATE`` says what each is for, and which public way would replace it.
 """
 

@@ -1,4 +1,4 @@
-"""A layout, put on the model from outside: this one function says what happens to it."""
+"""Apply a parallel layout to the model (``build_parts``)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seed_offset(config: ResolvedRun, world: World) -> int:
 
 
 class GradientSync:
-    """What ranks owe each other for the gradients of a step, beyond the data axis, and the norm that they have together."""
+    """Gradient reductions beyond the data axis, and the global gradient norm."""
 
     def __init__(self, config: ResolvedRun, world: World) -> None:
         self._world = world

@@ -119,7 +119,10 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class RowLinear(Linear):
     """Weight (out, in / group): the results are summed over the group before the bias, which every rank has whole, is added."""
 
-    tensor: TensorGroup
+    def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
+        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
+        super().__init__(whole.in_features // tensor.size, whole.out_features, **like)  # type: ignore[arg-type]
+        self.tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
@@ -129,7 +132,10 @@ class RowLinear(Linear):
 class VocabularyEmbedding(nn.Embedding):
     """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has all."""
 
-    tensor: TensorGroup
+    def __init__(self, whole: nn.Embedding, tensor: TensorGroup) -> None:
+        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
+        super().__init__(whole.num_embeddings // tensor.size, whole.embedding_dim, **like)  # type: ignore[arg-type]
+        self.tensor = tensor
 
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.tensor.rank * self.num_embeddings
@@ -139,18 +145,19 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
-    """Replace each parameter of a model on the meta device by this rank's part, and join the regions by communication."""
-    for name, parameter in list(model.named_parameters()):
-        owner, _, part = name.rpartition(".")
-        module = model.get_submodule(owner)
-        shape = local_shape(name, tuple(parameter.shape), tensor.size)
-        setattr(module, part, nn.Parameter(parameter.new_empty(shape)))
-        if role_of(name) is Role.ROW:
-            _become(module, RowLinear, tensor)
-        elif role_of(name) is Role.VOCABULARY:
-            assert isinstance(module, nn.Embedding)
-            module.num_embeddings = shape[0]
-            _become(module, VocabularyEmbedding, tensor)
+    """Replace each parameter of a model on the meta device by this rank's part, and join the regions by communication.
+
+    Modules that compute in another way are built anew in the place of those of one process, under the same names.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and role_of(f"{name}.weight") is Role.ROW:
+            model.set_submodule(name, RowLinear(module, tensor))
+        elif isinstance(module, nn.Embedding) and role_of(f"{name}.weight") is Role.VOCABULARY:
+            model.set_submodule(name, VocabularyEmbedding(module, tensor))
+        else:
+            for part, parameter in list(module.named_parameters(recurse=False)):
+                shape = local_shape(f"{name}.{part}", tuple(parameter.shape), tensor.size)
+                setattr(module, part, nn.Parameter(parameter.new_empty(shape)))
     for block in model.h:
         assert isinstance(block, Block)
         for region in (block.attn, block.mlp):
@@ -162,12 +169,6 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
     if isinstance(model.ln_f, LayerNorm):
         model.ln_f.register_forward_hook(lambda _, __, output: tensor.enter(output))
     model.loss_of = types.MethodType(_loss_of(tensor), model)  # type: ignore[method-assign]
-
-
-def _become(module: nn.Module, kind: type[nn.Module], tensor: TensorGroup) -> None:
-    """Another forward for the same parameters under the same names."""
-    module.__class__ = kind
-    module.tensor = tensor  # type: ignore[assignment]
 
 
 def _loss_of(tensor: TensorGroup) -> Any:
