@@ -17,7 +17,7 @@ LAYERS = (
     ("accelerators", "files", "whole_numbers", "run_folder"),
     ("structured_files",),
     ("yaml_files",),
-    ("config",),
+    ("config", "tensor_files"),
     ("cluster", "tokenizer", "weights"),
     ("device", "dataset", "parallel"),
     ("resolve", "launcher"),

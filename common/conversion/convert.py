@@ -22,7 +22,7 @@ from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, reading, refuse_to_overwrite, whole_folder
 from common.log import progress_bar
-from common.weights.arrays import bytes_of
+from common.tensor_files.arrays import bytes_of
 
 REPORT = "conversion.json"
 

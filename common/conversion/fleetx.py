@@ -11,7 +11,7 @@ from common.config.schema import ModelConfig
 from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
 from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
-from common.weights.formats import open_tensors
+from common.tensor_files.containers import open_tensors
 from common.yaml_files import read_yaml_mapping
 
 FILE = "model.pdparams"

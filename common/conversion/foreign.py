@@ -14,8 +14,8 @@ from common.conversion.model_yaml import MODEL_YAML
 from common.conversion.weights import match_name_map
 from common.errors import CheckpointError, UserError
 from common.paths import looked_in
+from common.tensor_files.containers import open_tensors
 from common.training.checkpoint import NoCheckpointError
-from common.weights.formats import open_tensors
 from common.weights.names import EMBEDDING
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -18,10 +18,10 @@ from common.conversion.weights import Weights, check_tied, checked_model, export
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
-from common.weights.arrays import TensorFile, prefetch_arrays
-from common.weights.formats import open_tensors
+from common.tensor_files.arrays import TensorFile, prefetch_arrays
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.safetensors_file import stream_shards
 from common.weights.names import EMBEDDING, NAME_MAPS, NameMap
-from common.weights.safetensors_files import stream_shards
 
 CONFIG = "config.json"
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -39,10 +39,10 @@ from common.conversion.weights import (
     require_moments,
 )
 from common.errors import CheckpointError, ConfigError
+from common.tensor_files.arrays import FileTensor, TensorFile
+from common.tensor_files.containers import open_tensors
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.arrays import FileTensor, TensorFile
-from common.weights.formats import open_tensors
 from common.weights.names import NAME_MAPS, Fusion, NameMap
 
 _ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}

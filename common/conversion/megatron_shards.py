@@ -23,8 +23,8 @@ from common.conversion.weights import MAX_LAYERS
 from common.errors import CheckpointError, ConfigError
 from common.parallel.sharding import split_dim
 from common.structured_files import read_bytes
-from common.weights.arrays import FileTensor, TensorFile, TensorKind, same_bytes
-from common.weights.formats import open_tensors
+from common.tensor_files.arrays import FileTensor, TensorFile, TensorKind, same_bytes
+from common.tensor_files.containers import open_tensors
 from common.weights.names import NameMap, NameRow
 from common.whole_numbers import whole_number
 

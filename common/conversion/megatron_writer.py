@@ -22,11 +22,11 @@ from common.conversion.weights import Weight, Weights, to_type
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
 from common.parallel.sharding import local_shape, slice_of
+from common.tensor_files.arrays import prefetch_arrays
+from common.tensor_files.torch_pickle import TorchName
+from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 from common.training.snapshot import STATE_NAMES, padded_rows
-from common.weights.arrays import prefetch_arrays
 from common.weights.names import EMBEDDING, NAME_MAPS, NameRow, decays
-from common.weights.torch_pickle import TorchName
-from common.weights.torch_writer import TensorLeaf, stream_torch
 
 
 @dataclass(frozen=True, kw_only=True)

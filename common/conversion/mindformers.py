@@ -22,11 +22,11 @@ from common.conversion.weights import (
     require_moments,
 )
 from common.errors import CheckpointError
+from common.tensor_files.arrays import TensorKind, prefetch_arrays
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind, prefetch_arrays
-from common.weights.formats import open_tensors
-from common.weights.mindspore_files import stream_mindspore
 from common.weights.names import EMBEDDING, NAME_MAPS
 
 FILE = "gpt2.ckpt"

@@ -13,8 +13,8 @@ from common.config.schema import ModelConfig
 from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
-from common.weights.arrays import FileTensor
-from common.weights.formats import open_tensors
+from common.tensor_files.arrays import FileTensor
+from common.tensor_files.containers import open_tensors
 
 CONFIG = "hparams.json"
 _SIZES = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "seq_length": "n_ctx", "vocab_size": "n_vocab"}

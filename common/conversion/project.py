@@ -12,12 +12,12 @@ from typing import Any
 from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
+from common.tensor_files.arrays import TensorKind, prefetch_arrays
+from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint import find_checkpoint, require_checkpoint
 from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import TensorKind, prefetch_arrays
-from common.weights.files import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
 

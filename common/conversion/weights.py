@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
+from common.tensor_files.arrays import FileTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
 from common.training.snapshot import STATE_NAMES, EngineState
 from common.training.state import TrainState
-from common.weights.arrays import FileTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
-from common.weights.files import check_tensors
-from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, NameRow, parameter_shapes
+from common.weights.names import EMBEDDING, NAME_MAPS, NameMap, NameRow, check_tensors, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000

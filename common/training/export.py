@@ -14,11 +14,11 @@ from common.config.schema import RunConfig
 from common.files import whole_folder
 from common.log import LOG
 from common.resolve.derive import resolve_vocabulary
+from common.tensor_files.arrays import TensorKind
+from common.tensor_files.safetensors_file import stream_safetensors
 from common.training import setup
 from common.training.manifest import read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE, read_weights
-from common.weights.arrays import TensorKind
-from common.weights.files import stream_safetensors
 from common.weights.names import parameter_shapes
 
 

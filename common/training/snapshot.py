@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from common.config.schema import ModelConfig, RunConfig
 from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
+from common.tensor_files.safetensors_file import Tensors
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
 from common.training.state import TrainState
-from common.weights.files import Tensors
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import TensorSlice, open_stored
 

@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig
-from common.weights.arrays import copy_in_bands
+from common.errors import CheckpointError
+from common.tensor_files.arrays import copy_in_bands
 
 EMBEDDING = "wte.weight"
 
@@ -321,3 +323,25 @@ NAME_MAPS: dict[str, tuple[NameMap, ...]] = {
     "fleetx": (_fleetx(fused=True), _fleetx(fused=False)),
 }
 """By format: the form that is written, and others that are read."""
+
+
+def check_tensors(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], partial: Mapping[str, int] | None = None
+) -> None:
+    """Raise CheckpointError listing every tensor that is missing, unexpected, of another shape, or ``partial``: how many elements are
+    there of those that are not whole."""
+    partial = partial or {}
+    faults = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    faults += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
+    faults += [f"of {name} {list(expected[name])} only {there} elements are there" for name, there in partial.items()]
+    faults += [
+        f"{name} is {list(found[name])}, the model's is {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and name not in partial and found[name] != shape
+    ]
+    if faults:
+        shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
+        remedy = (
+            "Use another checkpoint: a rank's part is lost" if partial else "Give the model section that the checkpoint was trained with"
+        )
+        raise CheckpointError(f"{path}: does not fit the model: {shown}. {remedy}")

@@ -23,8 +23,8 @@ from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord_file import MindRecordFile
 from common.errors import UserError
 from common.generation.prompts import read_prompts
+from common.tensor_files.containers import open_tensors
 from common.tokenizer.bpe_files import read_vocabulary
-from common.weights.formats import open_tensors
 
 
 def open_weights(path: Path) -> None:

@@ -28,9 +28,9 @@ from common.conversion.heads import warn_of_heads  # noqa: E402
 from common.conversion.project import write_project  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
 from common.training.snapshot import read_weights  # noqa: E402
-from common.weights.formats import open_tensors  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402

@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert, detect  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
-from common.weights.formats import open_tensors  # noqa: E402
-from common.weights.paddle_files import open_paddle  # noqa: E402
+from common.tensor_files.containers import open_tensors  # noqa: E402
+from common.tensor_files.paddle_pickle import open_paddle  # noqa: E402
 
-FIXTURE = Path(__file__).parents[1] / "weights" / "data" / "fleetx"
+FIXTURE = Path(__file__).parents[1] / "tensor_files" / "data" / "fleetx"
 YAML = """\
 _base_: ./pretrain_gpt_base.yaml
 Global: {local_batch_size: 8}
@@ -55,7 +55,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 def test_the_logits_are_paddles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the rounding of float32. Arrays stay in the mapped file from some size on; these are small."""
-    monkeypatch.setattr("common.weights.paddle_files._LONG", 64)
+    monkeypatch.setattr("common.tensor_files.paddle_pickle._LONG", 64)
     source = copy(tmp_path / "epoch_0_step_7")
     assert detect(source) == "fleetx"
     folder = to_hugging_face(source, tmp_path / "hf")

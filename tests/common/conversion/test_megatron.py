@@ -24,7 +24,7 @@ from common.conversion.convert import FORMATS, convert, detect  # noqa: E402
 from common.conversion.megatron_writer import write_megatron  # noqa: E402
 from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
-from common.weights.arrays import FileTensor, TensorFile  # noqa: E402
+from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402

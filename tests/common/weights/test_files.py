@@ -9,7 +9,8 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file
 
 from common.errors import CheckpointError
-from common.weights.files import check_tensors, open_safetensors, shapes_of, write_safetensors
+from common.tensor_files.safetensors_file import open_safetensors, shapes_of, write_safetensors
+from common.weights.names import check_tensors
 
 arrays = hnp.arrays(
     st.sampled_from([np.float32, np.float16, np.int64, np.uint8]), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)

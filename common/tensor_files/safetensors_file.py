@@ -18,10 +18,18 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, shown
-from common.weights.arrays import Bytes, FileTensor, TensorFile, TensorKind, map_file
-from common.weights.files import SAFETENSORS_TYPES, stream_safetensors
+from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
+from common.tensor_files.checksummed import ChecksummedFile
 
 INDEX = "model.safetensors.index.json"
+Tensors = Mapping[str, NDArray[Any]]
+
+SAFETENSORS_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
 _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
 
 
@@ -81,6 +89,33 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
+def write_safetensors(path: Path, tensors: Tensors) -> int:
+    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy at most.
+
+    OSError is left to the caller, who owns the folder.
+    """
+    kinds = {name: TensorKind(dtype=array.dtype.name, shape=array.shape) for name, array in tensors.items()}
+    return stream_safetensors(path, kinds, tensors.values())
+
+
+def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
+    """The same of ``arrays`` made one at a time, in the order of ``kinds``: none is held while the next is made."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, kind in kinds.items():
+        header[name] = {"dtype": SAFETENSORS_TYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, offset + kind.nbytes]}
+        offset += kind.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with ChecksummedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            file.write(bytes_of(array))
+            del array
+        assert file.position == 8 + len(text) + offset, "the arrays are those of kinds"
+    return file.checksum
+
+
 def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int) -> dict[str, int]:
     """Write ``arrays``, made one at a time in the order of ``kinds``, into files of at most ``limit`` bytes of tensors each (a larger
     tensor has one to itself), with an index if there are several; returns the CRC-32 of each file by its name.
@@ -104,3 +139,25 @@ def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterabl
     with atomic_write(folder / INDEX, "w") as file:
         json.dump(index, file, indent=2)
     return sums
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError on a file that is missing or broken."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        path.open("rb").close()  # the library says of every file that it cannot open that it is not there
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; allow this user to read it, or use another checkpoint") from None
+    try:
+        with safe_open(path, framework="numpy") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); use another checkpoint") from None
+
+
+def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118  (safe_open is no mapping)

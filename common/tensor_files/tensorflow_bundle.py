@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
-from common.weights.crc32c import masked_crc32c
-from common.weights.protobuf import read_fields, read_varint
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
+from common.tensor_files.crc32c import masked_crc32c
+from common.tensor_files.protobuf import read_fields, read_varint
 
 _MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")
 _FOOTER = 48

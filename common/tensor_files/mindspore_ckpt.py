@@ -17,9 +17,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
-from common.weights.files import ChecksummedFile
-from common.weights.protobuf import BYTES, read_fields, read_varint
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
+from common.tensor_files.checksummed import ChecksummedFile
+from common.tensor_files.protobuf import BYTES, read_fields, read_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",

@@ -11,12 +11,11 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, TensorKind
-from common.weights.files import stream_safetensors
-from common.weights.formats import open_tensors
-from common.weights.mindspore_files import stream_mindspore
-from common.weights.safetensors_files import INDEX, stream_shards
-from common.weights.torch_writer import TensorLeaf, stream_torch
+from common.tensor_files.arrays import NUMPY_TYPES, TensorKind
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_ckpt import stream_mindspore
+from common.tensor_files.safetensors_file import INDEX, stream_safetensors, stream_shards
+from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 
 tensors = st.dictionaries(
     st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=12),

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from common.structured_files import read_json_mapping
-from common.weights.arrays import TensorFile, map_file
-from common.weights.mindspore_files import open_mindspore
-from common.weights.paddle_files import open_paddle
-from common.weights.safetensors_files import open_safetensors_file
-from common.weights.tensorflow_files import open_tensorflow
-from common.weights.torch_files import OLD_MAGIC, ZIP_MAGIC, open_torch
+from common.tensor_files.arrays import TensorFile, map_file
+from common.tensor_files.mindspore_ckpt import open_mindspore
+from common.tensor_files.paddle_pickle import open_paddle
+from common.tensor_files.safetensors_file import open_safetensors_file
+from common.tensor_files.tensorflow_bundle import open_tensorflow
+from common.tensor_files.torch_reader import OLD_MAGIC, ZIP_MAGIC, open_torch
 
 _BY_ENDING = {
     ".safetensors": open_safetensors_file, ".ckpt": open_mindspore,

@@ -1,6 +1,6 @@
 """Files that ``torch.load(weights_only=True)`` opens, written without torch, one tensor at a time.
 
-Format: see ``torch_files``; the zip follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, with sizes after the data, as
+Format: see ``torch_reader``; the zip follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, with sizes after the data, as
 torch writes them.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.weights.arrays import TensorKind, bytes_of
-from common.weights.files import ChecksummedFile
-from common.weights.torch_pickle import STORAGES, TorchName, row_major
+from common.tensor_files.arrays import TensorKind, bytes_of
+from common.tensor_files.checksummed import ChecksummedFile
+from common.tensor_files.torch_pickle import STORAGES, TorchName, row_major
 
 _ALIGNMENT = 64
 _PLAIN = (str, bytes, int, float, bool, type(None), np.ndarray, np.generic)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common.errors import CheckpointError
-from common.weights import mindspore_files
-from common.weights.arrays import TensorKind
-from common.weights.formats import open_tensors
-from common.weights.mindspore_files import stream_mindspore
+from common.tensor_files import mindspore_ckpt
+from common.tensor_files.arrays import TensorKind
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_ckpt import stream_mindspore
 
 ARRAYS = {
     "h.0.attn.c_proj.weight": ("float32", np.arange(12, dtype=np.float32).reshape(4, 3)),
@@ -40,7 +40,7 @@ def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspo
     ms = mindspore
     from mindspore.train import serialization
 
-    monkeypatch.setattr(mindspore_files, "_SLICE", 20)  # the first tensor in three parts
+    monkeypatch.setattr(mindspore_ckpt, "_SLICE", 20)  # the first tensor in three parts
     loaded = ms.load_checkpoint(str(write(tmp_path / "ours.ckpt", seal)), crc_check=seal)
     assert list(loaded) == list(ARRAYS)
     for name, (word, array) in ARRAYS.items():
@@ -58,7 +58,7 @@ def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspo
 
 
 def test_parts_are_joined_and_rectangles_cut_across_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mindspore_files, "_SLICE", 20)
+    monkeypatch.setattr(mindspore_ckpt, "_SLICE", 20)
     require_arrays(write(tmp_path / "x.ckpt", seal=False))
     with open_tensors(tmp_path / "x.ckpt") as stored:
         tensor = stored["h.0.attn.c_proj.weight"]

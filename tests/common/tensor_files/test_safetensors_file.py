@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.errors import CheckpointError
-from common.weights.formats import open_tensors
+from common.tensor_files.containers import open_tensors
 
 TENSORS = {
     "half": torch.tensor([[1.5, -2.0, 3.25], [0.1, 1e30, -0.0]], dtype=torch.bfloat16),

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from common.errors import CheckpointError
-from common.weights import torch_pickle
-from common.weights.formats import open_tensors
-from common.weights.torch_files import open_torch
-from common.weights.torch_pickle import TorchName
-from common.weights.torch_writer import TensorLeaf, stream_torch
+from common.tensor_files import torch_pickle
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.torch_pickle import TorchName
+from common.tensor_files.torch_reader import open_torch
+from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 
 
 def as_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.weights.arrays import Bytes
+from common.tensor_files.arrays import Bytes
 
 _POLYNOMIAL = 0x82F63B78
 """Reflected: the lowest bit is the highest power."""

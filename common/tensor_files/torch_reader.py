@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, TensorFile, map_file
-from common.weights.torch_pickle import PlainTree, Storage, load_records
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, TensorFile, map_file
+from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 ZIP_MAGIC = b"PK\x03\x04"
 OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")

@@ -18,7 +18,7 @@ from typing import IO, Any, Self, TypeAlias
 import numpy as np
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor
 
 STORAGES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",

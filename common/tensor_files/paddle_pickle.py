@@ -17,8 +17,8 @@ from typing import IO, Any, cast
 import numpy as np
 
 from common.errors import CheckpointError
-from common.weights.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
-from common.weights.torch_pickle import PlainTree, Storage, load_records
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
+from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 _PARAMETER_NAMES = "StructuredToParameterName@@"
 _TYPES = {dtype.name: word for word, dtype in NUMPY_TYPES.items()}  # Paddle's bfloat16 is uint16 too

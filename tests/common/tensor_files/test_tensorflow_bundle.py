@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from common.errors import CheckpointError
-from common.weights.crc32c import crc32c, masked_crc32c
-from common.weights.formats import open_tensors
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.crc32c import crc32c, masked_crc32c
 
 FIXTURE = Path(__file__).parent / "data" / "openai"
 MAGIC = bytes.fromhex("57fb808b247547db")
@@ -168,7 +168,7 @@ def test_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
     data = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
-    monkeypatch.setattr("common.weights.crc32c._WIDTH", 4)
+    monkeypatch.setattr("common.tensor_files.crc32c._WIDTH", 4)
     for size in (0, 1, 11370, 11371, 31000, 90961, 100_000):
         assert crc32c(data[:size]) == bit_by_bit(data[:size].tobytes()), size
     assert masked_crc32c(data[:9]).to_bytes(4, "little") == masked(data[:9].tobytes())

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.arrays import FileTensor, bytes_of, map_file, prefetch_arrays, round_to_bfloat16, widen_bfloat16
+from common.tensor_files.arrays import FileTensor, bytes_of, map_file, prefetch_arrays, round_to_bfloat16, widen_bfloat16
 
 
 def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:

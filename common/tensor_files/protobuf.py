@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.weights.arrays import Bytes
+from common.tensor_files.arrays import Bytes
 
 _VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
 """The wire types."""
