@@ -23,7 +23,8 @@ LAYERS = (
     ("resolve", "launcher"),
     ("planner",),
     ("training", "doctor"),
-    ("generation", "evaluation", "conversion"),
+    ("generation", "evaluation", "systems"),
+    ("conversion",),
     ("inputs", "modelarts"),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
@@ -77,6 +78,30 @@ def test_each_room_of_common_imports_only_lower_ones() -> None:
         f"{path.relative_to(ROOT)} imports {room}" for path in files for room in rooms_imported(path) if level[room] >= level[room_of(path)]
     ]
     assert upwards == []
+
+
+def modules_imported(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_foreign_systems_do_not_import_each_other() -> None:
+    """What two of them share is a file beside their folders, which knows none of them; the table alone knows all."""
+    folder = ROOT / "common" / "systems"
+    systems = {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+    assert len(systems) >= 5
+    found = {
+        f"{path.relative_to(folder)} imports {module}"
+        for path in folder.rglob("*.py")
+        for module in modules_imported(path)
+        if module.startswith("common.systems.") and module.split(".")[2] in systems - {path.relative_to(folder).parts[0]}
+    }
+    assert {line for line in found if not line.startswith("table.py ")} == set()
 
 
 def test_common_imports_with_every_framework_blocked() -> None:

@@ -27,10 +27,11 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did
+from common.conversion.convert import convert, convert_as_mindformers_did
 from common.conversion.logits import NEEDED, Runner
-from common.conversion.weights import FLOATS
 from common.errors import GPT2Error
+from common.systems.table import FORMATS
+from common.systems.weights import FLOATS
 
 
 def main(words: list[str] | None = None) -> int:

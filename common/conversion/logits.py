@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from common.config.load import build_config
 from common.config.schema import ModelConfig, RunConfig
-from common.conversion.weights import Weights
 from common.errors import CheckpointError, GPT2Error
 from common.resolve.derive import resolve_config
+from common.systems.weights import Weights
 from common.weights.names import count_parameters
 
 Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.float32]]

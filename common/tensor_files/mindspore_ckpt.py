@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from common.errors import CheckpointError
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.protobuf import BYTES, read_fields, read_varint
 
@@ -30,22 +28,16 @@ _SLICE = 2**29
 """Bytes of one value, as MindSpore cuts them: a protobuf message must stay below 2 GiB."""
 _SEAL = b"crc_num"
 _SEAL_SIZE = len(_SEAL) + 10
+"""The end of a file of ``save_checkpoint(crc_check=True)``."""
 
 
-@contextmanager
-def open_mindspore(path: Path) -> Iterator[TensorFile]:
+def read_mindspore(path: Path, content: Bytes) -> TensorFile:
     """Tensors by tag; texts are plain values, and numbers (``step_num``) are tensors of shape ().
 
-    Raises CheckpointError if the file is broken or encrypted, its checksum is wrong, or it holds types that GPT-2 has not.
+    Raises ValueError if the file is broken or encrypted, its checksum is wrong, or it holds types that GPT-2 does not have.
     """
-    content = map_file(path)
-    try:
-        tensors, texts = _parse(_without_seal(content))
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise CheckpointError(
-            f"{path}: not a whole MindSpore checkpoint: {error}; copy it again, decrypt it with MindSpore, or use another one"
-        ) from None
-    yield TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
+    tensors, texts = _parse(_without_seal(content))
+    return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +116,7 @@ def _packed(part: Bytes) -> list[int]:
 
 
 def _without_seal(content: Bytes) -> Bytes:
-    """What comes before the checksum, which is held against it. Raises ValueError if it differs."""
+    """Return what comes before the checksum. Raises ValueError if it is not the checksum of that."""
     seal = content[-_SEAL_SIZE:].tobytes()
     if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
         return content
@@ -134,10 +126,9 @@ def _without_seal(content: Bytes) -> Bytes:
     return content[:-_SEAL_SIZE]
 
 
-def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, seal: bool = False) -> int:
+def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
     """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``; bfloat16 as uint16 words.
 
-    seal: end the file with its checksum, as ``save_checkpoint(crc_check=True)`` does.
     Returns the CRC-32 of the file's bytes. OSError is left to the caller, who owns the folder.
     """
     with ChecksummedFile(path) as file:
@@ -155,8 +146,6 @@ def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterab
                 file.write(part)
             del array, data, part
         assert next(pending, None) is None, "every kind has its array"
-        if seal:
-            file.write(_SEAL + file.checksum.to_bytes(10, "big"))
     return file.checksum
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 import io
 import mmap
 import pickletools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 
-from common.errors import CheckpointError
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
 from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 _PARAMETER_NAMES = "StructuredToParameterName@@"
@@ -26,22 +23,13 @@ _LONG = 4096
 """Bytes from which on an array stays in the file."""
 
 
-@contextmanager
-def open_paddle(path: Path) -> Iterator[TensorFile]:
-    """Arrays by name. Raises CheckpointError if the file is broken, or names code."""
-    content = map_file(path)
-    try:
-        found = PlainTree(load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))).tree
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}")
-        tensors = {name: _tensor(name, value) for name, value in found.items() if name != _PARAMETER_NAMES}
-    except CheckpointError:
-        raise
-    except Exception as error:  # a broken pickle raises almost anything
-        raise CheckpointError(
-            f"{path}: not a whole file of paddle.save: {error or type(error).__name__}; copy it again or use another one"
-        ) from None
-    yield TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
+def read_paddle(path: Path, content: Bytes) -> TensorFile:
+    """Arrays by name. Raises CheckpointError if the file names code, and almost any error if it is broken."""
+    found = PlainTree(load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))).tree
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    tensors = {name: _tensor(name, value) for name, value in found.items() if name != _PARAMETER_NAMES}
+    return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
 
 
 def _tensor(name: Any, value: Any) -> FileTensor:

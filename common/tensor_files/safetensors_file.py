@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, shown
-from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, bytes_of, map_file
+from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
 
 INDEX = "model.safetensors.index.json"
@@ -33,18 +33,8 @@ SAFETENSORS_TYPES = {
 _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
 
 
-@contextmanager
-def open_safetensors_file(path: Path) -> Iterator[TensorFile]:
-    """One file. Raises CheckpointError saying what is broken: nothing of a file is read that does not fit together as a whole."""
-    content = map_file(path)
-    try:
-        tensors, metadata = _parse(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file: {error}; copy it again or use another one") from None
-    yield TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
-
-
-def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
+def read_safetensors(path: Path, content: Bytes) -> TensorFile:
+    """Raises ValueError saying what is broken: nothing is read of a file that does not fit together as a whole."""
     if content.size < 8:
         raise ValueError(f"{content.size} bytes are too few for the length of its header")
     length = int.from_bytes(content[:8].tobytes(), "little")
@@ -65,7 +55,7 @@ def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
         position = end
     if position != data.size:
         raise ValueError(f"the tensors have {position} bytes, and the file holds {data.size} of them")
-    return tensors, metadata
+    return TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
 
 
 def _tensor(name: str, entry: Any, data: Bytes) -> FileTensor:

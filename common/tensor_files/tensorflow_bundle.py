@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from common.errors import CheckpointError
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, map_file
 from common.tensor_files.crc32c import masked_crc32c
 from common.tensor_files.protobuf import read_fields, read_varint
@@ -28,21 +26,11 @@ _TYPES = {
 _TEXT = 7
 
 
-@contextmanager
-def open_tensorflow(path: Path) -> Iterator[TensorFile]:
-    """path: NAME.index. Tensors by name, and texts as their raw bytes; every checksum is held against its bytes.
+def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
+    """path: NAME.index. Tensors by name, and texts as their raw bytes; every checksum is compared.
 
-    Raises CheckpointError if a file is missing, broken or compressed, or a tensor is cut into slices.
+    Raises ValueError if a file is broken or compressed, or a tensor is cut into slices, and CheckpointError if a file is missing.
     """
-    content = map_file(path)
-    try:
-        tensors, texts = _read(path, content)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a whole TensorFlow checkpoint: {error}; copy its files again or use another one") from None
-    yield TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
-
-
-def _read(path: Path, content: Bytes) -> tuple[dict[str, FileTensor], dict[str, bytes]]:
     entries = dict(_table(content))
     if b"" not in entries:
         raise ValueError("it holds no header")
@@ -64,7 +52,7 @@ def _read(path: Path, content: Bytes) -> tuple[dict[str, FileTensor], dict[str, 
             texts[name] = data.tobytes()
         else:
             tensors[name] = _tensor(name, kind, entry, data)
-    return tensors, texts
+    return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
 
 
 class _Message:

@@ -10,14 +10,12 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, TensorFile, map_file
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, TensorFile
 from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -25,23 +23,14 @@ OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """The pickled number 0x1950a86a20f9469cfc6c with which older files begin."""
 
 
-@contextmanager
-def open_torch(path: Path) -> Iterator[TensorFile]:
+def read_torch(path: Path, content: Bytes) -> TensorFile:
     """Tensors and values by their path in what was saved, joined by dots.
 
     Views (transposed, cut, shared) are read as they were. The CRC-32 of a storage in a zip is compared when the first of its tensors is
-    read, which then raises CheckpointError. Raises CheckpointError if the file is broken, or names code.
+    read, which then raises CheckpointError. Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
-    content = map_file(path)
-    try:
-        tree = PlainTree(_read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content))
-    except CheckpointError:
-        raise
-    except Exception as error:  # a broken pickle raises almost anything
-        raise CheckpointError(
-            f"{path}: not a whole file of torch.save: {error or type(error).__name__}; copy it again or use another one"
-        ) from None
-    yield TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
+    tree = PlainTree(_read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content))
+    return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
 
 
 def _read_zip(path: Path, content: Bytes) -> Any:

@@ -24,7 +24,10 @@ KINDS = {name: TensorKind(dtype=word, shape=array.shape) for name, (word, array)
 
 
 def write(path: Path, seal: bool) -> Path:
-    stream_mindspore(path, KINDS, (array for _, array in ARRAYS.values()), seal=seal)
+    """seal: the checksum at the end, as MindSpore's crc_check writes it."""
+    checksum = stream_mindspore(path, KINDS, (array for _, array in ARRAYS.values()))
+    with path.open("ab") as file:
+        file.write(b"crc_num" + checksum.to_bytes(10, "big") if seal else b"")
     return path
 
 

@@ -17,7 +17,6 @@ from common.errors import CheckpointError
 from common.tensor_files import torch_pickle
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.torch_pickle import TorchName
-from common.tensor_files.torch_reader import open_torch
 from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 
 
@@ -80,7 +79,7 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
         "raw": b"\x00\xff", "none": b"", "storage": torch.arange(3.0).untyped_storage(),
     }  # fmt: skip
     torch.save(saved, tmp_path / "x.pt")
-    with open_torch(tmp_path / "x.pt") as stored:
+    with open_tensors(tmp_path / "x.pt") as stored:
         tree = stored.tree
         assert vars(tree["args"]) == {"hidden_size": 8, "params_dtype": "torch.float16", "lr": 1e-3, "data_path": ["a"], "seed": None}
         assert stored.plain["args.hidden_size"] == 8 and stored.plain["iteration"] == 2**40
@@ -98,7 +97,7 @@ def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: str) -> None:
     program = pickle.dumps({"a": np.arange(3), "b": np.float64(2.5)}, 2)
     for found in (b"numpy.core", b"numpy._core"):
         program = program.replace(found, package.encode())
-    with open_torch(archive(tmp_path / "x.pt", program)) as stored:
+    with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         assert stored.plain["a"].tolist() == [0, 1, 2] and stored.plain["b"] == 2.5
 
 
@@ -202,7 +201,7 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
     enum = b"Vkind\ncmegatron.core.enums\nModelType\n(K\x01tR"
     scaler = b"Vscaler\ncmegatron.fp16.loss_scaler\nDynamicLossScaler\n)\x81}Vcur_scale\nK\x08sb"
     program = b"}(" + enum + scaler + b"u."
-    with open_torch(archive(tmp_path / "x.pt", program)) as stored:
+    with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         kind, scaler = stored.plain["kind"], stored.plain["scaler"]
     assert (kind.name, kind.arguments) == ("megatron.core.enums.ModelType", (1,))
     assert (scaler.name, scaler.state) == ("megatron.fp16.loss_scaler.DynamicLossScaler", {"cur_scale": 8})

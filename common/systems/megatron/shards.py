@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.conversion.weights import MAX_LAYERS
 from common.errors import CheckpointError, ConfigError
 from common.parallel.sharding import split_dim
 from common.structured_files import read_bytes
+from common.systems.name_map import NameMap, NameRow
+from common.systems.weights import MAX_LAYERS
 from common.tensor_files.arrays import FileTensor, TensorFile, TensorKind, same_bytes
 from common.tensor_files.containers import open_tensors
-from common.weights.names import NameMap, NameRow
 from common.whole_numbers import whole_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -165,7 +165,7 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
     """Each tensor of the model, with its layer's number in the whole model. Raises CheckpointError where ranks do not fit together."""
     rows = {row.theirs: row for row in name_map.rows(sum(map(_layers, ranks)))}
     if name_map.head is not None:
-        rows[name_map.head] = name_map.outside[0]
+        rows[name_map.head] = name_map.global_rows[0]
     joined, first_layer = {}, 0
     for stage in ranks:
         for name in dict.fromkeys(name for rank in stage for name in rank):

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.weights.names import NAME_MAPS, Fusion, NameMap, NameRow, parameter_shapes
+from common.systems.name_map import Fusion, NameMap, NameRow
+from common.systems.table import NAME_MAPS
+from common.weights.names import parameter_shapes
 
 MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=7, vocab_size=11, ffn_hidden_size=20, max_positions=9)
 
@@ -180,5 +182,5 @@ def test_what_is_unpacked_is_what_was_packed(fusion: Fusion, parts: int, transpo
     given_parts = [np.random.default_rng(part).integers(0, 2**16, shape, np.uint16) for part in range(parts)]
     found = row.pack(given_parts, heads)
     assert found.shape == row.shape(dict.fromkeys(row.ours, shape))
-    for one, other in zip(row.unpack(np.ascontiguousarray(found), heads), given_parts, strict=True):
+    for one, other in zip([row.part(np.ascontiguousarray(found), heads, number) for number in range(parts)], given_parts, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from common.conversion.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
-from common.conversion.weights import (
-    NO_SCALE,
-    Weight,
-    Weights,
-    export_names,
-    import_names,
-    match_name_map,
-    padding_of,
-    require_moments,
-)
 from common.errors import CheckpointError
-from common.tensor_files.arrays import TensorKind, prefetch_arrays
+from common.systems.mindformers.names import NAME_MAPS
+from common.systems.model_yaml import MODEL_YAML, read_model_yaml
+from common.systems.name_map import POSITIONS, match_name_map
+from common.systems.run_state import NO_SCALE, require_moments
+from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.training.snapshot import EngineState
 from common.training.state import TrainState
-from common.weights.names import EMBEDDING, NAME_MAPS
+from common.weights.names import EMBEDDING
 
-FILE = "gpt2.ckpt"
-_MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
+MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
 _COUNTERS = (
     "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step", "last_overflow_iterator_step",
@@ -39,7 +29,7 @@ _COUNTERS = (
 """What MindSpore writes beside the parameters: the trainer's numbers, and those of its optimizers and loss scale."""
 
 
-def is_here(path: Path, format: str = "mindformers") -> bool:
+def detects(path: Path, format: str = "mindformers") -> bool:
     files = files_of(path)
     if not files:
         return False
@@ -64,17 +54,17 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
     file = files[0]
     model, run = read_model_yaml(file.parent / MODEL_YAML)
     with open_tensors(file) as stored:
-        name_map = match_name_map(file, format, stored)
+        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
         counters = {name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes}
         rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
-        groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in _MOMENTS.items()}
-        ignored |= padding_of(name_map, rest, model)
-        weights = import_names(file, name_map, rest, model)
+        groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in MOMENTS.items()}
+        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
+        notes: dict[str, str] = {}
         moments: dict[str, Weight] = {}
         for part, tensors in groups.items():
             if tensors:
-                moments |= import_names(file, name_map, tensors, model, prefix=_MOMENTS[part], suffix=f".{part}")
+                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
         if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
             raise CheckpointError(
                 f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says {run['engine']['optimizer_steps']} updates:"
@@ -82,11 +72,11 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
             )
         if run is None and moments:
             run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
-            ignored["position in the data"] = "not in the file: who goes on from here reads from the first sample"
+            notes["position in the data"] = "not in the file: who goes on from here reads from the first sample"
         elif run is None:
-            ignored |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
         moments = {} if run is None else require_moments(file, moments, run, model)
-        yield Weights(path=path, format=format, model=model, tensors=weights, moments=moments, run=run, ignored=ignored)
+        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
 def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
@@ -103,23 +93,30 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[s
     }
 
 
-def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
-    """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
-    checksum = write_file(folder / FILE, weights, dtype, format)
-    write_model_yaml(folder, weights)
-    return {FILE: checksum}
+_HEAD_WIDTH = 64
+"""Of OpenAI's models."""
 
 
-def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> int:
-    name_map = NAME_MAPS[format][0]
-    entries = [*export_names(name_map, weights.tensors, weights.model, dtype)]
-    for part, prefix in _MOMENTS.items():
-        if f"{EMBEDDING}.{part}" in weights.moments:
-            entries += export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
-    if weights.run is not None:
-        engine = weights.run["engine"]
-        counters = {"global_step": np.array([engine["optimizer_steps"]], np.int32), "step_num": np.array(weights.run["state"]["step"])}
-        if "value" in engine["loss_scale"]:
-            counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
-        entries += [(name, TensorKind(dtype=str(array.dtype), shape=array.shape), partial(array.copy)) for name, array in counters.items()]
-    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, prefetch_arrays(make for _, _, make in entries))
+def missing_config(path: Path, format: str) -> str | None:
+    """Return a shell command that writes the sizes beside the weights; None where they are. Raises CheckpointError."""
+    file = files_of(path)[0]
+    target = file.parent / MODEL_YAML
+    if target.is_file():
+        return None
+    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(file, format).items())
+    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(target))}"
+
+
+def _sizes(file: Path, format: str) -> dict[str, Any]:
+    """Return the section model as far as shapes tell it. Raises CheckpointError."""
+    with open_tensors(file) as stored:
+        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+        layers = 0
+        while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
+            layers += 1
+        shapes = {row.ours[0]: stored[row.theirs].shape for row in name_map.rows(1) if row.theirs in stored}
+        vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
+        inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": max(1, hidden // _HEAD_WIDTH)}
+    sizes |= {"seq_length": shapes.get(POSITIONS, (0, 0))[0], "vocab_size": vocabulary}
+    return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})

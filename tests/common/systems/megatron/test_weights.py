@@ -19,11 +19,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
-from common.conversion import megatron  # noqa: E402
-from common.conversion.convert import FORMATS, convert, detect  # noqa: E402
-from common.conversion.megatron_writer import write_megatron  # noqa: E402
-from common.conversion.weights import Weight, Weights  # noqa: E402
+from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.systems.megatron import optimizer as megatron_optimizer  # noqa: E402
+from common.systems.megatron.write import write_megatron  # noqa: E402
+from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.weights import Weight, Weights  # noqa: E402
 from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
@@ -324,7 +325,7 @@ def test_a_count_of_steps_that_is_no_number_is_said(value: float) -> None:
     data = np.array([value], np.float32).view(np.uint8)
     steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
     optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
-    found = megatron._read_optimizer(TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer}))
+    found = megatron_optimizer.read_optimizer(TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer}))
     assert "of no form that is known" in found.why_not
 
 
@@ -334,7 +335,7 @@ def test_a_count_of_steps_that_is_no_number_is_said(value: float) -> None:
 def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
     shards = types.SimpleNamespace(first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace())
     with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are no numbers"):
-        megatron._run_of(shards, megatron._Saved(moments={}, scaler=scaler), 3)
+        megatron_optimizer.run_of(shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3)
 
 
 CONVERTERS = {"orig_vocab_size": 50257, "vocab_size": None, "layernorm_epsilon": None, "hidden_dropout": None, "seq_length": None}

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
+from common.systems.name_map import match_name_map
+from common.systems.openai.names import NAME_MAPS
+from common.systems.weights import Weights, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
 
@@ -22,7 +24,7 @@ _STATE = re.compile(r"(?!model/).*|.*/Adam(_\d+)?")
 """Counters, powers of beta and slots of an optimizer, that training leaves beside the model."""
 
 
-def is_here(path: Path) -> bool:
+def detects(path: Path) -> bool:
     return path.suffix == ".index" or ((path / CONFIG).is_file() and any(path.glob("*.index")))
 
 
@@ -32,11 +34,10 @@ def open_openai(path: Path) -> Iterator[Weights]:
     file = path if path.is_file() else _find(path)
     model = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
-        name_map = match_name_map(file, "openai", stored)
+        name_map = match_name_map(file, "openai", NAME_MAPS, stored)
         ignored = {name: "state of the training" for name in [*stored, *stored.plain] if _STATE.fullmatch(name)}
         tensors = {name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored}
-        ignored |= padding_of(name_map, tensors, model)
-        yield Weights(path=path, format="openai", model=model, tensors=import_names(file, name_map, tensors, model), ignored=ignored)
+        yield weights_from(file, name_map, tensors, model, format="openai", path=path, ignored=ignored)
 
 
 def _find(folder: Path) -> Path:
@@ -60,7 +61,7 @@ def read_config(path: Path) -> ModelConfig:
     """Return the sizes that hparams.json says. Raises ConfigError."""
     if not os.path.lexists(path):
         raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights")
-    words = read_json_mapping(path)
-    if missing := [name for name in _SIZES.values() if words.get(name) is None]:
+    fields = read_json_mapping(path)
+    if missing := [name for name in _SIZES.values() if fields.get(name) is None]:
         raise ConfigError(f"{path}: no sizes of a GPT-2: {', '.join(missing)} missing; expected {', '.join(_SIZES.values())}")
-    return checked_model(path, {ours: words[theirs] for ours, theirs in _SIZES.items()})
+    return checked_model(path, {ours: fields[theirs] for ours, theirs in _SIZES.items()})

@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from common.conversion.convert import convert, detect  # noqa: E402
+from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.systems.table import detect  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
-from common.tensor_files.paddle_pickle import open_paddle  # noqa: E402
 
-FIXTURE = Path(__file__).parents[1] / "tensor_files" / "data" / "fleetx"
+FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "fleetx"
 YAML = """\
 _base_: ./pretrain_gpt_base.yaml
 Global: {local_batch_size: 8}
@@ -166,5 +166,5 @@ def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:
     for place in range(0, len(whole), 7):
         for changed in (whole[:place] + whole[place + 1 :], whole[:place] + b"\0" + whole[place:]):
             path.write_bytes(changed)
-            with pytest.raises(CheckpointError), open_paddle(path):
+            with pytest.raises(CheckpointError), open_tensors(path):
                 pass

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.conversion.weights import Weight, Weights, checked_model, checked_run, moment_shapes, require_moments
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
+from common.systems.run_state import checked_run, moment_shapes, require_moments
+from common.systems.weight_format import System, WeightFormat
+from common.systems.weights import Weight, Weights, checked_model
 from common.tensor_files.arrays import TensorKind, prefetch_arrays
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint import find_checkpoint, require_checkpoint
@@ -22,7 +24,7 @@ from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
 
 
-def is_here(path: Path) -> bool:
+def detects(path: Path) -> bool:
     return find_checkpoint(path) is not None
 
 
@@ -86,3 +88,10 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
     kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors.items()}
     return stream_safetensors(path, kinds, prefetch_arrays(partial(weight.load_as, "float32") for weight in tensors.values()))
+
+
+SYSTEM = System(
+    weight_formats={
+        "torch_gpt2": WeightFormat(title="torch_gpt2", detects=detects, open=open_project, write=write_project),
+    }
+)

@@ -10,16 +10,17 @@ import pytest
 import yaml
 
 from common.config.schema import ModelConfig
-from common.conversion.convert import convert, detect
+from common.conversion.convert import convert
 from common.conversion.heads import warn_of_heads
-from common.conversion.openai import open_openai
 from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.log import LOG
+from common.systems.openai.read import open_openai
+from common.systems.table import detect
 from common.tensor_files.containers import open_tensors
 from tools.convert_weight import main
 
-FIXTURE = Path(__file__).parents[1] / "tensor_files" / "data" / "openai"
-PRESETS = Path(__file__).parents[3] / "configs" / "gpt2"
+FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "openai"
+PRESETS = Path(__file__).parents[4] / "configs" / "gpt2"
 BLOCK = {
     "attn.c_attn": "attn/c_attn", "attn.c_proj": "attn/c_proj", "ln_1": "ln_1", "ln_2": "ln_2", "mlp.c_fc": "mlp/c_fc",
     "mlp.c_proj": "mlp/c_proj",

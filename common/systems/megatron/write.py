@@ -16,17 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.schema import ModelConfig
-from common.conversion.megatron_shards import FILE, TRACKER
-from common.conversion.model_yaml import write_model_yaml
-from common.conversion.weights import Weight, Weights, to_type
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
 from common.parallel.sharding import local_shape, slice_of
+from common.systems.megatron.names import NAME_MAPS
+from common.systems.megatron.shards import FILE, TRACKER
+from common.systems.model_yaml import write_model_yaml
+from common.systems.name_map import NameRow
+from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
 from common.tensor_files.torch_pickle import TorchName
 from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 from common.training.snapshot import STATE_NAMES, padded_rows
-from common.weights.names import EMBEDDING, NAME_MAPS, NameRow, decays
+from common.weights.names import EMBEDDING, decays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +50,15 @@ class _Rank:
         """Of its tensors in the order of Megatron's modules, layers numbered from 0."""
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
-        start = [row for row in name_map.outside if row.ours[0] in (EMBEDDING, "wpe.weight")]
+        start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, "wpe.weight")]
         blocks = [
             replace(
                 row, ours=tuple(name.format(layer=self.stage * layers + layer) for name in row.ours), theirs=row.theirs.format(layer=layer)
             )
             for layer in range(layers)
-            for row in name_map.layer
+            for row in name_map.layer_rows
         ]
-        end = [row for row in name_map.outside if row not in start]
+        end = [row for row in name_map.global_rows if row not in start]
         if self.stage and name_map.head:
             end.append(replace(start[0], theirs=name_map.head))
         return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
@@ -157,7 +159,7 @@ def _precision(weights: Weights, dtype: str | None) -> str:
 
 
 def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
-    """Parameters are numbered group by group, those with decay first: ``megatron._by_name`` says where that is from."""
+    """Parameters are numbered group by group, those with decay first: ``optimizer.by_name`` says where that is from."""
     weights = leaves.rank.weights
     run = weights.run
     assert run is not None
@@ -200,17 +202,17 @@ def _hysteresis(run: Any) -> int:
 def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]) -> dict[str, Any]:
     """``step`` as apex and Transformer Engine keep it, one number for all."""
     rate = config.get("learning_rate", 0.0)
-    words: dict[str, Any] = {
+    group: dict[str, Any] = {
         "lr": rate, "max_lr": rate, "min_lr": config.get("min_learning_rate", 0.0),
         "weight_decay": config.get("weight_decay", 0.0) * decayed, "wd_mult": float(decayed), "lr_mult": 1.0,
         "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
     }  # fmt: skip
     if config["name"] == "sgd":
-        words |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
+        group |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
     else:
-        words |= {"betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)), "eps": config.get("epsilon", 1e-8)}
-        words |= {"bias_correction": True, "step": steps}
-    return words | {"params": numbers}
+        group |= {"betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)), "eps": config.get("epsilon", 1e-8)}
+        group |= {"bias_correction": True, "step": steps}
+    return group | {"params": numbers}
 
 
 def _scheduler(run: Any) -> dict[str, Any]:

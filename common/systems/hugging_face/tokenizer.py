@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.conversion.weights import Weights
 from common.errors import ConfigError, TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
+from common.systems.weights import Weights
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary, read_vocabulary
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
 

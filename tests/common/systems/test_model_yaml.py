@@ -12,10 +12,11 @@ import torch
 import yaml
 
 from common.config.schema import ModelConfig
-from common.conversion.megatron_writer import write_megatron
-from common.conversion.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
-from common.conversion.weights import Weight, Weights, moment_shapes
 from common.errors import ConfigError
+from common.systems.megatron.write import write_megatron
+from common.systems.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
+from common.systems.run_state import moment_shapes
+from common.systems.weights import Weight, Weights
 from common.weights.names import parameter_shapes
 
 MODEL = {"num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11, "ffn_hidden_size": 8, "max_positions": 8}

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from common.conversion.convert import convert, detect  # noqa: E402
+from common.conversion.convert import convert  # noqa: E402
+from common.systems.table import detect  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 13317}
 CONFIG: dict[str, Any] = SIZES | {

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import ModelConfig
-from common.conversion.model_yaml import MODEL_YAML, read_model_yaml
-from common.conversion.weights import Weights, checked_model, import_names, match_name_map, padding_of
 from common.errors import CheckpointError, ConfigError
+from common.systems.fleetx.names import NAME_MAPS
+from common.systems.model_yaml import MODEL_YAML, read_model_yaml
+from common.systems.name_map import match_name_map
+from common.systems.weights import Weights, checked_model, weights_from
 from common.tensor_files.containers import open_tensors
 from common.yaml_files import read_yaml_mapping
 
@@ -19,7 +21,7 @@ _RANKS = "mp_??_sharding_??_pp_??"
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
-def is_here(path: Path) -> bool:
+def detects(path: Path) -> bool:
     return path.suffix == ".pdparams" or (path / FILE).is_file() or any(path.glob(f"{_RANKS}/{FILE}"))
 
 
@@ -29,9 +31,8 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     file = path if path.is_file() else _find(path)
     model = read_config(file)
     with open_tensors(file) as stored:
-        name_map = match_name_map(file, "fleetx", stored)
-        ignored = padding_of(name_map, stored, model)
-        yield Weights(path=path, format="fleetx", model=model, tensors=import_names(file, name_map, stored, model), ignored=ignored)
+        name_map = match_name_map(file, "fleetx", NAME_MAPS, stored)
+        yield weights_from(file, name_map, stored, model, format="fleetx", path=path, ignored={})
 
 
 def _find(folder: Path) -> Path:
@@ -80,14 +81,15 @@ def _section(path: Path) -> dict[str, Any] | None:
     return section if isinstance(section, dict) else None
 
 
-def _model(path: Path, words: dict[str, Any]) -> ModelConfig:
-    if missing := [name for name in _NEEDED if words.get(name) is None]:
+def _model(path: Path, section: dict[str, Any]) -> ModelConfig:
+    if missing := [name for name in _NEEDED if section.get(name) is None]:
         raise ConfigError(f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base")
-    dropout = words.get("hidden_dropout_prob", 0.1)
+    dropout = section.get("hidden_dropout_prob", 0.1)
     sizes = {
-        "num_layers": words["num_layers"], "hidden_size": words["hidden_size"], "num_heads": words["num_attention_heads"],
-        "vocab_size": words["vocab_size"], "seq_length": words["max_position_embeddings"], "ffn_hidden_size": words.get("ffn_hidden_size"),
-        "embedding_dropout": dropout, "hidden_dropout": dropout, "attention_dropout": words.get("attention_probs_dropout_prob", 0.1),
-        "initializer_range": words.get("initializer_range", 0.02),
+        "num_layers": section["num_layers"], "hidden_size": section["hidden_size"], "num_heads": section["num_attention_heads"],
+        "vocab_size": section["vocab_size"], "seq_length": section["max_position_embeddings"],
+        "ffn_hidden_size": section.get("ffn_hidden_size"),
+        "embedding_dropout": dropout, "hidden_dropout": dropout, "attention_dropout": section.get("attention_probs_dropout_prob", 0.1),
+        "initializer_range": section.get("initializer_range", 0.02),
     }  # fmt: skip
     return checked_model(path, sizes)

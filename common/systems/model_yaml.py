@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import ModelConfig
-from common.conversion.weights import Weights, checked_model, checked_run
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.structured_files import kind_of
+from common.systems.run_state import checked_run
+from common.systems.weights import Weights, checked_model
 from common.yaml_files import dump_yaml, read_yaml_mapping
 
 MODEL_YAML = "model.yaml"
