@@ -23,20 +23,20 @@ def read_model_yaml(path: Path) -> tuple[ModelConfig, dict[str, Any] | None]:
         raise ConfigError(
             f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section model of the config beside the weights"
         )
-    words = read_yaml_mapping(path)
-    section = words.get("model")
+    content = read_yaml_mapping(path)
+    section = content.get("model")
     if not isinstance(section, dict):
         raise ConfigError(
             f"{path}: no section model (found {kind_of(section)}); expected num_layers, hidden_size, num_heads, seq_length, vocab_size"
         )
-    run = words.get("run")
+    run = content.get("run")
     return checked_model(path, section), None if run is None else checked_run(path, run)
 
 
 def write_model_yaml(folder: Path, weights: Weights) -> None:
     """Write the file into ``folder``. Raises StorageError."""
-    words: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
+    content: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
     if weights.run is not None:
-        words["run"] = dict(weights.run)
+        content["run"] = dict(weights.run)
     with atomic_write(folder / MODEL_YAML, "w") as file:
-        file.write(dump_yaml(words))
+        file.write(dump_yaml(content))

@@ -1,4 +1,4 @@
-"""Where a run stood, as files of any format tell it: checked before anybody goes on from it."""
+"""Where a run stood, as files of any format tell it; checked before a run resumes from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 class _Checked(BaseModel):
-    """Keys that are not named here are free."""
+    """Values of their types. Keys that are not named here may hold anything."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -94,15 +94,24 @@ class _Run(_Checked):
     config: _Config
 
 
-def checked_run(path: Path, words: Any) -> dict[str, Any]:
-    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can go on from it, and every value is of its type."""
+def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0) -> dict[str, Any]:
+    """Return a ``Weights.run`` of the numbers that a foreign checkpoint tells. scale: the state of the loss scale."""
+    return {
+        "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
+        "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
+        "config": {"optimizer": {"name": optimizer}},
+    }
+
+
+def checked_run(path: Path, record: Any) -> dict[str, Any]:
+    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it and every value is of its type."""
     try:
-        _Run.model_validate(words)
-        TrainState.from_dict(words["state"])
-        EngineState(**words["engine"])
-        if words["engine"]["loss_scale"].get("mode") == "dynamic" and not words["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
+        _Run.model_validate(record)
+        TrainState.from_dict(record["state"])
+        EngineState(**record["engine"])
+        if record["engine"]["loss_scale"].get("mode") == "dynamic" and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
             raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
-        json.dumps(words, allow_nan=False)  # as it may be written to a manifest
+        json.dumps(record, allow_nan=False)  # as it may be written to a manifest
     except ValidationError as error:
         first = error.errors()[0]
         found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
@@ -110,19 +119,19 @@ def checked_run(path: Path, words: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         problem = str(error)
     else:
-        return dict(words)
+        return dict(record)
     raise ConfigError(
         f"{path}: does not say where its run stood: {problem}; expected state, engine and config as in our manifests; copy it again"
     )
 
 
 def moment_shapes(model: ModelConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Those of ``Weights.moments``."""
+    """Return the shapes of ``Weights.moments``."""
     return {f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in STATE_NAMES[optimizer]}
 
 
 def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ModelConfig) -> dict[str, Weight]:
-    """The moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
+    """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
     optimizer = run["config"]["optimizer"]["name"]
     expected = moment_shapes(model, optimizer)
     if not moments and (optimizer == "sgd" or not run["engine"]["optimizer_steps"]):

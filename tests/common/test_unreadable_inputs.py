@@ -21,7 +21,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord_file import MindRecordFile
 from common.errors import UserError
 from common.generation.prompts import read_prompts
-from common.systems.hugging_face.read import read_config as read_hugging_face
+from common.systems.hugging_face.config import read_config as read_hugging_face
 from common.systems.model_yaml import read_model_yaml
 from common.tensor_files.containers import open_tensors
 from common.tokenizer.bpe_files import read_vocabulary

@@ -5,15 +5,14 @@ GPT2-Chinese has the same, with vocab.txt.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from common.config.schema import ModelConfig
-from common.errors import CheckpointError, ConfigError
-from common.structured_files import read_json_mapping, shown
+from common.errors import CheckpointError
+from common.systems.hugging_face.config import CONFIG, read_config
 from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.name_map import NameMap, match_name_map
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
@@ -21,13 +20,7 @@ from common.tensor_files.arrays import TensorFile
 from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING
 
-CONFIG = "config.json"
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_SAME = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "add_cross_attention": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,), "tie_word_embeddings": (True,),
-}  # fmt: skip
-"""Settings that our model has no choice in: which of their values it computes. The first is transformers' default, but for old files."""
 
 
 def detects(path: Path) -> bool:
@@ -75,33 +68,3 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ModelConf
         ignored[name_map.head] = f"the head, which is {table}"
         check_tied(stored.path, name_map.head, tensors.pop(name_map.head), tensors[table])
     return weights_from(stored.path, name_map, tensors, model, format="hf", path=path, ignored=ignored)
-
-
-def read_config(path: Path) -> ModelConfig:
-    """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that computes what ours does."""
-    if not os.path.lexists(path):
-        raise ConfigError(f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights")
-    fields = read_json_mapping(path, finite=False)
-    positions = fields.get("n_positions") or fields.get("n_ctx")
-    theirs = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
-    missing = [name for name in theirs.values() if fields.get(name) is None] + ([] if positions else ["n_positions"])
-    if missing:
-        raise ConfigError(
-            f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd, n_head, n_positions, vocab_size"
-        )
-    sizes = {
-        **{ours: fields[name] for ours, name in theirs.items()},
-        "seq_length": positions,
-        "ffn_hidden_size": fields.get("n_inner") or None,
-    }
-    for name, values in _SAME.items():
-        if fields.get(name, values[0]) not in values:
-            raise ConfigError(
-                f"{path}: {name}={shown(fields[name])}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
-            )
-    dropout = {
-        "embedding_dropout": fields.get("embd_pdrop", 0.1), "attention_dropout": fields.get("attn_pdrop", 0.1),
-        "hidden_dropout": fields.get("resid_pdrop", 0.1),
-    }  # fmt: skip
-    rest = {"layer_norm_epsilon": fields.get("layer_norm_epsilon", 1e-5), "initializer_range": fields.get("initializer_range", 0.02)}
-    return checked_model(path, {**sizes, "max_positions": sizes["seq_length"], **dropout, **rest})

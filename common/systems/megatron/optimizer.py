@@ -11,10 +11,8 @@ import numpy as np
 
 from common.errors import CheckpointError, ConfigError
 from common.systems.megatron.shards import FILE, RankTensors, Shards
-from common.systems.run_state import NO_SCALE, checked_run
+from common.systems.run_state import NO_SCALE, checked_run, new_run
 from common.tensor_files.arrays import FileTensor, TensorFile
-from common.training.snapshot import EngineState
-from common.training.state import TrainState
 
 _PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -100,9 +98,10 @@ def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
             "finite_steps": int(saved.scaler.get("growth_tracker", 0)),
             "overflows": max(0, hysteresis - int(saved.scaler.get("hysteresis_tracker", hysteresis))),
         }
-    state = TrainState(step=step, consumed_samples=int(getattr(args, "consumed_train_samples", None) or 0))
-    return {
-        "state": state.to_dict(),
-        "engine": vars(EngineState(optimizer_steps=step if saved.steps is None else int(saved.steps), loss_scale=scale, rng={})),
-        "config": {"optimizer": {"name": "sgd" if "momentum_buffer" in saved.moments else "adamw"}},
-    }
+    return new_run(
+        "sgd" if "momentum_buffer" in saved.moments else "adamw",
+        step=step,
+        updates=step if saved.steps is None else int(saved.steps),
+        scale=scale,
+        consumed_samples=int(getattr(args, "consumed_train_samples", None) or 0),
+    )

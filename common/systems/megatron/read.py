@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.systems.megatron.config import read_config
 from common.systems.megatron.names import NAME_MAPS
-from common.systems.megatron.optimizer import by_name, read_optimizer, run_of
+from common.systems.megatron.optimizer import SavedState, by_name, read_optimizer, run_of
 from common.systems.megatron.shards import (
+    Joined,
     RankTensors,
     Shards,
     find_folder,
@@ -45,48 +47,66 @@ def detects(path: Path, format: str = "megatron") -> bool:
 
 @contextmanager
 def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
-    """path: the root, one of its folders iter_... or release, or the file of a single rank. Raises CheckpointError and ConfigError."""
+    """path: the root, one of its folders iter_... or release, or the file of a single rank.
+
+    Raises CheckpointError and ConfigError.
+    """
     with open_shards(path) as shards:
-        names = [name.removeprefix("model.") for name in shards.first if name.startswith("model.")]
-        name_map = _in_version(shards, match_name_map(shards.folder, format, NAME_MAPS[format], names))
+        name_map = _name_map(shards, format)
         saved = [[read_optimizer(file) for file in stage] for stage in shards.files]
         stored = [[{n: t for n, t in rank.items() if not name_map.ignores(n)} for rank in stage] for stage in model_tensors(shards)]
-        weights: RankTensors = stored
+        ranks: RankTensors = stored
         ignored: dict[str, str] = {}
         if all(rank.copies for stage in saved for rank in stage):
-            weights = by_name(shards, stored, [[rank.copies for rank in stage] for stage in saved])
+            ranks = by_name(shards, stored, [[rank.copies for rank in stage] for stage in saved])
             ignored["model"] = "weights of less precision, of which the optimizer has the float32"
-        ignored |= _tied_head(shards.folder, name_map, weights)
-        tensors = join(shards.folder, weights, name_map)
-        tensors.pop(name_map.head or "", None)
+        ignored |= _tied_head(shards.folder, name_map, ranks)
+        tensors = _without_head(shards, ranks, name_map)
         table = name_map.global_rows[0].theirs
         model, run, notes = read_config(shards, tensors[table].shape[0] if table in tensors and tensors[table].shape else 0)
-        found = weights_from(shards.folder, name_map, tensors, model, format=format, path=path, ignored=ignored | notes, read=read_joined)
-        notes = {}
+        ignored |= notes
+        weights = weights_from(shards.folder, name_map, tensors, model, format=format, path=path, ignored=ignored, read=read_joined)
         moments: dict[str, Weight] = {}
         for part in saved[0][0].moments:
             there = by_name(shards, stored, [[rank.moments.get(part, []) for rank in stage] for stage in saved])
-            joined = join(shards.folder, there, name_map)
-            joined.pop(name_map.head or "", None)
+            joined = _without_head(shards, there, name_map)
             moments |= import_names(shards.folder, name_map, joined, model, suffix=f".{part}", read=read_joined)
-        step = shards.first.tree.get("iteration", shards.first.tree.get("total_iters", 0))
-        if run is not None and step != run["state"]["step"]:
+        run, notes = _where_it_stood(shards, saved[0][0], run, has_moments=bool(moments))
+        moments = {} if run is None else require_moments(shards.folder, moments, run, model)
+        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+
+
+def _name_map(shards: Shards, format: str) -> NameMap:
+    names = [name.removeprefix("model.") for name in shards.first if name.startswith("model.")]
+    name_map = match_name_map(shards.folder, format, NAME_MAPS[format], names)
+    return _in_version(shards, name_map) if name_map in NAME_MAPS["megatron"] else name_map
+
+
+def _without_head(shards: Shards, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]:
+    tensors = join(shards.folder, ranks, name_map)
+    tensors.pop(name_map.head or "", None)
+    return tensors
+
+
+def _where_it_stood(
+    shards: Shards, saved: SavedState, run: dict[str, Any] | None, *, has_moments: bool
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Return the run, and what is left out of it and why. run: as a model.yaml tells it."""
+    step = shards.first.tree.get("iteration", shards.first.tree.get("total_iters", 0))
+    if run is not None:
+        if step != run["state"]["step"]:
             raise CheckpointError(
                 f"{shards.first.path}: its iteration is {step}, and {MODEL_YAML} says step {run['state']['step']}: they are of two runs;"
                 f" take the section run out of {MODEL_YAML}, or copy both again"
             )
-        if run is None and moments:
-            run = run_of(shards, saved[0][0], step)
-        elif run is None:
-            notes |= {"optimizer": saved[0][0].why_not} if saved[0][0].why_not else {}
-            notes |= {"iteration": "where training stood, without the state of the optimizer"} if step else {}
-        moments = {} if run is None else require_moments(shards.folder, moments, run, model)
-        yield replace(found, moments=moments, run=run, ignored={**found.ignored, **notes})
+        return run, {}
+    if has_moments:
+        return run_of(shards, saved, step), {}
+    notes = {"optimizer": saved.why_not} if saved.why_not else {}
+    return None, notes | ({"iteration": "where training stood, without the state of the optimizer"} if step else {})
 
 
 def _in_version(shards: Shards, name_map: NameMap) -> NameMap:
-    if name_map not in NAME_MAPS["megatron"]:
-        return name_map
     version = shards.first.tree.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in _ORDERS:
         raise ConfigError(

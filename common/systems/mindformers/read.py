@@ -13,11 +13,9 @@ from common.errors import CheckpointError
 from common.systems.mindformers.names import NAME_MAPS
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.name_map import POSITIONS, match_name_map
-from common.systems.run_state import NO_SCALE, require_moments
+from common.systems.run_state import NO_SCALE, new_run, require_moments
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.containers import open_tensors
-from common.training.snapshot import EngineState
-from common.training.state import TrainState
 from common.weights.names import EMBEDDING
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
@@ -80,17 +78,13 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
 
 
 def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
-    """As far as MindSpore's own counters tell."""
+    """Return the run as far as MindSpore's own counters tell."""
     if wrong := [f"{name}={value:g}" for name, value in counters.items() if not 0 <= value < 2**53]:
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
     updates = int(counters.get("global_step", counters.get("step_num", 0)))
     value = counters.get("scale_sense", counters.get("loss_scale"))
     scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
-    return {
-        "state": TrainState(step=int(counters.get("step_num", updates))).to_dict(),
-        "engine": vars(EngineState(optimizer_steps=updates, loss_scale=scale, rng={})),
-        "config": {"optimizer": {"name": optimizer}},
-    }
+    return new_run(optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale)
 
 
 _HEAD_WIDTH = 64
