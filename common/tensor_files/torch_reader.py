@@ -10,7 +10,8 @@ import io
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,18 @@ def _read_zip(path: Path, content: Bytes) -> Any:
     folder = pickles[0].removesuffix("data.pkl")
     has_sums = any(info.CRC for info in records.values())  # torch.serialization.set_crc32_options(False) leaves all of them 0
 
-    def checked(info: zipfile.ZipInfo) -> _Checked:
-        return _Checked(path=path, name=info.filename, data=_record(content, info), expected=info.CRC if has_sums else None)
+    def record(info: zipfile.ZipInfo) -> tuple[Bytes, Callable[[], None] | None]:
+        data = _record(content, info)
+        return data, _checksum_test(path, info.filename, data, info.CRC) if has_sums else None
+
+    def checked_bytes(info: zipfile.ZipInfo) -> bytes:
+        data, check = record(info)
+        if check is not None:
+            check()
+        return data.tobytes()
 
     order = records.get(f"{folder}byteorder")
-    if order is not None and checked(order).bytes() != b"little":
+    if order is not None and checked_bytes(order) != b"little":
         raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
     storages: dict[tuple[str, str], Storage] = {}
 
@@ -55,40 +63,29 @@ def _read_zip(path: Path, content: Bytes) -> Any:
             info = records.get(f"{folder}data/{key}")
             if info is None or view is not None:
                 raise ValueError(f"the archive holds no storage {key}")
-            record = checked(info)
-            storage = Storage(dtype=dtype, numel=numel, data=record.data, check=record)
+            data, check = record(info)
+            storage = Storage(dtype=dtype, numel=numel, data=data, check=check)
             if info.file_size < storage.nbytes:
                 raise ValueError(f"storage {key} has {info.file_size} bytes instead of {storage.nbytes}")
             storages[key, dtype] = storage
         return storages[key, dtype]
 
-    return load_records(io.BytesIO(checked(records[pickles[0]]).bytes()), storage_of, str(path))
+    return load_records(io.BytesIO(checked_bytes(records[pickles[0]])), storage_of, str(path))
 
 
-@dataclass(kw_only=True, eq=False)
-class _Checked:
-    """A record of the archive. Calling it compares its CRC-32, the first time. Raises CheckpointError."""
+def _checksum_test(path: Path, name: str, data: Bytes, expected: int) -> Callable[[], None]:
+    """Return a function that compares the CRC-32 of a record of the archive until it was right once. It raises CheckpointError."""
 
-    path: Path
-    name: str
-    data: Bytes
-    expected: int | None
-    """None: equal, or not told."""
-
-    def __call__(self) -> None:
-        if self.expected is None:
-            return
-        found = zlib.crc32(self.data.data)
-        if found != self.expected:
+    @cache
+    def check() -> None:
+        found = zlib.crc32(data.data)
+        if found != expected:
             raise CheckpointError(
-                f"{self.path}: {self.name} has changed since it was written: its CRC-32 is {found:08x}, and the archive says"
-                f" {self.expected:08x}; copy the file again or use another one"
+                f"{path}: {name} has changed since it was written: its CRC-32 is {found:08x}, and the archive says"
+                f" {expected:08x}; copy the file again or use another one"
             )
-        self.expected = None
 
-    def bytes(self) -> bytes:
-        self()
-        return self.data.tobytes()
+    return check
 
 
 def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:
