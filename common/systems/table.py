@@ -11,7 +11,6 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.systems import fleetx, hugging_face, megatron, mindformers, openai, own_folder
-from common.systems.name_map import NameMap
 from common.systems.weight_format import System, WeightFormat
 
 SYSTEMS: dict[str, System] = {
@@ -26,9 +25,6 @@ SYSTEMS: dict[str, System] = {
 
 FORMATS: dict[str, WeightFormat] = {name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()}
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]  # both backends share our own folder
-
-NAME_MAPS: dict[str, tuple[NameMap, ...]] = {name: format.name_maps for name, format in FORMATS.items() if format.name_maps}
-"""By format: the names that are written, then others that are read."""
 
 
 def detect(path: Path) -> str:

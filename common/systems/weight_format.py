@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.systems.name_map import NameMap
 from common.systems.weights import Weights
 
 
@@ -25,8 +24,6 @@ class WeightFormat:
     """Like ``write``, for so many tensor and pipeline ranks, each with a file of its own. None: a model is one, for any layout."""
     holds_run: bool = True
     """Whether the optimizer's state and where training stood have a place in it."""
-    name_maps: tuple[NameMap, ...] = ()
-    """The names that are written, then others that are read. Empty: our own names."""
     missing_config: Callable[[Path], str | None] | None = None
     """Returns a shell command that writes the config which a folder lacks, as far as shapes tell it; None where there is one."""
 

@@ -1,6 +1,5 @@
 """Hugging Face's GPT-2, as transformers reads and writes it: ``hf``."""
 
-from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.hugging_face.read import detects, open_hugging_face
 from common.systems.hugging_face.write import write_hugging_face
 from common.systems.weight_format import System, WeightFormat
@@ -13,7 +12,6 @@ SYSTEM = System(
             open=open_hugging_face,
             write=write_hugging_face,
             holds_run=False,
-            name_maps=NAME_MAPS,
         )
     }
 )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from common.systems.megatron.names import NAME_MAPS
 from common.systems.megatron.read import detects, open_megatron
 from common.systems.megatron.write import write_megatron
 from common.systems.weight_format import System, WeightFormat
@@ -15,7 +14,6 @@ def _format(name: str, title: str) -> WeightFormat:
         open=partial(open_megatron, format=name),
         write=partial(write_megatron, format=name),
         write_shards=partial(write_megatron, format=name),
-        name_maps=NAME_MAPS[name],
     )
 
 

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from common.systems.mindformers.names import NAME_MAPS
 from common.systems.mindformers.read import detects, missing_config, open_mindformers
 from common.systems.mindformers.write import write_mindformers
 from common.systems.weight_format import System, WeightFormat
@@ -14,7 +13,6 @@ def _format(name: str, title: str) -> WeightFormat:
         detects=partial(detects, format=name),
         open=partial(open_mindformers, format=name),
         write=partial(write_mindformers, format=name),
-        name_maps=NAME_MAPS[name],
         missing_config=partial(missing_config, format=name),
     )
 

@@ -7,10 +7,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
+from common.systems import fleetx, hugging_face, megatron, mindformers, openai
 from common.systems.name_map import Fusion, NameMap, NameRow
-from common.systems.table import NAME_MAPS
 from common.weights.names import parameter_shapes
 
+NAME_MAPS = {
+    "hf": hugging_face.names.NAME_MAPS, "openai": openai.names.NAME_MAPS, "fleetx": fleetx.names.NAME_MAPS, **mindformers.names.NAME_MAPS,
+    **megatron.names.NAME_MAPS,
+}  # fmt: skip
 MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=7, vocab_size=11, ffn_hidden_size=20, max_positions=9)
 
 
