@@ -46,9 +46,9 @@ class ConversionResult:
     moments: int
     """Tensors of the optimizer's state."""
     step: int | None
-    """Of the run that travelled along; None: weights alone did."""
+    """The step of the run that was converted too; None: only weights were."""
     ignored: Mapping[str, str]
-    """What of the source was left out, and why."""
+    """Parts of the source that were left out, and why."""
     logits: Mapping[str, Any] | None = None
     """How those of source and target compare, or why they were not; None: not asked for."""
 
@@ -133,7 +133,7 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
-    """What MindFormers' convert_weight.py made of Hugging Face's ``pytorch_model.bin``: one ``.ckpt``, with names that its models have.
+    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as its convert_weight.py did.
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """

@@ -1,4 +1,4 @@
-"""What lies where a checkpoint of this project was expected: another system's weights, with the commands that convert them."""
+"""The message for a path that is not a checkpoint of this project: what is there, and the commands that convert it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _absent(where: Path, why: str) -> str:
 
 
 def _is_name(where: Path) -> bool:
-    """As gpt2 or openai-community/gpt2."""
+    """Whether this is a name such as gpt2 or openai-community/gpt2."""
     if where.is_absolute() or where.suffix:
         return False
     return len(where.parts) == 1 or (len(where.parts) == 2 and not where.parent.exists())

@@ -22,9 +22,9 @@ Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
 NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
-"""By format the packages that compute its logits."""
+"""Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
-"""Of the largest logit: frameworks add float32 in other orders. A wrong order of heads is off by its size."""
+"""The largest difference as a part of the largest logit. Frameworks add float32 in other orders; a wrong order of heads is off by its size."""
 _COPIES = 3
 """Times the weights that a framework holds while it opens them."""
 
@@ -32,7 +32,7 @@ _COPIES = 3
 def compare_logits(
     runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
 ) -> dict[str, Any]:
-    """What the report says of it. Raises CheckpointError if they differ."""
+    """Return what the report says of the comparison. Raises CheckpointError if the logits differ."""
     needed = _COPIES * 4 * count_parameters(source.model)
     available = _available_memory()
     missing = sorted({source_format, target_format} - runners.keys())
@@ -80,7 +80,7 @@ def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDAr
 
 
 def config_of(model: ModelConfig, folder: Path) -> RunConfig:
-    """What a backend needs to open a model on a CPU."""
+    """Return a config with which a backend opens a model on a CPU."""
     needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
     tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}
     return resolve_config(build_config(tree))

@@ -78,9 +78,9 @@ class NameMap:
     """The names that another format has for the parameters. {layer} is the number of a block."""
 
     global_rows: tuple[NameRow, ...]
-    """Of embeddings and the last norm."""
+    """The rows of the embeddings and the last norm."""
     layer_rows: tuple[NameRow, ...]
-    """Of each block."""
+    """The rows of each block."""
     head: str | None = None
     """The name of the head, a copy of the embedding."""
     ignored: str = r"(?!)"

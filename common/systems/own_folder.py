@@ -52,7 +52,7 @@ def open_project(path: Path) -> Iterator[Weights]:
 
 
 _OF_THE_FOLDER = ("format_version", "converted_from", "files")
-"""What a manifest says of the folder, not of the run."""
+"""Keys of a manifest that describe the folder, not the run."""
 
 
 def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -87,7 +87,7 @@ class _Config(_Checked):
 
 
 class _Run(_Checked):
-    """What the formats read of a ``Weights.run``. Keys that older files do not have may be absent."""
+    """The parts of a ``Weights.run`` that formats read. Keys that older files do not have may be absent."""
 
     state: _State
     engine: _Engine

@@ -21,7 +21,7 @@ SYSTEMS: dict[str, System] = {
     "fleetx": fleetx.SYSTEM,
     "megatron": megatron.SYSTEM,
 }
-"""In the order in which a path is held against them."""
+"""A path is compared with them in this order."""
 
 FORMATS: dict[str, WeightFormat] = {name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()}
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]  # both backends share our own folder

@@ -1,4 +1,4 @@
-"""What conversion asks of a format of weights. Each system's folder has one such record for every format."""
+"""The record that each system's folder has for each of its formats of weights."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ class System:
     """All that is known of one foreign system. What a further part needs of it becomes a further field with a default."""
 
     weight_formats: Mapping[str, WeightFormat]
-    """By the names that ``--from`` and ``--to`` of tools/convert_weight.py take."""
+    """Keyed by the names that ``--from`` and ``--to`` of tools/convert_weight.py take."""

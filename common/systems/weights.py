@@ -40,7 +40,7 @@ class Weight(TensorKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a folder holds of a model."""
+    """The weights in a folder, and the state of the run if it has one."""
 
     path: Path
     format: str
@@ -53,9 +53,9 @@ class Weights:
     """Where training stood, as the manifest of our own checkpoints says it: state, engine, config (but its model), and what else the
     format knows. None: these are weights alone."""
     tokenizer: Mapping[str, Any] | None = None
-    """What the run recorded of its tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer, which say where it was."""
+    """The run's record of its tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer, which say where it was."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """What was left out, and why."""
+    """Names that were left out, and why."""
 
     def without_run(self) -> Weights:
         """Return the weights without what only a run needs."""

@@ -29,7 +29,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
         "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1", "bool": "?",
     }.items()
 }  # fmt: skip
-"""What holds a tensor of each type."""
+"""The type of array that holds a tensor of each type."""
 
 _BLOCK = 2**22
 """Elements that are converted at a time, so that a large tensor needs no second copy."""
@@ -57,7 +57,7 @@ class FileTensor(TensorKind):
     segments: tuple[Bytes, ...]
     """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
     strides: tuple[int, ...] | None = None
-    """In elements, of a tensor that is not row-major."""
+    """Strides in elements of a tensor that is not row-major; None where it is."""
     check: Callable[[], None] | None = None
     """Compares the checksum of what holds the bytes, before they are first read. Raises CheckpointError."""
 
@@ -111,7 +111,7 @@ class TensorFile(Mapping[str, FileTensor]):
     path: Path
     tensors: Mapping[str, FileTensor]
     plain: Mapping[str, Any]
-    """What is no tensor, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
+    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
     tree: Any
     """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
 
@@ -143,8 +143,10 @@ def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArra
 
 
 def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """Of matrices: numpy copies a transposed one along the columns of the result, which no cache holds; in bands it is twice to five times
-    as fast."""
+    """Copy a matrix in bands of columns.
+
+    numpy copies a transposed matrix along the columns of the result, which no cache holds. In bands it is two to five times as fast.
+    """
     for first in range(0, source.shape[-1], _BAND):
         target[..., first : first + _BAND] = source[..., first : first + _BAND]
 
@@ -168,7 +170,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def same_bytes(one: FileTensor, other: FileTensor) -> bool:
-    """Of one type and shape, and equal bit for bit."""
+    """Whether two tensors have one type and shape and are equal bit for bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     first, second = (np.frombuffer(bytes_of(tensor.read()), np.uint8) for tensor in (one, other))
@@ -177,7 +179,10 @@ def same_bytes(one: FileTensor, other: FileTensor) -> bool:
 
 
 def prefetch_arrays(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
-    """What the makers return, row-major. The next is made while the caller has this one, which the one after overwrites."""
+    """Yield the makers' arrays, row-major.
+
+    The next array is made while the caller has this one, and the one after that overwrites it.
+    """
     rooms = itertools.cycle((ScratchBuffer(), ScratchBuffer()))
     with ThreadPoolExecutor(1) as pool:
         coming: Future[NDArray[Any]] | None = None

@@ -24,7 +24,7 @@ class _Container:
     endings: tuple[str, ...]
     remedy: str = "copy it again or use another one"
     faults: type[Exception] = ValueError
-    """What the reader raises on a broken file."""
+    """The exceptions of the reader on a broken file."""
 
 
 _SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
@@ -45,7 +45,7 @@ _CONTAINERS = (
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """The tensors and plain values of a file, by what it begins with, then by its ending; of ``NAME.index.json`` those of all its shards.
+    """Open a file by what it begins with, then by its ending, and ``NAME.index.json`` with all its shards.
 
     No tensor is read before it is asked for. Raises CheckpointError on a file that is missing, broken, of no known format, or names code.
     """

@@ -158,7 +158,7 @@ def _to_varint(value: int) -> bytes:
 
 
 def _key(number: int, size: int) -> bytes:
-    """What comes before the content of a field of bytes."""
+    """Return the bytes before the content of a field of bytes."""
     return _to_varint(number << 3 | BYTES) + _to_varint(size)
 
 

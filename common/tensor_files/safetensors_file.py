@@ -89,7 +89,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> int:
 
 
 def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
-    """The same of ``arrays`` made one at a time, in the order of ``kinds``: none is held while the next is made."""
+    """Write ``arrays``, made one at a time in the order of ``kinds``: none is held while the next is made. Returns the CRC-32."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, kind in kinds.items():

@@ -22,7 +22,7 @@ _MAX_SHARDS = 10_000
 _TYPES = {
     1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 9: "int64", 10: "bool", 14: "bfloat16", 19: "float16",
 }  # fmt: skip
-"""By the numbers of tensorflow/core/framework/types.proto."""
+"""Keyed by the numbers of tensorflow/core/framework/types.proto."""
 _TEXT = 7
 
 

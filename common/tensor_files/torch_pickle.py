@@ -30,6 +30,10 @@ _MAX_VALUES = 1_000_000
 """Beyond any file of weights; a few lists, each of the one before, could hold more than the memory."""
 
 
+_INERT_PACKAGES = ("megatron",)
+"""Packages whose files hold objects of their own classes; these are records, as are buffers of bytes (``_io.BytesIO``)."""
+
+
 class TorchName(str):
     """A name of torch's that stands for itself, as ``torch.float16``."""
 
@@ -38,7 +42,7 @@ class TorchName(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """An object of a class of Megatron's, or a buffer of bytes, of which no code is loaded: what it was made of."""
+    """The content of an object whose class is not loaded: one of _INERT_PACKAGES, or a buffer of bytes."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -46,7 +50,7 @@ class Foreign:
 
 
 class _Sealed:
-    """What a pickle may not change once it is made."""
+    """An object that a pickle may not change once it is made."""
 
     __slots__ = ()
 
@@ -63,7 +67,7 @@ class Storage(_Sealed):
     data: Bytes | None = None
     """Filled in once known: old files have the data after the pickle."""
     check: Callable[[], None] | None = None
-    """As that of a FileTensor."""
+    """See ``FileTensor.check``."""
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +130,7 @@ class _Dict(dict[Any, Any]):
 
 
 class _Function(_Sealed):
-    """What a pickle may call. An instance, since pickle can set the attributes of a function."""
+    """A function that a pickle may call. It is an instance, since pickle can set the attributes of a function."""
 
     __slots__ = ("_make",)
 
@@ -216,7 +220,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return _CLASSES[full]
         if full in _NAMES:
             return TorchName(full)
-        if module.partition(".")[0] == "megatron" or full == "_io.BytesIO":  # Transformer Engine keeps its scales in one
+        if module.partition(".")[0] in _INERT_PACKAGES or full == "_io.BytesIO":
             return type("_ForeignOf", (_Foreign,), {"__slots__": (), "name": full})
         raise CheckpointError(
             f"{self._where}: its pickle names {module}.{name}, which no file of weights needs: it could run any code, so nothing of it"
@@ -245,7 +249,7 @@ def load_records(file: IO[bytes], storage_of: StorageOf, where: str) -> Any:
 
 
 class PlainTree:
-    """What a pickle held as plain Python, and in ``tensors`` and ``values`` its leaves by their path, joined by dots.
+    """The content of a pickle as plain Python, and in ``tensors`` and ``values`` its leaves by their path, joined by dots.
 
     Raises ValueError on what is neither, RecursionError on what contains itself.
     """

@@ -1,4 +1,7 @@
-"""What PaddleFleetX calls the parameters. Paddle's linear weights are (in, out); ``fuse_attn_qkv`` joins query, key and value."""
+"""The names that PaddleFleetX has for the parameters.
+
+Paddle's linear weights are (in, out). ``fuse_attn_qkv`` joins query, key and value.
+"""
 
 from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, name_map
 from common.weights.names import EMBEDDING

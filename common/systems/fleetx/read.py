@@ -51,7 +51,9 @@ def _find(folder: Path) -> Path:
 
 
 def read_config(file: Path) -> ModelConfig:
-    """Of the weights ``file``: model.yaml beside it, else the YAML of FleetX that has a section Model, there or in the folder above.
+    """Return the model of the weights ``file``.
+
+    It comes from a model.yaml beside it, else from the YAML of FleetX that has a section Model, there or in the folder above.
 
     FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says the true number.
     """

@@ -26,7 +26,7 @@ TOKENIZER_FILES = {
         )
     },
 }  # fmt: skip
-"""What goes along when it lies beside the weights, and its name here."""
+"""Files that go along when they lie beside the weights -> their names in the target."""
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
@@ -62,7 +62,7 @@ def _folder_of(weights: Weights) -> Path:
 
 
 def _beside(weights: Weights) -> dict[str, Path]:
-    """By the name that they get, the files that lie where the weights do."""
+    """Return the files beside the weights, by the names that they get."""
     source = _folder_of(weights)
     return {name: source / theirs for theirs, name in TOKENIZER_FILES.items() if (source / theirs).is_file()}
 

@@ -15,7 +15,7 @@ _SHARD_BYTES = 5 * 10**9
 
 
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """Into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
+    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     entries = list(export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype))
     kinds = {name: kind for name, kind, _ in entries}
     sums = stream_shards(folder, kinds, prefetch_arrays(make for _, _, make in entries), limit=_SHARD_BYTES)

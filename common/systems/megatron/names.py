@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-Core call the parameters. All linear weights are (out, in)."""
+"""The names that Megatron-LM and Megatron-Core have for the parameters. All linear weights are (out, in)."""
 
 from common.systems.name_map import POSITIONS, Fusion, NameMap, name_map
 from common.weights.names import EMBEDDING
@@ -53,4 +53,4 @@ NAME_MAPS = {
         _megatron_core(f"self_attention.linear_qkv.{_INSIDE}", f"mlp.linear_fc1.{_INSIDE}"),
     ),
 }
-"""By format: the names that are written, and others that are read."""
+"""Format -> the names that are written, then others that are read."""

@@ -19,7 +19,7 @@ _PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """What a rank's file holds of its optimizer, in the order of the optimizer's parameters."""
+    """The optimizer in a rank's file, in the order of the optimizer's parameters."""
 
     moments: Mapping[str, Sequence[FileTensor]]
     copies: Sequence[FileTensor] = ()
@@ -55,7 +55,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
 
 
 def by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequence[FileTensor]]]) -> RankTensors:
-    """What is in the optimizer's order by the names of its parameters, which are in the order of the modules in the file.
+    """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
 
     Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of the modules:
     ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in megatron/optimizer/__init__.py, ``_get_param_groups``
@@ -80,7 +80,7 @@ def _in_order(folder: Path, names: Mapping[str, FileTensor], values: Sequence[Fi
 
 
 def run_of(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
-    """As far as Megatron's own numbers tell. Raises ConfigError if these are none."""
+    """Return the run as far as Megatron's own numbers tell. Raises ConfigError if these are not numbers."""
     try:
         return checked_run(shards.first.path, _counted(shards, saved, step))
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:

@@ -30,7 +30,7 @@ from common.systems.weights import Weight, Weights, check_tied, import_names, we
 from common.tensor_files.containers import open_tensors
 
 _ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
-"""Of the rows of query, key and value, by checkpoint_version (``fix_query_key_value_ordering`` in megatron/checkpointing.py)."""
+"""checkpoint_version -> the order of the rows of query, key and value (``fix_query_key_value_ordering`` in megatron/checkpointing.py)."""
 
 
 def detects(path: Path, format: str = "megatron") -> bool:

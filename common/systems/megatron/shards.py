@@ -37,7 +37,7 @@ _OF_ALL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings", "iteration",
     "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
 )  # fmt: skip
-"""Of the args, what all ranks of a checkpoint have alike."""
+"""Args that are the same on all ranks of a checkpoint."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
@@ -66,7 +66,7 @@ def find_folder(path: Path) -> Path | None:
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """By (pipeline stage, tensor rank)."""
+    """Return the files by (pipeline stage, tensor rank)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         ranks = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
@@ -97,7 +97,10 @@ class Shards:
 
 @contextmanager
 def open_shards(path: Path) -> Iterator[Shards]:
-    """All of them. Raises CheckpointError unless they are as many as training had, and ConfigError on Megatron's newer format."""
+    """Open the files of all ranks.
+
+    Raises CheckpointError unless they are as many as training had, and ConfigError on Megatron's newer format.
+    """
     folder = find_folder(path)
     if folder is None:
         raise CheckpointError(f"{path}: nothing of Megatron-LM here; expected {TRACKER}, or folders mp_rank_00 with {FILE}")

@@ -46,7 +46,7 @@ class _Rank:
         return f"mp_rank_{self.tensor_rank:02d}" + (f"_{self.stage:03d}" if self.stages > 1 else "")
 
     def rows(self) -> list[NameRow]:
-        """Of its tensors in the order of Megatron's modules, layers numbered from 0."""
+        """Return a row for each of its tensors in the order of Megatron's modules, with layers numbered from 0."""
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
         start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, "wpe.weight")]
@@ -66,8 +66,11 @@ class _Rank:
 def write_megatron(
     folder: Path, weights: Weights, dtype: str | None, tensor: int = 1, stages: int = 1, format: str = "megatron"
 ) -> dict[str, int]:
-    """Into an empty folder, for ``tensor`` x ``stages`` ranks. Raises ConfigError unless they divide heads and layers; OSError is left to
-    the caller. Returns no checksums: each record in a file of torch's has its own."""
+    """Write into an empty folder, for ``tensor`` x ``stages`` ranks.
+
+    Raises ConfigError unless they divide heads and layers; OSError is left to the caller. Returns no checksums: each record in a file of
+    torch's has its own.
+    """
     model = weights.model
     inner = model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("--model_parallel", tensor, "model.num_heads", model.num_heads)
@@ -136,7 +139,7 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """As Megatron-LM's modules nest what they save; the encoder's layers are flat."""
+    """Return the tensors nested as Megatron-LM's modules save them; the encoder's layers are flat."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         encoder = "language_model.encoder."

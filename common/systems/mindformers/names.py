@@ -1,4 +1,4 @@
-"""What MindFormers calls the parameters, since release 0.6 and before.
+"""The names that MindFormers has for the parameters, since release 0.6 and before.
 
 Query, key and value are (out, in), all other linear weights (in, out).
 """
@@ -31,4 +31,4 @@ NAME_MAPS = {
     "mindformers": (_names("backbone.blocks.{layer}.", "backbone.layernorm"),),
     "mindformers_r0.3": (_names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),),
 }
-"""By format."""
+"""Format -> the names that it is written and read with."""

@@ -24,7 +24,7 @@ _COUNTERS = (
     "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step", "last_overflow_iterator_step",
     "learning_rate",
 )  # fmt: skip
-"""What MindSpore writes beside the parameters: the trainer's numbers, and those of its optimizers and loss scale."""
+"""Numbers that MindSpore writes beside the parameters: those of the trainer, the optimizers and the loss scale."""
 
 
 def detects(path: Path, format: str = "mindformers") -> bool:
@@ -88,7 +88,7 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[s
 
 
 _HEAD_WIDTH = 64
-"""Of OpenAI's models."""
+"""The width of a head in OpenAI's models."""
 
 
 def missing_config(path: Path, format: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What OpenAI's TensorFlow code calls the parameters.
+"""The names that OpenAI's TensorFlow code has for the parameters.
 
 Weights are those of convolutions of width 1, (1, in, out), whose first axis the reader drops.
 """

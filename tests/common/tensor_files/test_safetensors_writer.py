@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 
 from common.errors import CheckpointError
 from common.tensor_files.safetensors_file import open_safetensors, shapes_of, write_safetensors
-from common.weights.names import check_tensors
 
 arrays = hnp.arrays(
     st.sampled_from([np.float32, np.float16, np.int64, np.uint8]), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -42,10 +41,3 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"), open_safetensors(path) as reader:
         shapes_of(reader)
-
-
-def test_all_misfits_are_listed() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        check_tensors(Path("m"), {"a": (1,), "b": (2,), "x": (3,)}, {"a": (1,), "b": (4,), "c": (5,)})
-    message = str(caught.value)
-    assert "missing c [5]" in message and "unexpected x [3]" in message and "b is [2], the model's is [4]" in message
