@@ -24,7 +24,7 @@ Runner: TypeAlias = Callable[[Path, ModelConfig, NDArray[np.int64]], NDArray[np.
 NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
 """Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
-"""The largest difference as a part of the largest logit. Frameworks add float32 in other orders; a wrong order of heads is off by its size."""
+"""The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong order of heads is off by its size."""
 _COPIES = 3
 """Times the weights that a framework holds while it opens them."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.config.schema import ModelConfig
 from common.errors import ConfigError
@@ -21,77 +21,43 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 """The state of a loss scale that a run does without."""
 
 
-class _Checked(BaseModel):
-    """Values of their types. Keys that are not named here may hold anything."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-_Number = Annotated[int, Field(ge=0, lt=2**53)]
-
-
-class _State(_Checked):
-    step: _Number
-    consumed_samples: _Number
-    sample_hash: str
-    skipped_steps: _Number
-    skipped_in_a_row: _Number
-    losses: list[float] = []
-    grad_norms: list[float] = []
-
-
-class _LossScale(_Checked):
-    mode: str = "none"
-    value: float = 1.0
-    finite_steps: _Number = 0
-    overflows: _Number = 0
+_COUNT = Annotated[int, Field(ge=0, lt=2**53)]
+_TYPES: dict[str, Any] = {
+    "state": {
+        "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT, "skipped_in_a_row": _COUNT,
+        "losses?": list[float], "grad_norms?": list[float],
+    },
+    "engine": {
+        "optimizer_steps": _COUNT, "rng": dict[str, Any],
+        "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT, "overflows?": _COUNT},
+    },
+    "config": {
+        "optimizer": {
+            "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float, "min_learning_rate?": float | None, "schedule?": str,
+            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float, "beta1?": float, "beta2?": float,
+            "epsilon?": float, "momentum?": float,
+        },
+        "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
+        "train?": {"global_batch_size?": _COUNT | None},
+        "loss_scale?": {"hysteresis?": _COUNT},
+    },
+}  # fmt: skip
+"""The values of a ``Weights.run`` that formats read. A key with ``?`` may be absent, as in older files; other keys may hold anything."""
 
 
-class _Engine(_Checked):
-    optimizer_steps: _Number
-    loss_scale: _LossScale
-    rng: dict[str, Any]
+def _checker(name: str, types: Mapping[str, Any]) -> type[BaseModel]:
+    """Return a pydantic model of a table of types."""
+    fields: dict[str, Any] = {
+        key.removesuffix("?"): (
+            _checker(key.removesuffix("?"), kind) if isinstance(kind, dict) else kind,
+            None if key.endswith("?") else ...,
+        )
+        for key, kind in types.items()
+    }
+    return create_model(name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields)
 
 
-class _Optimizer(_Checked):
-    name: Literal["adamw", "adam", "sgd"]
-    learning_rate: float = 0.0
-    min_learning_rate: float | None = None
-    schedule: str = ""
-    warmup_steps: _Number | None = None
-    decay_steps: _Number | None = None
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    momentum: float = 0.0
-
-
-class _Precision(_Checked):
-    compute: Literal["float32", "float16", "bfloat16"] = "float32"
-
-
-class _Train(_Checked):
-    global_batch_size: _Number | None = None
-
-
-class _Hysteresis(_Checked):
-    hysteresis: _Number = 2
-
-
-class _Config(_Checked):
-    optimizer: _Optimizer
-    precision: _Precision = _Precision()
-    train: _Train = _Train()
-    loss_scale: _Hysteresis = _Hysteresis()
-
-
-class _Run(_Checked):
-    """The parts of a ``Weights.run`` that formats read. Keys that older files do not have may be absent."""
-
-    state: _State
-    engine: _Engine
-    config: _Config
+_RUN = _checker("run", _TYPES)
 
 
 def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0) -> dict[str, Any]:
@@ -106,7 +72,7 @@ def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any]
 def checked_run(path: Path, record: Any) -> dict[str, Any]:
     """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it and every value is of its type."""
     try:
-        _Run.model_validate(record)
+        _RUN.model_validate(record)
         TrainState.from_dict(record["state"])
         EngineState(**record["engine"])
         if record["engine"]["loss_scale"].get("mode") == "dynamic" and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
