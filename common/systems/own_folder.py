@@ -13,8 +13,7 @@ from common.errors import ConfigError
 from common.parallel.sharding import slice_of
 from common.systems.run_state import checked_run, moment_shapes, require_moments
 from common.systems.weight_format import System, WeightFormat
-from common.systems.weights import Weight, Weights, checked_model
-from common.tensor_files.arrays import TensorKind, prefetch_arrays
+from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint import find_checkpoint, require_checkpoint
 from common.training.manifest import MANIFEST, read_manifest, write_manifest
@@ -86,8 +85,8 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
-    kinds = {name: TensorKind(dtype="float32", shape=weight.shape) for name, weight in tensors.items()}
-    return stream_safetensors(path, kinds, prefetch_arrays(partial(weight.load_as, "float32") for weight in tensors.values()))
+    whole = {name: replace(weight, dtype="float32", load=partial(weight.load_as, "float32")) for name, weight in tensors.items()}
+    return stream_safetensors(path, whole, arrays_of(whole))
 
 
 SYSTEM = System(

@@ -18,7 +18,7 @@ from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
 from common.systems.name_map import NameMap, NameRow
-from common.tensor_files.arrays import FileTensor, TensorKind, round_to_bfloat16, same_bytes, widen_bfloat16
+from common.tensor_files.arrays import FileTensor, TensorKind, prefetch_arrays, round_to_bfloat16, same_bytes, widen_bfloat16
 from common.weights.names import EMBEDDING, check_tensors, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -169,20 +169,24 @@ def import_names(
 
 def export_names(
     name_map: NameMap, tensors: Mapping[str, Weight], model: ModelConfig, dtype: str | None, *, prefix: str = "", suffix: str = ""
-) -> Iterator[tuple[str, TensorKind, Callable[[], NDArray[Any]]]]:
-    """Yield the name, the kind and the maker of each tensor of another format, from ``tensors`` by our names.
+) -> dict[str, Weight]:
+    """Return the tensors of another format, from ``tensors`` by our names.
 
     dtype: of all tensors; None keeps their own. prefix and suffix: as in ``import_names``.
     """
-    for row in name_map.rows(model.num_layers):
+
+    def packed(row: NameRow) -> Weight:
         parts = [tensors[name + suffix] for name in row.ours]
         wanted = dtype or parts[0].dtype
-        kind = TensorKind(dtype=wanted, shape=row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)}))
-        yield prefix + row.theirs, kind, _packer(row, parts, wanted, model.num_heads)
+        shape = row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)})
+        return Weight(dtype=wanted, shape=shape, load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads))
+
+    return {prefix + row.theirs: packed(row) for row in name_map.rows(model.num_layers)}
 
 
-def _packer(row: NameRow, parts: list[Weight], dtype: str, heads: int) -> Callable[[], NDArray[Any]]:
-    return lambda: row.pack([part.load_as(dtype) for part in parts], heads)
+def arrays_of(tensors: Mapping[str, Weight]) -> Iterator[NDArray[Any]]:
+    """Yield the arrays of ``tensors``, row-major. The next one is made while the caller writes this one."""
+    return prefetch_arrays(weight.load for weight in tensors.values())
 
 
 def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import numpy as np
 from common.systems.mindformers.names import NAME_MAPS
 from common.systems.mindformers.read import MOMENTS
 from common.systems.model_yaml import write_model_yaml
-from common.systems.weights import Weights, export_names
-from common.tensor_files.arrays import TensorKind, prefetch_arrays
+from common.systems.weights import Weight, Weights, arrays_of, export_names
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.weights.names import EMBEDDING
 
@@ -28,14 +26,14 @@ def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format:
 def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> int:
     """Write one file; returns its CRC-32. OSError is left to the caller."""
     name_map = NAME_MAPS[format][0]
-    entries = [*export_names(name_map, weights.tensors, weights.model, dtype)]
+    tensors = export_names(name_map, weights.tensors, weights.model, dtype)
     for part, prefix in MOMENTS.items():
         if f"{EMBEDDING}.{part}" in weights.moments:
-            entries += export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
+            tensors |= export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
     if weights.run is not None:
         engine = weights.run["engine"]
         counters = {"global_step": np.array([engine["optimizer_steps"]], np.int32), "step_num": np.array(weights.run["state"]["step"])}
         if "value" in engine["loss_scale"]:
             counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
-        entries += [(name, TensorKind(dtype=str(array.dtype), shape=array.shape), partial(array.copy)) for name, array in counters.items()]
-    return stream_mindspore(path, {name: kind for name, kind, _ in entries}, prefetch_arrays(make for _, _, make in entries))
+        tensors |= {name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy) for name, array in counters.items()}
+    return stream_mindspore(path, tensors, arrays_of(tensors))
