@@ -37,8 +37,9 @@ def open_project(path: Path) -> Iterator[Weights]:
     with open_stored(checkpoint, MODEL_FILE, manifest) as stored, open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer:
         stored.require(shapes)
         tensors = {name: _weight(stored, name, shape) for name, shape in shapes.items()}
-        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or what was made of weights alone
-            yield Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, tokenizer=_tokenizer_of(manifest))
+        weights = Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, tokenizer=_tokenizer_of(manifest))
+        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or made of weights without a run
+            yield weights
             return
         run = checked_run(checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER})
         run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
@@ -46,8 +47,7 @@ def open_project(path: Path) -> Iterator[Weights]:
         optimizer.require(of_moments)
         moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
         moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
-        weights = Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, moments=moments, run=run)
-        yield replace(weights, tokenizer=_tokenizer_of(manifest))
+        yield replace(weights, moments=moments, run=run)
 
 
 _OF_THE_FOLDER = ("format_version", "converted_from", "files")
@@ -65,7 +65,10 @@ def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """A folder for checkpoint.init_from, and for checkpoint.resume where the source was a run: float32. Returns the CRC-32 of its files."""
+    """Write a float32 folder for checkpoint.init_from, and for checkpoint.resume where the source was a run.
+
+    Returns the CRC-32 of its files.
+    """
     if dtype not in (None, "float32"):
         raise ConfigError(
             f"--dtype {dtype}: our own folders hold float32; leave it out, and say precision.parameters={dtype} when you train"
