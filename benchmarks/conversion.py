@@ -33,9 +33,9 @@ def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> Non
     import numpy as np
 
     from common.config.load import load_config
-    from common.conversion.hugging_face import write_hugging_face
-    from common.conversion.weights import Weight, Weights
     from common.resolve.derive import resolve_config
+    from common.systems.hugging_face.write import write_hugging_face
+    from common.systems.weights import Weight, Weights
     from common.weights.names import parameter_shapes
 
     model = resolve_config(load_config(Path(config), ["output_dir=unused", *overrides])).model

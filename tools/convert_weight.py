@@ -22,10 +22,11 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.conversion.convert import FORMATS, ConversionResult, convert, convert_as_mindformers_did
+from common.conversion.convert import ConversionResult, convert, convert_as_mindformers_did
 from common.conversion.runners import installed_runners
-from common.conversion.weights import FLOATS
 from common.errors import GPT2Error
+from common.systems.table import FORMATS
+from common.systems.weights import FLOATS
 
 _OURS = ("source_format", "target_format", "input", "output", "dtype")
 _SWITCHES = {"verify": False, "weights_only": False, "model_parallel": 1, "pipeline_stage": 1}

@@ -12,6 +12,7 @@ from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.errors import CheckpointError
 from common.parallel.resolved_run import TrainingRun
+from common.tensor_files.safetensors_file import Tensors
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
@@ -20,7 +21,6 @@ from common.training.outliers import NO_LIMITS, Limits
 from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import Start
 from common.training.state import TrainState
-from common.weights.files import Tensors
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.parallel.layout import seed_offset
 from torch_gpt2.parallel.world import World

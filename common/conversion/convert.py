@@ -9,71 +9,22 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.conversion import fleetx, hugging_face, megatron, mindformers, openai, project
 from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
-from common.conversion.megatron_writer import write_megatron
-from common.conversion.tokenizer_files import put_tokenizer, without_tokenizer
-from common.conversion.weights import Weights
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, reading, refuse_to_overwrite, whole_folder
 from common.log import progress_bar
-from common.weights.arrays import bytes_of
+from common.systems.hugging_face.read import open_without_config
+from common.systems.hugging_face.tokenizer import put_tokenizer, without_tokenizer
+from common.systems.mindformers.write import write_file
+from common.systems.table import FORMATS, detect
+from common.systems.weights import Weights
+from common.tensor_files.arrays import bytes_of
 
 REPORT = "conversion.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightFormat:
-    is_here: Callable[[Path], bool]
-    open: Callable[[Path], AbstractContextManager[Weights]]
-    write: Callable[[Path, Weights, str | None], dict[str, int]]
-    holds_run: bool = True
-    """The optimizer's state and where training stood have a place in it."""
-    write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
-    """The same as ``write`` for so many tensor and pipeline ranks, where each has a file of its own."""
-
-
-def _refuse(folder: Path, weights: Weights, dtype: str | None, *, name: str) -> dict[str, int]:
-    raise ConfigError(f"--to {name}: this format is read only; say --to hf, which other programs know")
-
-
-FORMATS = {
-    "hf": WeightFormat(
-        is_here=hugging_face.is_here, open=hugging_face.open_hugging_face, write=hugging_face.write_hugging_face, holds_run=False
-    ),
-    "torch_gpt2": WeightFormat(is_here=project.is_here, open=project.open_project, write=project.write_project),
-    "mindformers": WeightFormat(is_here=mindformers.is_here, open=mindformers.open_mindformers, write=mindformers.write_mindformers),
-    "mindformers_r0.3": WeightFormat(
-        is_here=partial(mindformers.is_here, format="mindformers_r0.3"),
-        open=partial(mindformers.open_mindformers, format="mindformers_r0.3"),
-        write=partial(mindformers.write_mindformers, format="mindformers_r0.3"),
-    ),
-    "openai": WeightFormat(is_here=openai.is_here, open=openai.open_openai, write=partial(_refuse, name="openai"), holds_run=False),
-    "fleetx": WeightFormat(is_here=fleetx.is_here, open=fleetx.open_fleetx, write=partial(_refuse, name="fleetx"), holds_run=False),
-}
-FORMATS |= {
-    name: WeightFormat(
-        is_here=partial(megatron.is_here, format=name),
-        open=partial(megatron.open_megatron, format=name),
-        write=partial(write_megatron, format=name),
-        write_shards=partial(write_megatron, format=name),
-    )
-    for name in ("megatron", "megatron_core")
-}
-FORMATS["mindspore"] = FORMATS["torch_gpt2"]
-"""Both backends share our own folder."""
-
-
-def detect(path: Path) -> str:
-    found = [name for name, format in FORMATS.items() if format.is_here(path)]
-    if not found:
-        raise ConfigError(f"{path}: no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give another path")
-    return found[0]
 
 
 def _require_source(path: Path) -> None:
@@ -95,9 +46,9 @@ class ConversionResult:
     moments: int
     """Tensors of the optimizer's state."""
     step: int | None
-    """Of the run that travelled along; None: weights alone did."""
+    """The step of the run that was converted too; None: only weights were."""
     ignored: Mapping[str, str]
-    """What of the source was left out, and why."""
+    """Parts of the source that were left out, and why."""
     logits: Mapping[str, Any] | None = None
     """How those of source and target compare, or why they were not; None: not asked for."""
 
@@ -135,13 +86,13 @@ def convert(
         temporary = stack.enter_context(_folder(target))
         warn_of_heads(source, weights.model)
         if weights_only or not FORMATS[target_format].holds_run:
-            weights = weights.alone()
+            weights = weights.without_run()
         put_tokenizer(temporary, weights)
         weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
         size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
         reads = model_parallel + verify  # each tensor rank's part is cut out of the whole
         bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
-        weights = weights.watched(bar.update)
+        weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
         counts = {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
         report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "dtype": dtype, "tensors": counts}
@@ -168,6 +119,8 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
     if min(tensor, stages) < 1:
         raise ConfigError(f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more")
     if (tensor, stages) == (1, 1):
+        if format.write is None:
+            raise ConfigError(f"--to {target_format}: this format is read only; say --to hf, which other programs know")
         return format.write
     shards = format.write_shards
     if shards is None:
@@ -180,7 +133,7 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
-    """What MindFormers' convert_weight.py made of Hugging Face's ``pytorch_model.bin``: one ``.ckpt``, with names that its models have.
+    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as its convert_weight.py did.
 
     Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
     """
@@ -189,10 +142,10 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Conve
     shards = source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}") if source.name.endswith(".index.json") else ()
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
     temporary = target.with_name(f".{target.name}.tmp")
-    with hugging_face.open_without_config(source, layers) as weights:
+    with open_without_config(source, layers) as weights:
         try:
             clean_up(target.parent, glob.escape(target.name))
-            mindformers.write_file(temporary, weights, None)
+            write_file(temporary, weights, None)
             temporary.replace(target)
             fsync_folder(target.parent)
         except OSError as error:

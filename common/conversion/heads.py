@@ -1,4 +1,4 @@
-"""The number of heads, which no tensor tells: what is unusual is said."""
+"""A warning about unusual numbers of heads, which no shape reveals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from common.config.resolved import ResolvedModel
 from common.log import LOG
 
 _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
-"""By width: OpenAI's models, and MindFormers' of 52B, whose heads are 256 wide."""
+"""Width -> heads, in OpenAI's models, and in MindFormers' of 52B, whose heads are 256 wide."""
 _HEAD_WIDTHS = (64, 80, 96, 128)
-"""In all others."""
+"""The widths of heads in all other models."""
 _NARROW = 256
 _NARROW_HEAD_WIDTHS = (16, 32, 64)
-"""In models of less width than _NARROW."""
+"""The widths of heads in models narrower than _NARROW."""
 
 
 def warn_of_heads(path: Path, model: ResolvedModel) -> None:

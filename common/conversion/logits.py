@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from common.config.load import build_config
 from common.config.resolved import ResolvedModel
-from common.conversion.weights import Weights
 from common.errors import CheckpointError, GPT2Error
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_config
+from common.systems.weights import Weights
 from common.weights.names import count_parameters
 
 Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[np.float32]]
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
 NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
-"""By format the packages that compute its logits."""
+"""Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
-"""Of the largest logit: frameworks add float32 in other orders. A wrong order of heads is off by its size."""
+"""The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong order of heads is off by its size."""
 _COPIES = 3
 """Times the weights that a framework holds while it opens them."""
 
@@ -33,7 +33,7 @@ _COPIES = 3
 def compare_logits(
     runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
 ) -> dict[str, Any]:
-    """What the report says of it. Raises CheckpointError if they differ."""
+    """Return what the report says of the comparison. Raises CheckpointError if the logits differ."""
     needed = _COPIES * 4 * count_parameters(source.model)
     available = psutil.virtual_memory().available
     missing = sorted({source_format, target_format} - runners.keys())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import Role, local_shape, padded_shapes, role_of, slice_of
 from common.parallel.topology import Coordinates
-from common.weights.arrays import NUMPY_TYPES
+from common.tensor_files.arrays import NUMPY_TYPES
 from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
 

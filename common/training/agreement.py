@@ -9,8 +9,8 @@ from typing import Any
 
 from common.errors import CheckpointError
 from common.parallel.world import WorldBase
+from common.tensor_files.checksummed import file_checksum
 from common.training.manifest import MANIFEST, read_manifest
-from common.weights.files import file_checksum
 
 
 def identity_of(found: Path | None) -> str:

@@ -31,10 +31,10 @@ from common.files import atomic_write, clean_up, fsync_folder, put_in_place, rea
 from common.log import LOG
 from common.run_folder import LostFolderError
 from common.structured_files import MalformedError, parse_json
+from common.tensor_files.safetensors_file import Tensors, write_safetensors
 from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
 from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.manifest import write_manifest
-from common.weights.files import Tensors, write_safetensors
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 

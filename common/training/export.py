@@ -14,12 +14,12 @@ from common.files import whole_folder
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_vocabulary
+from common.tensor_files.arrays import TensorKind
+from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.manifest import read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE
 from common.training.start import weights_to_use
-from common.weights.arrays import TensorKind
-from common.weights.files import stream_safetensors
 from common.weights.names import parameter_shapes
 
 

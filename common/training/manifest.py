@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from common.errors import CheckpointError
 from common.structured_files import MalformedError, parse_json, read_bytes, require_mapping
-from common.weights.files import file_checksum
+from common.tensor_files.checksummed import file_checksum
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
 from common.parallel.resolved_run import ResolvedRun
+from common.tensor_files.safetensors_file import Tensors
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.state import TrainState
-from common.weights.files import Tensors
 from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
 

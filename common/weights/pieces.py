@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.weights.files import check_tensors, open_safetensors, shapes_of
+from common.tensor_files.safetensors_file import open_safetensors, shapes_of
+from common.weights.names import check_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from tests.fuzz.engine import ROOT
 
-FIXTURES = ROOT / "tests" / "common" / "weights" / "data"
+FIXTURES = ROOT / "tests" / "common" / "tensor_files" / "data"
 
 
 FLEETX = """\

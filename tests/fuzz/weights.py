@@ -25,9 +25,10 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from common.config.schema import ModelConfig
-from common.conversion.convert import FORMATS, convert
-from common.conversion.weights import Weight, Weights
+from common.conversion.convert import convert
 from common.log import LOG
+from common.systems.table import FORMATS
+from common.systems.weights import Weight, Weights
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case

@@ -11,8 +11,8 @@ os.environ.setdefault("GLOG_v", "3")
 ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
 from common.errors import StorageError  # noqa: E402
+from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
 from common.training.checkpoint import find_checkpoint, whole_checkpoints  # noqa: E402
-from common.weights.files import open_safetensors  # noqa: E402
 from mindformers_gpt2.train import train  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
 

@@ -34,9 +34,9 @@ from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.run_folder import owned_folder  # noqa: E402
+from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
-from common.weights.files import write_safetensors  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

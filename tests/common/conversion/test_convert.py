@@ -23,14 +23,15 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
-from common.conversion.convert import FORMATS, convert, convert_as_mindformers_did, detect  # noqa: E402
+from common.conversion.convert import convert, convert_as_mindformers_did  # noqa: E402
 from common.conversion.heads import warn_of_heads  # noqa: E402
-from common.conversion.project import write_project  # noqa: E402
-from common.conversion.weights import Weight, Weights  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.systems.own_folder import write_project  # noqa: E402
+from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.weights import Weight, Weights  # noqa: E402
+from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.checkpoint_reader import CheckpointReader  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
-from common.weights.formats import open_tensors  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
@@ -273,7 +274,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
         torch.save(state, evil / "pytorch_model.bin")
         fails(CheckpointError, match, evil, dtype=to)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("common.conversion.model_yaml.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr("common.systems.model_yaml.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full))
     fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
@@ -313,7 +314,7 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_scheduler_stops_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     monkeypatch.setattr(sys, "argv", ["x", "--input", str(source), "--output", str(tmp_path / "out"), "--to", "mindformers"])
-    monkeypatch.setattr("common.conversion.mindformers.write_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("common.systems.mindformers.write.write_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as stopped:

@@ -1,0 +1,116 @@
+"""MindFormers' ``.ckpt`` with a YAML beside it that says heads and vocabulary; its names before release 0.6 were others."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError
+from common.systems.mindformers.names import NAME_MAPS
+from common.systems.model_yaml import MODEL_YAML, read_model_yaml
+from common.systems.name_map import POSITIONS, match_name_map
+from common.systems.run_state import NO_SCALE, new_run, require_moments
+from common.systems.weights import Weight, Weights, import_names, weights_from
+from common.tensor_files.containers import open_tensors
+from common.weights.names import EMBEDDING
+
+MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
+"""The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
+_COUNTERS = (
+    "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step", "last_overflow_iterator_step",
+    "learning_rate",
+)  # fmt: skip
+"""Numbers that MindSpore writes beside the parameters: those of the trainer, the optimizers and the loss scale."""
+
+
+def detects(path: Path, format: str = "mindformers") -> bool:
+    files = files_of(path)
+    if not files:
+        return False
+    try:
+        with open_tensors(files[0]) as stored:
+            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
+    except CheckpointError:  # told when it is opened to be read
+        return format == "mindformers"
+
+
+def files_of(path: Path) -> list[Path]:
+    """The .ckpt files that a path means: the file, or those of a folder."""
+    return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(file for file in path.glob("*.ckpt") if file.is_file())
+
+
+@contextmanager
+def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weights]:
+    """path: the file, or a folder of one. Raises CheckpointError and ConfigError."""
+    files = [path] if path.is_file() else files_of(path)
+    if len(files) != 1:
+        raise CheckpointError(f"{path}: holds {len(files)} .ckpt files; give the path of one")
+    file = files[0]
+    model, run = read_model_yaml(file.parent / MODEL_YAML)
+    with open_tensors(file) as stored:
+        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+        ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
+        counters = {name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes}
+        rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
+        groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in MOMENTS.items()}
+        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
+        notes: dict[str, str] = {}
+        moments: dict[str, Weight] = {}
+        for part, tensors in groups.items():
+            if tensors:
+                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+        if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
+            raise CheckpointError(
+                f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says {run['engine']['optimizer_steps']} updates:"
+                f" they are of two runs; take the section run out of {MODEL_YAML}, or copy both again"
+            )
+        if run is None and moments:
+            run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
+            notes["position in the data"] = "not in the file: who goes on from here reads from the first sample"
+        elif run is None:
+            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+        moments = {} if run is None else require_moments(file, moments, run, model)
+        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+
+
+def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
+    """Return the run as far as MindSpore's own counters tell."""
+    if wrong := [f"{name}={value:g}" for name, value in counters.items() if not 0 <= value < 2**53]:
+        raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
+    updates = int(counters.get("global_step", counters.get("step_num", 0)))
+    value = counters.get("scale_sense", counters.get("loss_scale"))
+    scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
+    return new_run(optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale)
+
+
+_HEAD_WIDTH = 64
+"""The width of a head in OpenAI's models."""
+
+
+def missing_config(path: Path, format: str) -> str | None:
+    """Return a shell command that writes the sizes beside the weights; None where they are. Raises CheckpointError."""
+    file = files_of(path)[0]
+    target = file.parent / MODEL_YAML
+    if target.is_file():
+        return None
+    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(file, format).items())
+    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(target))}"
+
+
+def _sizes(file: Path, format: str) -> dict[str, Any]:
+    """Return the section model as far as shapes tell it. Raises CheckpointError."""
+    with open_tensors(file) as stored:
+        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+        layers = 0
+        while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
+            layers += 1
+        shapes = {row.ours[0]: stored[row.theirs].shape for row in name_map.rows(1) if row.theirs in stored}
+        vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
+        inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": max(1, hidden // _HEAD_WIDTH)}
+    sizes |= {"seq_length": shapes.get(POSITIONS, (0, 0))[0], "vocab_size": vocabulary}
+    return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})

@@ -1,0 +1,146 @@
+"""The names and layouts that another format has for the parameters, as a table that reads in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.tensor_files.arrays import copy_in_bands
+from common.weights.names import EMBEDDING
+
+POSITIONS = "wpe.weight"
+_GLOBAL = (EMBEDDING, POSITIONS, "ln_f")
+LINEAR = ("attn.qkv_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+"""The linear layers of a block, where query, key and value are one tensor."""
+
+
+class Fusion(StrEnum):
+    """The order of the rows of a tensor that holds query, key and value together."""
+
+    BLOCKS = "all of q, all of k, all of v"
+    """Hugging Face, OpenAI, and Megatron-LM's checkpoint version 0."""
+    OUTPUTS = "q, k and v of each output in turn"
+    """Megatron-LM's checkpoint version 1."""
+    HEADS = "q, k and v of each head in turn"
+    """Megatron-LM's checkpoint versions 2 and 3, Megatron-Core, PaddleFleetX."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameRow:
+    """A tensor of another format, and the parameters in it: one, or query, key and value."""
+
+    ours: tuple[str, ...]
+    theirs: str
+    transposed: bool = False
+    """It is (in, out)."""
+    fusion: Fusion = Fusion.BLOCKS
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of their tensor from the shapes of ours, which may be those of a tensor-parallel rank."""
+        first, *rest = shapes[self.ours[0]]
+        fused = (len(self.ours) * first, *rest)
+        return fused[::-1] if self.transposed else fused
+
+    def pack(self, parts: Sequence[NDArray[Any]], heads: int) -> NDArray[Any]:
+        """Return their tensor from ours, which hold ``heads`` heads; a view where one will do."""
+        if len(parts) == 1:
+            return parts[0].T if self.transposed else parts[0]
+        fused: NDArray[Any] = np.empty((len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype)
+        for place, part in zip(self._apart(fused, heads), parts, strict=True):
+            copy_in_bands(place, part.reshape(place.shape))
+        return fused.T if self.transposed else fused
+
+    def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
+        """Return one of ours from their tensor: the inverse of ``pack``, a view where one will do."""
+        fused = theirs.T if self.transposed else theirs
+        if len(self.ours) == 1:
+            return fused
+        part: NDArray[Any] = self._apart(fused, heads)[number].reshape(-1, *fused.shape[1:])
+        return part
+
+    def _apart(self, fused: NDArray[Any], heads: int) -> NDArray[Any]:
+        """Return a view of it as query, key and value, each (heads, outputs of one, ...)."""
+        axis = {Fusion.BLOCKS: 0, Fusion.HEADS: 1, Fusion.OUTPUTS: 2}[self.fusion]
+        sizes = [heads, fused.shape[0] // (len(self.ours) * heads)]
+        sizes.insert(axis, len(self.ours))
+        return np.moveaxis(fused.reshape(*sizes, *fused.shape[1:]), axis, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameMap:
+    """The names that another format has for the parameters. {layer} is the number of a block."""
+
+    global_rows: tuple[NameRow, ...]
+    """The rows of the embeddings and the last norm."""
+    layer_rows: tuple[NameRow, ...]
+    """The rows of each block."""
+    head: str | None = None
+    """The name of the head, a copy of the embedding."""
+    ignored: str = r"(?!)"
+    """Names that hold no parameter, as a regular expression."""
+
+    def rows(self, layers: int) -> list[NameRow]:
+        """Return a row for each of their tensors."""
+        blocks = (
+            replace(row, ours=tuple(name.format(layer=layer) for name in row.ours), theirs=row.theirs.format(layer=layer))
+            for layer in range(layers)
+            for row in self.layer_rows
+        )
+        return [*self.global_rows, *blocks]
+
+    def ignores(self, theirs: str) -> bool:
+        return re.fullmatch(self.ignored, theirs) is not None
+
+    def fused(self, fusion: Fusion) -> NameMap:
+        """Return the map with another order of query, key and value."""
+        return replace(self, layer_rows=tuple(replace(row, fusion=fusion) if len(row.ours) > 1 else row for row in self.layer_rows))
+
+
+def name_map(
+    table: Mapping[str, str],
+    *,
+    transposed: Collection[str] = (),
+    fusion: Fusion = Fusion.BLOCKS,
+    head: str | None = None,
+    ignored: str = r"(?!)",
+) -> NameMap:
+    """Return the map that ``table`` describes: our module or tensor -> theirs, in the order of their modules.
+
+    Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and so on. ``attn.qkv_proj`` is query,
+    key and value in one tensor. A module has a weight and a bias; where theirs are called otherwise, it ends with both: ``gamma|beta``.
+    transposed: modules whose weight is (in, out).
+    """
+    rows = {ours: tuple(_rows_of(ours, theirs, ours in transposed, fusion)) for ours, theirs in table.items()}
+    return NameMap(
+        global_rows=tuple(row for ours, found in rows.items() for row in found if ours in _GLOBAL),
+        layer_rows=tuple(row for ours, found in rows.items() for row in found if ours not in _GLOBAL),
+        head=head,
+        ignored=ignored,
+    )
+
+
+def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterator[NameRow]:
+    if ours.endswith(".weight"):
+        yield NameRow(ours=(ours,), theirs=theirs)
+        return
+    block = "" if ours in _GLOBAL else "h.{layer}."
+    modules = [block + ours.replace("qkv", part) for part in ("qkv" if "qkv" in ours else " ")]
+    weight, bias = (theirs if "|" in theirs else f"{theirs}.weight|bias").split("|")
+    yield NameRow(ours=tuple(f"{name}.weight" for name in modules), theirs=weight, transposed=transposed, fusion=fusion)
+    yield NameRow(ours=tuple(f"{name}.bias" for name in modules), theirs=re.sub(r"\w+$", bias, weight), fusion=fusion)
+
+
+def match_name_map(where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]) -> NameMap:
+    """Return the variant of a format whose tensor names match best. Raises CheckpointError if none matches."""
+    best = max(name_maps, key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
+    if not any(row.theirs in names for row in best.rows(1)):
+        shown = ", ".join(list(names)[:4]) or "nothing"
+        raise CheckpointError(f"{where}: holds no names of {format}, but {shown}; say --from FORMAT, or choose another file")
+    return best

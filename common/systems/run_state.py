@@ -1,0 +1,106 @@
+"""Where a run stood, as files of any format tell it; checked before a run resumes from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from common.config.resolved import ResolvedModel
+from common.errors import ConfigError
+from common.structured_files import shown
+from common.systems.weights import Weight
+from common.training.snapshot import STATE_NAMES, EngineState
+from common.training.state import TrainState
+from common.weights.names import check_tensors, parameter_shapes
+
+NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
+"""The state of a loss scale that a run does without."""
+
+
+_COUNT = Annotated[int, Field(ge=0, lt=2**53)]
+_TYPES: dict[str, Any] = {
+    "state": {
+        "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT, "skipped_in_a_row": _COUNT,
+        "losses?": list[float], "grad_norms?": list[float],
+    },
+    "engine": {
+        "optimizer_steps": _COUNT, "rng": dict[str, Any],
+        "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT, "overflows?": _COUNT},
+    },
+    "config": {
+        "optimizer": {
+            "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float, "min_learning_rate?": float | None, "schedule?": str,
+            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float, "beta1?": float, "beta2?": float,
+            "epsilon?": float, "momentum?": float,
+        },
+        "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
+        "train?": {"global_batch_size?": _COUNT | None},
+        "loss_scale?": {"hysteresis?": _COUNT},
+    },
+}  # fmt: skip
+"""The values of a ``Weights.run`` that formats read. A key with ``?`` may be absent, as in older files; other keys may hold anything."""
+
+
+def _checker(name: str, types: Mapping[str, Any]) -> type[BaseModel]:
+    """Return a pydantic model of a table of types."""
+    fields: dict[str, Any] = {
+        key.removesuffix("?"): (
+            _checker(key.removesuffix("?"), kind) if isinstance(kind, dict) else kind,
+            None if key.endswith("?") else ...,
+        )
+        for key, kind in types.items()
+    }
+    return create_model(name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields)
+
+
+_RUN = _checker("run", _TYPES)
+
+
+def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0) -> dict[str, Any]:
+    """Return a ``Weights.run`` of the numbers that a foreign checkpoint tells. scale: the state of the loss scale."""
+    return {
+        "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
+        "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
+        "config": {"optimizer": {"name": optimizer}},
+    }
+
+
+def checked_run(path: Path, record: Any) -> dict[str, Any]:
+    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it and every value is of its type."""
+    try:
+        _RUN.model_validate(record)
+        TrainState.from_dict(record["state"])
+        EngineState(**record["engine"])
+        if record["engine"]["loss_scale"].get("mode") == "dynamic" and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
+            raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
+        json.dumps(record, allow_nan=False)  # as it may be written to a manifest
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
+        problem = f"{'.'.join(map(str, first['loc'])) or 'it'} {found}"
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    else:
+        return dict(record)
+    raise ConfigError(
+        f"{path}: does not say where its run stood: {problem}; expected state, engine and config as in our manifests; copy it again"
+    )
+
+
+def moment_shapes(model: ResolvedModel, optimizer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of ``Weights.moments``."""
+    return {f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in STATE_NAMES[optimizer]}
+
+
+def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ResolvedModel) -> dict[str, Weight]:
+    """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
+    optimizer = run["config"]["optimizer"]["name"]
+    expected = moment_shapes(model, optimizer)
+    if not moments and (optimizer == "sgd" or not run["engine"]["optimizer_steps"]):
+        return {}
+    check_tensors(path, {name: moment.shape for name, moment in moments.items()}, expected)
+    return {name: moments[name] for name in expected}

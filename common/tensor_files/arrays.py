@@ -1,0 +1,219 @@
+"""Tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them, read by memory map when it is asked for.
+
+numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit for bit, until somebody asks for float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.files import open_input, reading
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {
+    word: np.dtype(f"<{code}")
+    for word, code in {
+        "float64": "f8", "float32": "f4", "float16": "f2", "bfloat16": "u2",
+        "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1", "bool": "?",
+    }.items()
+}  # fmt: skip
+"""The type of array that holds a tensor of each type."""
+
+_BLOCK = 2**22
+"""Elements that are converted at a time, so that a large tensor needs no second copy."""
+_COMPARED = 2**20
+"""Bytes that are compared at a time."""
+_MAX_DIMS = 32
+_BAND = 256
+"""Columns of a matrix that are copied at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorKind:
+    dtype: str
+    """A key of NUMPY_TYPES."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * NUMPY_TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileTensor(TensorKind):
+    name: str
+    segments: tuple[Bytes, ...]
+    """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
+    strides: tuple[int, ...] | None = None
+    """Strides in elements of a tensor that is not row-major; None where it is."""
+    check: Callable[[], None] | None = None
+    """Compares the checksum of what holds the bytes, before they are first read. Raises CheckpointError."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
+        if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) >= 2**60:
+            raise ValueError(f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims, beyond what an array can have")
+
+    def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
+        """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
+
+        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before a framework gets it.
+        Raises ValueError if the rectangle does not lie within the shape, and CheckpointError where the bytes have changed.
+        """
+        spans = [(0, size) for size in self.shape] if rectangle is None else [(first, end) for first, end in rectangle]
+        if len(spans) != len(self.shape) or any(not 0 <= first <= end <= size for (first, end), size in zip(spans, self.shape)):  # noqa: B905
+            raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is no part of it")
+        if self.check is not None:
+            self.check()
+        item = NUMPY_TYPES[self.dtype]
+        if self.strides is not None:
+            steps = tuple(stride * item.itemsize for stride in self.strides)
+            strided: NDArray[Any] = np.ndarray(self.shape, item, self.segments[0].data, 0, steps)
+            return strided[tuple(slice(*span) for span in spans)]
+        if not spans:
+            return self._joined(0, item.itemsize).view(item).reshape(())
+        (first, end), row = spans[0], math.prod(self.shape[1:]) * item.itemsize
+        rows = self._joined(first * row, end * row).view(item).reshape(end - first, *self.shape[1:])
+        return rows[(slice(None), *(slice(*span) for span in spans[1:]))]
+
+    def _joined(self, first: int, end: int) -> Bytes:
+        parts, start = [], 0
+        for segment in self.segments:
+            part = segment[max(first - start, 0) : max(end - start, 0)]
+            if part.size:
+                parts.append(part)
+            start += segment.size
+        if len(parts) == 1:
+            return parts[0]
+        joined = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        joined.flags.writeable = False
+        return joined
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorFile(Mapping[str, FileTensor]):
+    """The tensors of one file (or of the shards of one index) by name, and what else it holds."""
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    plain: Mapping[str, Any]
+    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
+    tree: Any
+    """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
+
+    def __getitem__(self, name: str) -> FileTensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def map_file(path: Path) -> Bytes:
+    """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives. Raises CheckpointError."""
+    with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
+        if not path.stat().st_size:
+            raise CheckpointError(f"{path}: the file is empty; copy it again or use another one")
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+
+
+def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArray[Any]:
+    """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if that is given."""
+    if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
+        ordered = (room or ScratchBuffer()).take(array)
+        copy_in_bands(ordered, array)
+        return ordered
+    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a scalar
+
+
+def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Copy a matrix in bands of columns.
+
+    numpy copies a transposed matrix along the columns of the result, which no cache holds. In bands it is two to five times as fast.
+    """
+    for first in range(0, source.shape[-1], _BAND):
+        target[..., first : first + _BAND] = source[..., first : first + _BAND]
+
+
+class ScratchBuffer:
+    """Memory for one array after the other: new pages cost as much as what is copied into them."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, like: NDArray[Any]) -> NDArray[Any]:
+        """An array of that shape and type, whose content is anything; the one taken before is overwritten."""
+        if self._memory.size < like.nbytes:
+            self._memory = np.empty(like.nbytes, np.uint8)
+        return self._memory[: like.nbytes].view(like.dtype).reshape(like.shape)
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array, row-major; a copy only where the array is not."""
+    return contiguous(array).reshape(-1).view(np.uint8).data
+
+
+def same_bytes(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors have one type and shape and are equal bit for bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = (np.frombuffer(bytes_of(tensor.read()), np.uint8) for tensor in (one, other))
+    spans = (slice(start, start + _COMPARED) for start in range(0, first.size, _COMPARED))
+    return all(np.array_equal(first[span], second[span]) for span in spans)
+
+
+def prefetch_arrays(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
+    """Yield the makers' arrays, row-major.
+
+    The next array is made while the caller has this one, and the one after that overwrites it.
+    """
+    rooms = itertools.cycle((ScratchBuffer(), ScratchBuffer()))
+    with ThreadPoolExecutor(1) as pool:
+        coming: Future[NDArray[Any]] | None = None
+        for make in makers:
+            if coming is None:
+                coming = pool.submit(_make, make, next(rooms))
+                continue
+            array, coming = coming.result(), pool.submit(_make, make, next(rooms))
+            yield array
+            del array  # before the one after next is begun: two are in memory
+        if coming is not None:
+            yield coming.result()
+
+
+def _make(make: Callable[[], NDArray[Any]], room: ScratchBuffer) -> NDArray[Any]:
+    return contiguous(make(), room)
+
+
+def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The float32 of the same value: a bfloat16 is the upper half of a float32."""
+    return np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
+
+
+def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The words of the nearest bfloat16, ties to even; beyond the largest is infinity, NaN stays NaN with its sign."""
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+    words = np.empty(flat.size, np.uint16)
+    for first in range(0, flat.size, _BLOCK):
+        block = flat[first : first + _BLOCK]
+        bits = block.view(np.uint32)
+        upper = bits >> 16
+        # a NaN whose payload lies in the lower half alone would become infinity: its quiet bit is set instead
+        words[first : first + _BLOCK] = np.where(np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16)
+    return words.reshape(np.shape(values))

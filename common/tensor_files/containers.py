@@ -1,0 +1,101 @@
+"""Weight files of any container through one door: ``open_tensors``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import CheckpointError
+from common.structured_files import read_json_mapping
+from common.tensor_files.arrays import Bytes, TensorFile, map_file
+from common.tensor_files.mindspore_ckpt import read_mindspore
+from common.tensor_files.paddle_pickle import read_paddle
+from common.tensor_files.safetensors_file import read_safetensors
+from common.tensor_files.tensorflow_bundle import read_tensorflow
+from common.tensor_files.torch_reader import OLD_MAGIC, ZIP_MAGIC, read_torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Container:
+    title: str
+    read: Callable[[Path, Bytes], TensorFile]
+    endings: tuple[str, ...]
+    remedy: str = "copy it again or use another one"
+    faults: type[Exception] = ValueError
+    """The exceptions of the reader on a broken file."""
+
+
+_SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
+_TORCH = _Container(title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"), faults=Exception)
+_CONTAINERS = (
+    _SAFETENSORS,
+    _TORCH,
+    _Container(
+        title="MindSpore checkpoint",
+        read=read_mindspore,
+        endings=(".ckpt",),
+        remedy="copy it again, decrypt it with MindSpore, or use another one",
+    ),
+    _Container(title="TensorFlow checkpoint", read=read_tensorflow, endings=(".index",), remedy="copy its files again or use another one"),
+    _Container(title="file of paddle.save", read=read_paddle, endings=(".pdparams",), faults=Exception),
+)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Open a file by what it begins with, then by its ending, and ``NAME.index.json`` with all its shards.
+
+    No tensor is read before it is asked for. Raises CheckpointError on a file that is missing, broken, of no known format, or names code.
+    """
+    yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
+
+
+def _read(path: Path) -> TensorFile:
+    content = map_file(path)
+    container = _container_of(path, content)
+    try:
+        return container.read(path, content)
+    except CheckpointError:
+        raise
+    except container.faults as error:
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(f"{path}: not a whole {container.title}: {reason}; {container.remedy}") from None
+
+
+def _container_of(path: Path, content: Bytes) -> _Container:
+    head = content[:16].tobytes()
+    if head.startswith((ZIP_MAGIC, OLD_MAGIC)):
+        return _TORCH
+    if found := [container for container in _CONTAINERS if path.suffix in container.endings]:
+        return found[0]
+    if head[8:9] == b"{":
+        return _SAFETENSORS
+    raise CheckpointError(
+        f"{path}: no weight file that is known; expected safetensors, a file of torch.save (.bin, .pt, .pth), a MindSpore .ckpt,"
+        " the .index of TensorFlow, a .pdparams of Paddle, or the .index.json of shards"
+    )
+
+
+def _is_beside(shard: str) -> bool:
+    """Whether this is the plain name of a file, other than that of an index: indices that name each other would have no end."""
+    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
+
+
+def _read_shards(path: Path) -> TensorFile:
+    places = read_json_mapping(path, error=CheckpointError).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise CheckpointError(f"{path}: no index of shards; expected weight_map, from tensors to files beside it")
+    if strange := [shard for shard in places.values() if not _is_beside(shard)]:
+        raise CheckpointError(f"{path}: the shard {strange[0][:60]!r} is in another folder, or is no file; copy the whole folder again")
+    files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}
+    found = {name: shard for shard, file in files.items() for name in file}
+    strays = sorted(name for name in {*places, *found} if places.get(name) != found.get(name))
+    if strays or len(found) < sum(map(len, files.values())):
+        shown = ", ".join(strays[:6]) or "one of them is there twice"
+        raise CheckpointError(
+            f"{path}: the index and its {len(files)} shards do not hold the same tensors: {shown}; copy the whole folder again"
+        )
+    tensors = {name: files[shard][name] for name, shard in places.items()}
+    return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)

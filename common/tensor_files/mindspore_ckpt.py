@@ -1,0 +1,166 @@
+"""MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map, written as a stream.
+
+Format: mindspore/ccsrc/utils/checkpoint.proto, and ``_exec_save`` of mindspore/train/serialization.py for what the schema leaves open:
+a large tensor is several values of one tag, and ``crc_num`` with a CRC-32 in ten bytes may follow the last value.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
+from common.tensor_files.checksummed import ChecksummedFile
+from common.tensor_files.protobuf import BYTES, read_fields, read_varint
+
+_TYPES = {
+    "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
+    "int64": "Int64", "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint8": "UInt8", "bool": "Bool",
+}  # fmt: skip
+_WORDS = {theirs: word for word, theirs in _TYPES.items()}
+_SLICE = 2**29
+"""Bytes of one value, as MindSpore cuts them: a protobuf message must stay below 2 GiB."""
+_SEAL = b"crc_num"
+_SEAL_SIZE = len(_SEAL) + 10
+"""The end of a file of ``save_checkpoint(crc_check=True)``."""
+
+
+def read_mindspore(path: Path, content: Bytes) -> TensorFile:
+    """Tensors by tag; texts are plain values, and numbers (``step_num``) are tensors of shape ().
+
+    Raises ValueError if the file is broken or encrypted, its checksum is wrong, or it holds types that GPT-2 does not have.
+    """
+    tensors, texts = _parse(_without_seal(content))
+    return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    """One message Value; only its last slice ends a tensor."""
+
+    tag: str
+    dims: tuple[int, ...]
+    type: str
+    data: Bytes
+
+
+def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    tensors: dict[str, FileTensor] = {}
+    texts: dict[str, str] = {}
+    slices: list[_Value] = []
+    values = [_value(part) for number, part in read_fields(content) if number == 1 and not isinstance(part, int)]
+    for place, value in enumerate(values, 1):
+        slices.append(value)
+        if place < len(values) and values[place].tag == value.tag:
+            continue
+        if value.tag in tensors or value.tag in texts:
+            raise ValueError(f"{value.tag} is there twice")
+        if value.type == "str":  # as numpy stores texts
+            texts[value.tag] = b"".join(part.data.tobytes() for part in slices).decode("utf-32-le").rstrip("\0")
+        else:
+            tensors[value.tag] = _tensor(slices)
+        slices = []
+    if not tensors:
+        raise ValueError("it holds no tensor")
+    return tensors, texts
+
+
+def _tensor(slices: list[_Value]) -> FileTensor:
+    last = slices[-1]
+    if last.type not in _WORDS:
+        raise ValueError(f"{last.tag} is of type {last.type!r}, and {', '.join(_WORDS)} are known")
+    dtype = _WORDS[last.type]
+    size = sum(part.data.size for part in slices)
+    shape = () if last.dims == (0,) and size else last.dims  # older releases write a scalar as [0]
+    if any(part.dims != last.dims or part.type != last.type for part in slices):
+        raise ValueError(f"the slices of {last.tag} differ in shape or type")
+    if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
+        raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
+    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
+
+
+def _value(message: Bytes) -> _Value:
+    fields = dict(read_fields(message))
+    tag, tensor = fields.get(1), fields.get(2)
+    if tag is None or isinstance(tag, int):
+        raise ValueError("a value has no tag")
+    name = tag.tobytes().decode()
+    if tensor is None or isinstance(tensor, int):
+        raise ValueError(f"{name} is no tensor but a map parameter, which GPT-2 has not")
+    dims: list[int] = []
+    kind, data = None, None
+    for number, part in read_fields(tensor):
+        if number == 1:  # one by one, or packed: readers of protobuf accept both
+            dims += [part] if isinstance(part, int) else _packed(part)
+        elif number == 2 and not isinstance(part, int):
+            kind = part.tobytes().decode()
+        elif number == 3 and not isinstance(part, int):
+            data = part
+    if kind is None or data is None:
+        raise ValueError(f"{name} has no type or no content")
+    return _Value(tag=name, dims=tuple(dims), type=kind, data=data)
+
+
+def _packed(part: Bytes) -> list[int]:
+    values, position = [], 0
+    while position < part.size:
+        value, position = read_varint(part, position)
+        values.append(value)
+    return values
+
+
+def _without_seal(content: Bytes) -> Bytes:
+    """Return what comes before the checksum. Raises ValueError if it is not the checksum of that."""
+    seal = content[-_SEAL_SIZE:].tobytes()
+    if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
+        return content
+    found, expected = zlib.crc32(content[:-_SEAL_SIZE].data), int.from_bytes(seal[len(_SEAL) :], "big")
+    if found != expected:
+        raise ValueError(f"its checksum is {found}, and the file says {expected}")
+    return content[:-_SEAL_SIZE]
+
+
+def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
+    """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``; bfloat16 as uint16 words.
+
+    Returns the CRC-32 of the file's bytes. OSError is left to the caller, who owns the folder.
+    """
+    with ChecksummedFile(path) as file:
+        pending = iter(kinds.items())
+        for array in arrays:  # zip would hold the last one while the next is made
+            (name, kind), data = next(pending), bytes_of(array)
+            assert len(data) == kind.nbytes, f"the array of {name} is that of its kind"
+            head = b"".join(b"\x08" + _to_varint(size) for size in kind.shape) + _length(2, _TYPES[kind.dtype].encode())
+            tag = _length(1, name.encode())
+            for first in range(0, max(len(data), 1), _SLICE):
+                part = data[first : first + _SLICE]
+                tensor = head + _key(3, len(part))
+                value = tag + _key(2, len(tensor) + len(part)) + tensor
+                file.write(_key(1, len(value) + len(part)) + value)
+                file.write(part)
+            del array, data, part
+        assert next(pending, None) is None, "every kind has its array"
+    return file.checksum
+
+
+def _to_varint(value: int) -> bytes:
+    digits = []
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])
+
+
+def _key(number: int, size: int) -> bytes:
+    """Return the bytes before the content of a field of bytes."""
+    return _to_varint(number << 3 | BYTES) + _to_varint(size)
+
+
+def _length(number: int, content: bytes) -> bytes:
+    return _key(number, len(content)) + content

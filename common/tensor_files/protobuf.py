@@ -1,0 +1,45 @@
+"""The fields of protobuf messages, of which the weight files of MindSpore and TensorFlow are made, without protobuf.
+
+Format: https://protobuf.dev/programming-guides/encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.tensor_files.arrays import Bytes
+
+_VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
+"""The wire types."""
+
+
+def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
+    """Number and content of each field, in order. Raises ValueError where the message breaks off."""
+    position = 0
+    while position < message.size:
+        key, position = read_varint(message, position)
+        number, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, position = read_varint(message, position)
+            yield number, value
+            continue
+        if wire not in (_FIXED64, BYTES, _FIXED32) or not number:
+            raise ValueError(f"no protobuf field begins {position} bytes into a message of {message.size}")
+        size, position = read_varint(message, position) if wire == BYTES else (8 if wire == _FIXED64 else 4, position)
+        if position + size > message.size:
+            raise ValueError(f"a field of {size} bytes begins at byte {position} of a message of {message.size}")
+        yield number, message[position : position + size]
+        position += size
+
+
+def read_varint(message: Bytes, position: int) -> tuple[int, int]:
+    """A number and the position after it."""
+    value = 0
+    for place in range(10):
+        if position + place >= message.size:
+            raise ValueError("it breaks off within a number")
+        byte = int(message[position + place])
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, position + place + 1
+    raise ValueError(f"the number at byte {position} has more than 10 bytes")

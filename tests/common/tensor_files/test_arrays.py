@@ -1,0 +1,83 @@
+"""bfloat16 words against torch, and rectangles of stored tensors against numpy's slices."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.tensor_files.arrays import FileTensor, bytes_of, map_file, prefetch_arrays, round_to_bfloat16, widen_bfloat16
+
+
+def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
+    words = np.arange(2**16, dtype=np.uint16)
+    wide = widen_bfloat16(words)
+    np.testing.assert_array_equal(wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy())
+    back, number = round_to_bfloat16(wide), ~np.isnan(wide)
+    np.testing.assert_array_equal(back[number], words[number])
+    assert np.isnan(widen_bfloat16(back[~number])).all()
+
+
+def test_float32_is_rounded_as_torch_does() -> None:
+    rng = np.random.default_rng(0)
+    ties = (np.arange(0x7F60, 0x7F90, dtype=np.uint32) << 16) | 0x8000  # halves, and beyond the largest
+    bits = np.concatenate([rng.integers(0, 2**32, 100_000, dtype=np.uint32), ties, ties + 1, ties - 1, ties | 0x80000000])
+    only_low_payload = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
+    values = np.concatenate([bits, only_low_payload]).view(np.float32)
+    expected = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    found, nan = round_to_bfloat16(values), np.isnan(values)
+    np.testing.assert_array_equal(found[~nan], expected[~nan])
+    assert np.isnan(widen_bfloat16(found[nan])).all()
+    assert ((found[nan] >> 15) == (values[nan].view(np.uint32) >> 31)).all()
+    assert round_to_bfloat16(np.float32(1.5)).shape == () and round_to_bfloat16(values[:6].reshape(2, 3).T).shape == (3, 2)
+
+
+@pytest.mark.parametrize("cuts", [(), (7,), (8, 40), (5, 6, 95)])
+def test_a_rectangle_of_joined_segments(cuts: tuple[int, ...]) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    segments = tuple(np.split(np.frombuffer(bytes_of(array), np.uint8), cuts))
+    tensor = FileTensor(name="a", dtype="float32", shape=(2, 4, 3), segments=segments)
+    np.testing.assert_array_equal(tensor.read(), array)
+    for first, end in ((0, 2), (1, 2), (1, 1)):
+        read = tensor.read([[first, end], (1, 3), (0, 2)])
+        np.testing.assert_array_equal(read, array[first:end, 1:3, 0:2])
+        assert read.dtype == np.float32
+    with pytest.raises(ValueError, match=r"a is \[2, 4, 3\]"):
+        tensor.read([[0, 3], [0, 4], [0, 3]])
+
+
+@pytest.mark.parametrize("shape", [(3, 600), (600, 3), (257, 255), (1, 5), (0, 4)])
+def test_the_bytes_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
+    array = np.random.default_rng(0).random(shape, np.float32)
+    for turned in (array.T, array.T[1:], array[:, ::2].T, array[::2, ::-1].T):
+        assert bytes(bytes_of(turned)) == turned.tobytes()
+
+
+def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\1\0\2\0")
+    content = map_file(tmp_path / "x")
+    array = FileTensor(name="a", dtype="bfloat16", shape=(2,), segments=(content,)).read()
+    assert np.shares_memory(array, content) and not array.flags.writeable and array.tolist() == [1, 2]
+    with pytest.raises(CheckpointError, match="no such file"):
+        map_file(tmp_path / "y")
+
+
+def test_arrays_made_ahead_are_whole_when_they_come() -> None:
+    """Transposed ones share two pieces of memory; others are what was made. An error comes in its turn."""
+    shapes = [(300, 7), (0, 5), (2, 900), (7, 300), (4,), (), (513, 300)]
+    made = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes]
+
+    def broken() -> NDArray[Any]:
+        raise OSError("unreadable")
+
+    found = prefetch_arrays([*((lambda array=array: array.T) for array in made), broken])
+    for array in made:
+        ordered = next(found)
+        assert ordered.flags.c_contiguous
+        np.testing.assert_array_equal(ordered, array.T)
+        np.testing.assert_array_equal(np.frombuffer(bytes_of(ordered), np.float32), array.T.reshape(-1))
+    with pytest.raises(OSError, match="unreadable"):
+        next(found)
