@@ -16,7 +16,7 @@ from mindformers_gpt2.model import build_model
 
 
 def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of our own folder."""
+    """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu"))
     load_weights({parameter.name: parameter for parameter in net.get_parameters()}, model, folder)
     hidden = net(ms.Tensor(ids.astype(np.int32)))

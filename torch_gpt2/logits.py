@@ -18,7 +18,7 @@ from torch_gpt2.model import build_model
 
 @torch.no_grad()
 def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of our own folder."""
+    """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu")).eval()
     load_weights(dict(net.named_parameters()), model, folder)
     found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
@@ -27,7 +27,7 @@ def logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[
 
 @torch.no_grad()
 def hugging_face_logits(folder: Path, model: ModelConfig, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of a folder of transformers, by transformers."""
+    """Return the logits of a folder in the format of transformers, computed by transformers."""
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging
 
