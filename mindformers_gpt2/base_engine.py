@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from mindspore import Tensor, ops
 
 from common.dataset import Batch, Tokens
 from common.parallel.resolved_run import TrainingRun
+from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
@@ -37,8 +38,8 @@ QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
 """Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the device."""
 
 
-class BaseEngine(ABC):
-    """Implements ``common.training.engine.Engine``."""
+class BaseEngine(engine.Engine):
+    """An engine of one rank."""
 
     master: MasterWeights
     optimizer: Optimizer
@@ -71,9 +72,6 @@ class BaseEngine(ABC):
         """Whether this rank writes a parameter; one does of those that hold the same part."""
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]: ...
-
-    @abstractmethod
     def _set_limits(self, limits: Tensor) -> None:
         """Take the largest loss and gradient norm of the next steps, float32 (2,)."""
 
@@ -103,9 +101,6 @@ class BaseEngine(ABC):
         self.master.write_back()
         self.step = state.step
         return state
-
-    def identity(self) -> dict[str, Any]:
-        return {}
 
     def norm_of_weights(self) -> float:
         return float(global_norm(*self.master.tensors.values()).asnumpy())

@@ -20,7 +20,7 @@ class _Gradients(nn.Cell):
         self.parameters = ms.ParameterTuple(tuple(model.get_parameters()))
 
     def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """To the type in which gradients of weights below float32 are summed."""
+        """Cast to the type in which gradients of weights below float32 are summed."""
         return ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients) if self.casts else gradients
 
 
@@ -49,8 +49,11 @@ class LossGradients(_Gradients):
 
 
 class StageGradients(_Gradients):
-    """(what the stage took, the gradient of what it gave, dropout keys) -> the gradient of what it took, unless these were ids, and those
-    of its weights. The forward pass is done again: nothing of it is kept but its input."""
+    """(input, gradient of the output, dropout keys) of a stage -> gradients of its weights.
+
+    The gradient of the input comes before them, unless the input is ids. The forward pass is done
+    again: only its input is kept.
+    """
 
     def __init__(self, model: GPT2, config: ResolvedRun, *, of_input: bool) -> None:
         super().__init__(model, config)
@@ -64,7 +67,7 @@ class StageGradients(_Gradients):
         return self.cast(gradients)
 
     def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> Tensor:
-        """A number whose gradients are the ones wanted."""
+        """Return a number whose gradients are the ones wanted."""
         return ops.ReduceSum()(self.model(x, keys) * slope)
 
 

@@ -8,7 +8,6 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import select_device
@@ -16,7 +15,7 @@ from mindformers_gpt2.model import build_model
 
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of our own folder."""
+    """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu"))
     load_weights({parameter.name: parameter for parameter in net.get_parameters()}, model, folder)
     hidden = net(ms.Tensor(ids.astype(np.int32)))

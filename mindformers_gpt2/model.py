@@ -7,29 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common.initializer import initializer
-from mindspore.ops.auto_generate import DropoutExt
-from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
-from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
+from mindformers_gpt2.layers import GELU, Dropout, Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum
-
-
-def empty(name: str, shape: tuple[int, ...]) -> Parameter:
-    """Float32 zeros; within ``no_init_parameters`` they take no memory yet."""
-    return Parameter(initializer("zeros", shape, ms.float32), name=name)
 
 
 class Linear(nn.Cell):
@@ -62,62 +52,6 @@ class LayerNorm(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         weight, bias = ops.cast(self.weight, self.norm_dtype), ops.cast(self.bias, self.norm_dtype)
         return ops.cast(self.layer_norm(ops.cast(x, self.norm_dtype), weight, bias)[0], x.dtype)
-
-
-class Embedding(nn.Cell):
-    def __init__(self, rows: int, size: int) -> None:
-        super().__init__()
-        self.weight = empty("weight", (rows, size))
-        self.gather = ops.Gather()
-
-    def construct(self, ids: Tensor) -> Tensor:
-        return self.gather(self.weight, ids, 0)
-
-
-class Dropout(nn.Cell):
-    """Zeroes a share ``rate`` of its input and divides the rest by 1 - rate.
-
-    Which, follows from the key and the place alone: a step that is resumed or recomputed draws the same, and no state is kept.
-    ``native``: whether the device has a kernel for that; else the places are hashed (multiply, xor, shift, as murmur's finalizer).
-    """
-
-    def __init__(self, rate: float, native: bool) -> None:
-        super().__init__()
-        self.rate = rate
-        self.native = DropoutExt() if native else None
-        self.shifts = Tensor(2**15, ms.uint32), Tensor(2**12, ms.uint32)
-        self.factors = Tensor(0x2C1B3C6D, ms.uint32), Tensor(0x297A2D39, ms.uint32)
-        self.dropped = Tensor(min(int(rate * 2**32), 2**32 - 1), ms.uint32)
-
-    def construct(self, x: Tensor, key: Tensor) -> Tensor:
-        """key: two uint32, from ``dropout_keys``; None drops nothing."""
-        if key is None or self.rate == 0.0:
-            return x
-        if self.native is not None:
-            return self.native(x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64))[0]
-        bits = ops.cast(ops.arange(x.size, dtype=ms.int32), ms.uint32) * key[1] + key[0]
-        for shift, factor in zip(self.shifts, self.factors):  # noqa: B905  (a graph knows no strict)
-            bits = ops.bitwise_xor(bits, bits // shift) * factor
-        kept = ops.cast(bits >= self.dropped, x.dtype) * (1.0 / (1.0 - self.rate))
-        return x * kept.reshape(x.shape)
-
-
-def dropout_keys(config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
-    """A key for each place that drops, (1 + 3 num_layers, 2): the embedding, then attention, its output and the MLP's of each block.
-
-    micro_batch: its number in the global batch. tensor_rank: those of attention differ with it, since the heads are split.
-    """
-    places = 1 + 3 * config.model.num_layers
-
-    def drawn(*more: int) -> NDArray[Any]:
-        entropy = (config.seed, step, micro_batch, *more)
-        return np.random.SeedSequence(entropy).generate_state(2 * places).reshape(places, 2)
-
-    keys = drawn()
-    if tensor_rank:
-        keys[1::3] = drawn(tensor_rank)[1::3]
-    keys[:, 1] |= 1  # an odd factor maps places one to one
-    return keys.astype(np.uint32)
 
 
 class CoreAttention(nn.Cell):
@@ -176,23 +110,6 @@ class Attention(nn.Cell):
 
     def _heads(self, x: Tensor, length: int) -> Tensor:
         return self.split_heads(x.reshape((-1, length, self.heads, self.head_size)), (0, 2, 1, 3))
-
-
-class GELU(nn.Cell):
-    """gelu in the tanh form; written out as x sigmoid(2 u), which is the same, where the device's own kernel is slow."""
-
-    def __init__(self, native: bool) -> None:
-        super().__init__()
-        self.native = ops.GeLU() if native else None
-        self.sigmoid = ops.Sigmoid()
-
-    def construct(self, x: Tensor) -> Tensor:
-        if self.native is not None:
-            return self.native(x)
-        return x * self.sigmoid(x * (_GELU * 0.044715 * (x * x) + _GELU))
-
-
-_GELU = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 class MLP(nn.Cell):
@@ -290,7 +207,7 @@ class GPT2(nn.Cell):
         return self.loss_of(self.construct(ids, keys), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The same from the hidden states (B, T, C)."""
+        """Summed cross-entropy computed from the final hidden states (B, T, C)."""
         return self.cross_entropy(hidden.reshape((-1, self.config.hidden_size)), self.wte.weight, targets.reshape((-1,)))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -306,7 +223,7 @@ class GPT2(nn.Cell):
 
 
 def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
-    """The model, with weights not yet filled in."""
+    """Build the model, with weights not yet filled in."""
     model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
@@ -315,7 +232,10 @@ def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
 
 
 def initialise(tensors: Mapping[str, Parameter], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
+    """Fill parameters by name with the initial weights of ``common.weights.initial``.
+
+    pieces: the part each one is, if not whole.
+    """
     for name, shape in padded_shapes(config).items():
         if name in tensors:
             piece = pieces[name] if pieces else slice_of(name, shape)

@@ -100,16 +100,19 @@ class DeviceLossScale(nn.Cell):
 
 
 class Optimizer(nn.Cell):
-    """One step of all parameters as one graph: norm, clip, update or skip, loss scale; the host is not asked.
+    """One step of all parameters as one graph: norm, clip, update or skip, loss scale.
 
-    ``state[part][name]`` holds the moments; ``steps`` counts the updates, skipped ones not. ``sharing``: where there are several ranks,
-    from this one's loss and gradients to the loss and the norm of all, and the gradients to update with.
+    The host is not asked. ``state[part][name]`` holds the moments. ``steps`` counts the updates,
+    without skipped ones. gradient_sync: where there are several ranks, takes this one's loss and
+    gradients, and returns the loss and the norm of all, and the gradients to update with.
     """
 
-    def __init__(self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, sharing: nn.Cell | None = None) -> None:
+    def __init__(
+        self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, gradient_sync: nn.Cell | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
-        self.sharing = sharing
+        self.gradient_sync = gradient_sync
         self.shares = master.shares
         self.loss_scale = loss_scale
         self.scales = loss_scale.config.mode in ("dynamic", "static")
@@ -140,8 +143,8 @@ class Optimizer(nn.Cell):
         The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
         """
         scale = self.loss_scale.value * 1.0
-        if self.sharing is not None:
-            loss, norm, gradients = self.sharing(loss, gradients)
+        if self.gradient_sync is not None:
+            loss, norm, gradients = self.gradient_sync(loss, gradients)
         else:
             norm = global_norm(*gradients)
         norm = norm / scale
@@ -189,9 +192,9 @@ class Optimizer(nn.Cell):
 
 
 def build_optimizer(
-    master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, sharing: nn.Cell | None = None
+    master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, gradient_sync: nn.Cell | None = None
 ) -> Optimizer:
-    return Optimizer(master, config, loss_scale, sharing)
+    return Optimizer(master, config, loss_scale, gradient_sync)
 
 
 def global_norm(*gradients: Tensor) -> Tensor:

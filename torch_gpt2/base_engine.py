@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from common.cluster.environment import ALONE, Process
-from common.dataset import Batch, Tokens
 from common.errors import CheckpointError
 from common.parallel.resolved_run import TrainingRun
 from common.tensor_files.safetensors_file import Tensors
+from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
-from common.training.engine import StepResult
 from common.training.loss_scale import LossScale
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import Start
 from common.training.state import TrainState
@@ -26,8 +24,8 @@ from torch_gpt2.parallel.layout import seed_offset
 from torch_gpt2.parallel.world import World
 
 
-class BaseEngine(ABC):
-    """Implements ``common.training.engine.Engine``."""
+class BaseEngine(engine.Engine):
+    """An engine of one rank."""
 
     steps_per_run = 1
 
@@ -48,30 +46,12 @@ class BaseEngine(ABC):
         self.loss_scale = LossScale(config.loss_scale)
 
     @abstractmethod
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]: ...
-
-    @abstractmethod
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]: ...
-
-    @abstractmethod
-    def snapshot(self, state: TrainState) -> Snapshot | None: ...
-
-    @abstractmethod
-    def norm_of_weights(self) -> float: ...
-
-    @abstractmethod
-    def norm_of_moments(self) -> float: ...
-
-    @abstractmethod
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
         """Take the weights of a checkpoint, or the initial ones."""
 
     @abstractmethod
     def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
         """Take the optimizer's state of a checkpoint."""
-
-    def identity(self) -> dict[str, Any]:
-        return {}
 
     def begin(self, start: Start) -> TrainState:
         checkpoint = start.resume or start.weights
@@ -110,7 +90,7 @@ class BaseEngine(ABC):
         part: Part | None = None,
     ) -> Snapshot:
         """Add the counters to tensors; generators: of all ranks."""
-        engine = EngineState(
+        counters = EngineState(
             optimizer_steps=optimizer_steps,
             loss_scale=self.loss_scale.state(),
             rng={"torch": generators},
@@ -120,7 +100,7 @@ class BaseEngine(ABC):
             state,
             weights=weights,
             moments=moments,
-            engine=engine,
+            engine=counters,
             versions={"backend": "torch", "torch": torch.__version__, **versions},
             extra=self.manifest_extra,
             part=part,

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import select_device
@@ -18,7 +17,7 @@ from torch_gpt2.model import build_model
 
 @torch.no_grad()
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of our own folder."""
+    """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu")).eval()
     load_weights(dict(net.named_parameters()), model, folder)
     found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
@@ -27,7 +26,7 @@ def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArra
 
 @torch.no_grad()
 def hugging_face_logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Of a folder of transformers, by transformers."""
+    """Return the logits of a folder in the format of transformers, computed by transformers."""
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging
 

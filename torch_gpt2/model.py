@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
-from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
@@ -152,7 +151,7 @@ class GPT2(nn.Module):
         return self.loss_of(self(ids), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The same from the hidden states (B, T, C)."""
+        """Summed cross-entropy computed from the final hidden states (B, T, C)."""
         return cross_entropy_sum(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -161,12 +160,12 @@ class GPT2(nn.Module):
 
 
 def build_model(config: ResolvedRun, device: TorchDevice) -> GPT2:
-    """The model on its device, with weights not yet filled in."""
+    """Build the model on its device, with weights not yet filled in."""
     return build_meta_model(config).to_empty(device=device.torch_device)
 
 
 def build_meta_model(config: ResolvedRun) -> GPT2:
-    """The model without memory for its weights."""
+    """Build the model without memory for its weights."""
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
@@ -175,7 +174,10 @@ def build_meta_model(config: ResolvedRun) -> GPT2:
 
 @torch.no_grad()
 def initialise(tensors: Mapping[str, Tensor], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``. pieces: which part each of them is, if not whole."""
+    """Fill parameters by name with the initial weights of ``common.weights.initial``.
+
+    pieces: the part each one is, if not whole.
+    """
     for name, shape in padded_shapes(config).items():
         if name in tensors:
             piece = pieces[name] if pieces else slice_of(name, shape)

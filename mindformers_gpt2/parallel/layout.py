@@ -15,7 +15,8 @@ from common.parallel.sharding import owns
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
-from mindformers_gpt2.model import GPT2, dropout_keys, set_recompute
+from mindformers_gpt2.layers import dropout_keys
+from mindformers_gpt2.model import GPT2, set_recompute
 from mindformers_gpt2.optimizer import squares
 from mindformers_gpt2.parallel.collectives import all_reduce
 from mindformers_gpt2.parallel.data_parallel import DataParallel

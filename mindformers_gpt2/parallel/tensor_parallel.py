@@ -10,8 +10,9 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.parallel.sharding import Role, local_shape, role_of
+from mindformers_gpt2.layers import Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum, VocabularyShard
-from mindformers_gpt2.model import GPT2, Embedding, LayerNorm, Linear, empty
+from mindformers_gpt2.model import GPT2, LayerNorm, Linear
 from mindformers_gpt2.parallel.collectives import Group, all_reduce
 
 

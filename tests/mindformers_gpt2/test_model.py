@@ -17,7 +17,8 @@ from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
-from mindformers_gpt2.model import GELU, Dropout, build_model, dropout_keys, initialise  # noqa: E402
+from mindformers_gpt2.layers import GELU, Dropout, dropout_keys  # noqa: E402
+from mindformers_gpt2.model import build_model, initialise  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

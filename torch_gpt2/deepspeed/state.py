@@ -1,4 +1,4 @@
-"""Weights and moments in DeepSpeed's keeping, whole and by our names: into it, and out of it onto rank 0."""
+"""Weights and moments that DeepSpeed holds, read and written whole and by our names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 class DeepSpeedState:
-    """``parameters``: of this rank's stage, by name, before DeepSpeed cuts them up. ``attach`` the engine when it is there."""
+    """The state of one rank's stage. Made before DeepSpeed cuts up the parameters, then attached."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: ResolvedRun, world: World, device: torch.device) -> None:
         self.parameters = parameters
@@ -49,19 +49,19 @@ class DeepSpeedState:
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:
-        """Weights, before DeepSpeed has the parameters; names of other stages are passed over."""
+        """Fill weights before DeepSpeed has the parameters; skip names of other stages."""
         for name, array in values:
             if name in self.parameters:
                 self.parameters[name].copy_(self._whole(name, array))
 
     def fill_masters(self, values: Values) -> None:
-        """The float32 copies of weights below float32, which DeepSpeed has made of rounded ones."""
+        """Fill the float32 copies of weights below float32, made by DeepSpeed of rounded ones."""
         for name, array in values:
             if name in self.parameters:
                 self._utils.safe_set_full_fp32_param(self.parameters[name], self._whole(name, array))
 
     def fill_moments(self, values: Iterable[tuple[str, str, NDArray[np.float32]]], updates: int) -> None:
-        """After the optimizer's first step, before which DeepSpeed has no place for them."""
+        """Fill moments after the optimizer's first step; before it DeepSpeed has no place for them."""
         link_moments(self._optimizer)
         for name, part, array in values:
             if name not in self.parameters:
@@ -79,7 +79,7 @@ class DeepSpeedState:
                 holder["step"] = updates
 
     def norm_of_weights(self) -> float:
-        """Of what this rank holds, where ranks hold whole parameters."""
+        """Return the norm of what this rank holds, where ranks hold whole parameters."""
         return global_norm([parameter.detach() for parameter in self.parameters.values()]).item()
 
     def norm_of_moments(self) -> float:
@@ -108,7 +108,10 @@ class DeepSpeedState:
         return whole
 
     def _collect(self, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, NDArray[np.float32]]:
-        """Copies on rank 0, one tensor travelling at a time; nothing on the others, which must all call."""
+        """Return copies on rank 0, nothing on the others, which must all call.
+
+        One tensor travels at a time.
+        """
         rank = self._world.rank
         found: dict[str, NDArray[np.float32]] = {}
         for name, (owner, shape) in self._owner.items():

@@ -233,7 +233,7 @@ def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatc
     lent = Snapshot(files={"model.safetensors": CopyOnWriteArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
     writer = CheckpointWriter(tmp_path)
     writer.save(lent)
-    owner = threading.Thread(target=lent.keep, daemon=True)
+    owner = threading.Thread(target=lent.detach, daemon=True)
     owner.start()
     owner.join(10)
     assert not owner.is_alive()

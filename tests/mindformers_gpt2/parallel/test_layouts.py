@@ -22,7 +22,7 @@ from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
-from mindformers_gpt2.model import dropout_keys
+from mindformers_gpt2.layers import dropout_keys
 from mindformers_gpt2.parallel.layout import own_dropout_keys
 from mindformers_gpt2.parallel.world import World
 from tests.closeness import rounding_scales, with_gradients_wrong_by

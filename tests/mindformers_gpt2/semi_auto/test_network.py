@@ -91,7 +91,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     expected = engine.run(iter(batches), 6)
     network = build_network(one)
     step = build_step(network, one, 0)
-    step.optimizer.sharing.all_reduce = Alone()
+    step.optimizer.gradient_sync.all_reduce = Alone()
     initialise(step.master.tensors, one)
     ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
     for number, (rows, wanted) in enumerate(zip(tokens, expected, strict=True), 1):
