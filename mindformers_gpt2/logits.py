@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
+from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import select_device

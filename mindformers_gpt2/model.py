@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import select_device

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
+from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
