@@ -227,6 +227,10 @@ STEPS_A_KILL = 6
 until it has noticed and the process is dead. Between 30 kills 50 steps passed on two busy cores."""
 
 
+MOMENTS = ("start", *3 * ("step",), *3 * ("save",))
+"""Of seven kills in a row. Six of them hold at least two in a save."""
+
+
 def last_save(run: Path) -> int:
     """The step of the newest whole checkpoint by its name, 0 if there is none."""
     names = [path.name for path in (run / "checkpoints").glob("step_*")]
@@ -245,13 +249,13 @@ def test_random_kills_of_ranks_that_save_parts(tmp_path: Path, corpus_prefix: Pa
     settings = SLOWER | {"train__max_steps": STEPS_A_KILL * kills + 10}
     ranks, layout = (1, {}) if len(names) > 1 else LAYOUTS[names[0]]
     assert launched(whole, corpus_prefix, ranks, **settings, **layout).wait(timeout=600) == 0
-    seen, ends, saves, done = Counter[str](), list[float](), 0, 0
-    while done < kills:
+    seen, ends, saves = Counter[str](), list[float](), 0
+    moments = [moment for _ in range(0, kills, len(MOMENTS)) for moment in dice.sample(MOMENTS, len(MOMENTS))]
+    for moment in moments[:kills]:
         name = dice.choice(names)
         ranks, layout = LAYOUTS[name]
         before, saved = find_checkpoint(run), last_save(run)
         launcher = launched(run, corpus_prefix, ranks, **settings, **layout, runtime__stall_limit=60, checkpoint__interval=1)
-        moment = dice.choices(["start", "step", "save"], [1, 3, 3])[0]
         if moment == "start":
             end = time.monotonic() + dice.uniform(0.0, 6.0)
             while time.monotonic() < end and last_save(run) == saved:
@@ -274,7 +278,6 @@ def test_random_kills_of_ranks_that_save_parts(tmp_path: Path, corpus_prefix: Pa
         after = find_checkpoint(run)
         assert before is None or (after is not None and after.name >= before.name), "what was whole is still there"
         seen[f"{name}: {'launcher' if victim == launcher.pid else 'rank'}{' in a save' if left else ''}"] += 1
-        done += 1
     print(f"\n{kills} kills: {dict(sorted(seen.items()))}; {saves} in a save; slowest end {max(ends):.1f} s; {steps(run)} steps")
     ranks, layout = LAYOUTS[dice.choice(names)]
     assert launched(run, corpus_prefix, ranks, **settings, **layout).wait(timeout=600) == 0, run.with_suffix(".log").read_text()[-2000:]
