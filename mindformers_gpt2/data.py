@@ -14,10 +14,10 @@ from mindspore.mindrecord import FileWriter
 from numpy.typing import NDArray
 
 from common.dataset import Batch, GPTDataset
-from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, write_metadata
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
 from common.dataset.mindrecord_output import join_shards, publication, shard_names
+from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
 from common.training.data import TrainingData
 from common.training.state import TrainState

@@ -31,12 +31,12 @@ if __name__ == "__main__":
 from common.dataset import GPTDataset
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
-from common.dataset.indexed import with_extension
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_output import earlier_files
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested, StorageError
 from common.files import temporary_folder
