@@ -35,9 +35,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError naming file, line and key of each fault.
     """
     tree, sources = _read_with_bases(Path(path), (), {})
-    for word in overrides:
-        _override(tree, sources, word)
+    apply_overrides(tree, sources, overrides)
     return build_config(tree, sources)
+
+
+def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]) -> None:
+    """Change what a plain mapping says by words ``section.key=value``. Raises ConfigError."""
+    for word in words:
+        _override(tree, sources, word)
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
