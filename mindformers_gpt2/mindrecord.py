@@ -9,10 +9,10 @@ import numpy as np
 from mindspore.mindrecord import FileWriter
 
 from common.dataset import GPTDataset
-from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, write_metadata
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
 from common.dataset.mindrecord_output import join_shards, publication, shard_names
+from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
 
 _SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}

@@ -26,11 +26,11 @@ if __name__ == "__main__":
 
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
-from common.dataset.indexed import with_extension
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
+from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested
 from common.log import progress_bar

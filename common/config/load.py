@@ -40,9 +40,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
     """Return what the files and the command line say, not yet checked, and where each key was read."""
     tree, sources = _read_with_bases(Path(path), (), {})
-    for word in overrides:
-        _override(tree, sources, word)
+    apply_overrides(tree, sources, overrides)
     return tree, sources
+
+
+def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]) -> None:
+    """Change what a plain mapping says by words ``section.key=value``. Raises ConfigError."""
+    for word in words:
+        _override(tree, sources, word)
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:

@@ -242,7 +242,8 @@ DataPrefixes = Annotated[
 
 class DataConfig(Section):
     train: DataPrefixes | None = None
-    """Prefix of a .bin/.idx pair, a MindRecord (file, one of its shards, or folder), or a blend: [weight, prefix, weight, prefix, ...]."""
+    """Prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, a MindRecord (file, one of its shards, or folder), or a blend of
+    these: [weight, prefix, weight, prefix, ...]."""
     validation: DataPrefixes | None = None
     """Prefix, MindRecord or blend used whole for validation; data.train is then used whole for training, and the split for nothing."""
     split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
 from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
 from common.dataset.samples import GPTDataset, Samples
@@ -164,10 +165,10 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
 
 
 def require_data(prefix: str) -> None:
-    """Raise DataError unless the files of a .bin/.idx pair or of a MindRecord are there."""
+    """Raise DataError unless the files of a data set are there, in one of the formats that ``open_samples`` reads."""
     if is_mindrecord(prefix):
         find_files(prefix)
-    else:
+    elif find_fleetx(prefix) is None:
         require_pair(prefix)
 
 
@@ -181,14 +182,17 @@ def open_samples(
     shuffle: bool = True,
     cache_folder: Path | None = None,
 ) -> Samples:
-    """One data set, or the blend that ``data`` describes (see ``parse_blend``): .bin/.idx pairs and MindRecords. Raises DataError."""
+    """Return one data set, or the blend that ``data`` describes (see ``parse_blend``).
+
+    Each is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. Raises DataError.
+    """
     pairs = parse_blend(data)
 
     def open_one(prefix: str) -> Samples:
         if is_mindrecord(prefix):
             return MindRecordSamples(prefix, split=split, seq_length=seq_length, seed=seed, split_weights=split_weights, shuffle=shuffle)
         return GPTDataset(
-            prefix,
+            prefix if find_fleetx(prefix) is None else FleetXDataset(prefix),
             split=split,
             seq_length=seq_length,
             seed=seed,

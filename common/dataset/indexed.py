@@ -5,12 +5,20 @@
     PREFIX.bin   the tokens of all sequences, one after the other
 
 All numbers are little endian. Source: megatron-core 0.16.1, megatron/core/datasets/indexed_dataset.py.
+
+What Megatron-LM wrote until 2023 with --dataset-impl lazy or cached is read too:
+
+    PREFIX.idx   b"TNTIDX\\0\\0" | u64 version = 1 | u64 dtype code | u64 bytes of a token | u64 sequences n | u64 dimensions d
+                 | u64 boundaries m | int64 dimension_offsets[n + 1] | int64 data_offsets[n + 1] in tokens | int64 sizes[d]
+                 | int64 document_index[m]
+
+fairseq, where it comes from, leaves out m and the document index: each sequence is a document.
+Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata
+from common.dataset.token_files import CHUNK, TokenFiles, content_key, with_extension
 from common.errors import DataError
 from common.files import open_input, reading
 from common.paths import looked_in
@@ -36,9 +44,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
-_FAIRSEQ_MAGIC = b"TNTIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
+OLD_HEADER = struct.Struct("<8sQQQQQ")
 _SUFFIXES = ("_document", "_sentence")
-_CHUNK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -52,20 +60,18 @@ def strip_extension(prefix: str | Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def with_extension(prefix: Path, extension: str) -> Path:
-    """``prefix`` + ``extension``; dots inside the prefix are part of the name (``with_suffix`` would cut them)."""
-    return prefix.with_name(prefix.name + extension)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Header:
+class _Index:
+    """What an .idx says. sizes: (sequences,) tokens of each; pointers: (sequences,) bytes before each; document_index: (documents + 1,)."""
+
     dtype: np.dtype[Any]
-    sequences: int
-    boundaries: int
+    sizes: npt.NDArray[Any]
+    pointers: npt.NDArray[np.int64]
+    document_index: npt.NDArray[np.int64]
 
 
-class IndexedDataset:
-    """A pair opened for reading; nothing is copied but one offset per document.
+class IndexedDataset(TokenFiles):
+    """A pair opened for reading.
 
     prefix: path without extension (``.bin``/``.idx`` are accepted and cut off).
     Raises DataError when a file is missing, is not of this format, or the two files contradict each other.
@@ -77,18 +83,13 @@ class IndexedDataset:
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
-            header = _read_header(self.idx_path)
-            index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        self.dtype = header.dtype
-        n, m = header.sequences, header.boundaries
-        at = HEADER.size
-        self.sizes: npt.NDArray[np.int32] = np.frombuffer(index, "<i4", n, at)
-        self._pointers: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", n, at + 4 * n)
-        self.document_index: npt.NDArray[np.int64] = np.frombuffer(index, "<i8", m, at + 12 * n)
-        self.token_count = self._check_sequences()
+            raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r") if self.idx_path.stat().st_size else np.zeros(0, np.uint8)
+        index = _read_index(self.idx_path, raw)
+        self.dtype, self.sizes, self._pointers, self.document_index = index.dtype, index.sizes, index.pointers, index.document_index
+        count = self._check_sequences()
         self._check_documents()
-        self.tokens = self._map_tokens()
-        self.content_key = self._content_key(index)
+        self.tokens = self._map_tokens(count)
+        self.content_key = content_key(raw, self.tokens)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (str(self.prefix),)
@@ -106,55 +107,31 @@ class IndexedDataset:
     def document_count(self) -> int:
         return len(self.document_index) - 1
 
-    def metadata(self) -> Metadata | None:
-        """What made the pair, or None when nothing says so. Raises DataError when it describes another pair."""
-        path = with_extension(self.prefix, METADATA_EXTENSION)
-        metadata = read_metadata(path)
-        if metadata is not None and metadata.tokens != self.token_count:
-            raise DataError(
-                f"{path}: describes {metadata.tokens} tokens, but {self.bin_path.name} holds {self.token_count}; "
-                "it was left by another run, delete it or preprocess again"
-            )
-        return metadata
-
     def document_offsets(self) -> npt.NDArray[np.int64]:
-        """(documents + 1,) int64: document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
         offsets = np.full(len(self.document_index), self.token_count, dtype=np.int64)
-        for start in range(0, len(offsets), _CHUNK):
-            first = self.document_index[start : start + _CHUNK]
+        for start in range(0, len(offsets), CHUNK):
+            first = self.document_index[start : start + CHUNK]
             inside = first < len(self.sizes)
-            offsets[start : start + _CHUNK][inside] = self._pointers[first[inside]] // self.dtype.itemsize
+            offsets[start : start + CHUNK][inside] = self._pointers[first[inside]] // self.dtype.itemsize
         return offsets
 
-    def _map_tokens(self) -> npt.NDArray[Any]:
-        """A plain ndarray view: the memmap subclass makes every slice and gather several times slower."""
-        if self.token_count == 0:
+    def _map_tokens(self, count: int) -> npt.NDArray[Any]:
+        """Return a plain ndarray view: the memmap subclass makes every slice and gather several times slower."""
+        if count == 0:
             return np.zeros(0, dtype=self.dtype)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(self.token_count,)))
-
-    def _content_key(self, index: npt.NDArray[np.uint8]) -> str:
-        """16 hex digits, equal for equal data and cheap: all of the .idx, the .bin's size and its two ends.
-
-        The ends are in it because two vocabularies of one word per character give the same lengths for a text.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(index.data)
-        digest.update(struct.pack("<Q", self.token_count * self.dtype.itemsize))
-        digest.update(self.tokens[: 1 << 14].tobytes())
-        digest.update(self.tokens[-(1 << 14) :].tobytes())
-        return digest.hexdigest()
+        return np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(count,)))
 
     def _check_sequences(self) -> int:
         """The token count, after the sizes, the pointers and the .bin's length have been found to agree."""
         total = 0
-        for start in range(0, len(self.sizes), _CHUNK):
-            sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
+        for start in range(0, len(self.sizes), CHUNK):
+            sizes = self.sizes[start : start + CHUNK].astype(np.int64)
             if int(sizes.min()) < 0:
                 at = start + int(np.argmax(sizes < 0))
                 raise DataError(f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}; the file is corrupt, preprocess again")
             ends = np.cumsum(sizes) + total
             expected = (ends - sizes) * self.dtype.itemsize
-            wrong = self._pointers[start : start + _CHUNK] != expected
+            wrong = self._pointers[start : start + CHUNK] != expected
             if wrong.any():
                 at = int(np.argmax(wrong))
                 raise DataError(
@@ -179,8 +156,8 @@ class IndexedDataset:
                 f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found {ends} ({len(index)} entries); "
                 "end each document when writing (Megatron: end_document), or preprocess again"
             )
-        for start in range(0, len(index) - 1, _CHUNK):
-            falls = np.diff(index[start : start + _CHUNK + 1]) < 0
+        for start in range(0, len(index) - 1, CHUNK):
+            falls = np.diff(index[start : start + CHUNK + 1]) < 0
             if falls.any():
                 at = start + int(np.argmax(falls))
                 raise DataError(
@@ -189,17 +166,51 @@ class IndexedDataset:
                 )
 
 
-def _read_header(path: Path) -> _Header:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        raw = file.read(HEADER.size)
-    if raw.startswith(_FAIRSEQ_MAGIC):
-        raise DataError(f"{path}: is a 'lazy' or 'cached' index (magic TNTIDX), expected 'mmap' (magic MMIDIDX); preprocess again as mmap")
-    if not raw.startswith(MAGIC[: len(raw)]) or not raw:
-        raise DataError(f"{path}: starts with {raw[:9]!r}, expected {MAGIC!r}; this is not an index of Megatron's .bin/.idx format")
-    if len(raw) < HEADER.size:
-        raise DataError(f"{path}: ends after {size} bytes, inside its header of {HEADER.size}; copy or preprocess it again")
-    _, version, code, sequences, boundaries = HEADER.unpack(raw)
+def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
+    """Return the arrays of an .idx, views of ``raw``. Raises DataError unless its header and its length fit together."""
+    start = raw[: OLD_HEADER.size].tobytes()
+    if start.startswith(OLD_MAGIC):
+        return _read_old_index(path, raw)
+    if not start.startswith(MAGIC[: len(start)]) or not start:
+        raise DataError(f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of Megatron's .bin/.idx format")
+    if len(start) < HEADER.size:
+        raise DataError(f"{path}: ends after {len(raw)} bytes, inside its header of {HEADER.size}; copy or preprocess it again")
+    _, version, code, n, m = HEADER.unpack(start[: HEADER.size])
+    dtype = _require_header(path, version, code, n)
+    _require_length(path, len(raw), HEADER.size + 12 * n + 8 * m, n, m)
+    return _Index(
+        dtype=dtype,
+        sizes=np.frombuffer(raw, "<i4", n, HEADER.size),
+        pointers=np.frombuffer(raw, "<i8", n, HEADER.size + 4 * n),
+        document_index=np.frombuffer(raw, "<i8", m, HEADER.size + 12 * n),
+    )
+
+
+def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
+    """Return the arrays of an index of the kinds lazy and cached, of Megatron-LM or of fairseq."""
+    if len(raw) < OLD_HEADER.size + 8:
+        raise DataError(f"{path}: ends after {len(raw)} bytes, inside its header of {OLD_HEADER.size + 8}; copy it again")
+    _, version, code, width, n, dimensions = OLD_HEADER.unpack(raw[: OLD_HEADER.size].tobytes())
+    dtype = _require_header(path, version, code, n)
+    if width != dtype.itemsize or dimensions != n:
+        raise DataError(
+            f"{path}: says {width} bytes a token of {dtype.name} and {dimensions} dimensions for {n} sequences, expected"
+            f" {dtype.itemsize} and {n}; a corpus of text has one dimension a sequence, preprocess it again"
+        )
+    arrays = 8 * (2 * (n + 1) + n)
+    at, m = OLD_HEADER.size, None
+    if len(raw) != at + arrays:  # fairseq's ends here
+        m = int.from_bytes(raw[at : at + 8].tobytes(), "little")
+        at += 8
+        _require_length(path, len(raw), at + arrays + 8 * m, n, m)
+    offsets = np.frombuffer(raw, "<i8", n + 1, at + 8 * (n + 1))
+    sizes = np.frombuffer(raw, "<i8", n, at + 16 * (n + 1))
+    documents = np.arange(n + 1) if m is None else np.frombuffer(raw, "<i8", m, at + arrays)
+    return _Index(dtype=dtype, sizes=sizes, pointers=offsets[:-1] * width, document_index=documents)
+
+
+def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
+    """Return the type of the tokens. Raises DataError where it, the version or the number of sequences is wrong."""
     if version != VERSION:
         raise DataError(f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit")
     if code not in DTYPES:
@@ -207,14 +218,16 @@ def _read_header(path: Path) -> _Header:
         raise DataError(f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are integers, is this a token file?")
     if sequences == 0:
         raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    return DTYPES[code]
+
+
+def _require_length(path: Path, size: int, expected: int, sequences: int, boundaries: int) -> None:
     if size != expected:
         word = "ends early" if size < expected else "is too long"
         raise DataError(
             f"{path}: {word}: {size} bytes found, {expected} expected for the {sequences} sequences and {boundaries} document "
             "boundaries in its header; copy or preprocess it again"
         )
-    return _Header(dtype=DTYPES[code], sequences=sequences, boundaries=boundaries)
 
 
 def require_pair(prefix: str | Path) -> None:

@@ -14,8 +14,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.indexed import CODES, HEADER, MAGIC, VERSION, strip_extension, with_extension
+from common.dataset.indexed import CODES, HEADER, MAGIC, VERSION, strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
+from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import atomic_write
 

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.epoch_index import ORDER_VERSION, permutation
-from common.dataset.indexed import strip_extension, with_extension
+from common.dataset.fleetx import find_fleetx
+from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
 from common.dataset.split import SPLITS, Split, check_weights, document_range
+from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading
 from common.paths import looked_in
@@ -163,9 +165,9 @@ def find_files(source: str | Path) -> list[Path]:
 
 
 def metadata_paths(source: str | Path) -> list[Path]:
-    """Where the .meta.json of a pair or MindRecord would lie; that of shards is named without their number."""
+    """Where the .meta.json of a data set would lie; that of shards is named without their number."""
     if not is_mindrecord(source):
-        return [with_extension(strip_extension(source), METADATA_EXTENSION)]
+        return [with_extension(find_fleetx(source) or strip_extension(source), METADATA_EXTENSION)]
     names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(find_files(source))
     return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
 

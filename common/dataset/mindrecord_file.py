@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.indexed import with_extension
+from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import open_input, reading
 from common.structured_files import MAX_JSON_BYTES, parse_json

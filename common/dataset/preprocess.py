@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
 from common.dataset.corpus import Corpus, CorpusFormat, open_corpus
 from common.dataset.encode import EncodingRules
-from common.dataset.indexed import token_dtype, with_extension
+from common.dataset.fleetx import IDS, INDEX, FleetXWriter, fleetx_dtype
+from common.dataset.indexed import token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, SourceFile, write_metadata
+from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks
 from common.errors import ConfigError, DataError
 from common.files import refuse_to_overwrite
@@ -30,7 +33,8 @@ class PreprocessOptions:
     """inputs: read in this order. output_prefix: its folder is made when absent; existing outputs are replaced.
 
     json_keys: one output for each; a corpus without keys (text, an array of strings) has the one key ``text``.
-    append_eod: put the tokenizer's document frame around each document. block_bytes: text per step and worker.
+    format: of the outputs, a .bin/.idx pair or FleetX's files. append_eod: put the tokenizer's document frame around each
+    document. block_bytes: text per step and worker.
     document_bytes: of the largest document, which is in memory whole.
     Raises ConfigError or DataError for an output's name that no file can have.
     """
@@ -41,6 +45,7 @@ class PreprocessOptions:
     json_keys: tuple[str, ...] = ("text",)
     input_format: CorpusFormat | None = None
     documents: DocumentRule = DocumentRule.BLANK_LINE
+    format: Literal["indexed", "fleetx"] = "indexed"
     append_eod: bool = True
     split_sentences: bool = False
     keep_newlines: bool = False
@@ -56,7 +61,7 @@ class PreprocessOptions:
                 raise DataError(f"--json-keys {key!r}: a key is a part of the output's name, where {os.sep!r} cannot be; rename the key")
 
     def prefix_of(self, key: str) -> Path:
-        """The pair that the texts of a key are written to."""
+        """What the names of the files for a key begin with."""
         level = "sentence" if self.split_sentences else "document"
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_{level}")
 
@@ -106,11 +111,14 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
     tokenizer = options.tokenizer.load()
     rules = EncodingRules(keys=keys, frame=options.append_eod, sentences=options.split_sentences, keep_newlines=options.keep_newlines)
     prefixes = tuple(map(options.prefix_of, keys))
-    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in (".bin", ".idx", METADATA_EXTENSION))
+    extensions = (*((IDS, INDEX) if options.format == "fleetx" else (".bin", ".idx")), METADATA_EXTENSION)
+    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in extensions)
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     empty = [0] * len(keys)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, token_dtype(tokenizer.vocab_size))) for prefix in prefixes]
+        writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
+        for writer in writers:
+            stack.enter_context(writer)
         # closing: a failure must end the worker processes before the error is reported
         stream = closing(encode_blocks(_blocks(corpora, options, keys), tokenizer, options.tokenizer, rules, options.workers))
         for encoded in stack.enter_context(stream):
@@ -138,6 +146,12 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
     return PreprocessResult(prefixes=prefixes, progress=replace(progress, seconds=time.monotonic() - started))
 
 
+def _writer(options: PreprocessOptions, prefix: Path, vocab_size: int) -> IndexedWriter | FleetXWriter:
+    if options.format == "fleetx":
+        return FleetXWriter(prefix, fleetx_dtype(vocab_size))
+    return IndexedWriter(prefix, token_dtype(vocab_size))
+
+
 def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
     """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an output."""
     if len(set(asked)) != len(asked) or not all(asked):
@@ -159,7 +173,7 @@ def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, 
 
 
 def _metadata(
-    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], writer: IndexedWriter, key: str, empty: int
+    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], writer: IndexedWriter | FleetXWriter, key: str, empty: int
 ) -> Metadata:
     return Metadata(
         tokenizer=tokenizer.kind,

@@ -10,11 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from common.dataset.indexed import with_extension
 from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_output import earlier_files
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.samples import GPTDataset
+from common.dataset.token_files import with_extension
 from common.errors import ConfigError, StorageError
 from common.files import temporary_folder
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from common.dataset.epoch_index import ORDER_VERSION, EpochIndex, is_epoch_of, ordered_epoch, shuffled_epoch, window_count
 from common.dataset.gather import gather_windows
 from common.dataset.index_cache import cached_epoch
-from common.dataset.indexed import IndexedDataset, with_extension
+from common.dataset.indexed import IndexedDataset
 from common.dataset.split import SPLITS, Split, check_weights, document_range
+from common.dataset.token_files import TokenFiles, with_extension
 from common.errors import DataError
 
 Ids = npt.NDArray[np.int64]
@@ -51,15 +52,15 @@ class Samples(Protocol):
 class GPTDataset:
     """Windows over the shuffled documents of one split; each epoch has its own order.
 
-    prefix: of a .bin/.idx pair, or the opened pair. split_weights: of train, valid and test, over documents (in ``_sentence``
-    pairs too). shuffle=False: documents and windows in file order, every epoch alike, for validation.
+    prefix: of a .bin/.idx pair, or opened token files of any format. split_weights: of train, valid and test, over documents
+    (in ``_sentence`` pairs too). shuffle=False: documents and windows in file order, every epoch alike, for validation.
     cache_folder: where orders of large data sets are kept; None: PREFIX.index-cache. cache_minimum: see CACHE_MINIMUM.
     Raises DataError when the split holds fewer than seq_length + 1 tokens.
     """
 
     def __init__(
         self,
-        prefix: str | Path | IndexedDataset,
+        prefix: str | Path | TokenFiles,
         *,
         split: Split,
         seq_length: int,
@@ -69,7 +70,7 @@ class GPTDataset:
         cache_folder: Path | None = None,
         cache_minimum: int = CACHE_MINIMUM,
     ) -> None:
-        self.data = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
+        self.data = prefix if isinstance(prefix, TokenFiles) else IndexedDataset(prefix)
         if split not in SPLITS:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         if seq_length < 1:

@@ -16,6 +16,7 @@ import numpy as np
 
 from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.blocks import DocumentRule
+from common.dataset.fleetx import FleetXDataset
 from common.dataset.mindrecord import MindRecordSamples
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
@@ -27,6 +28,7 @@ from tests.fuzz.engine import Case, Differs
 from tests.fuzz.mutations import BYTES, FILES, UNREADABLE, hostile_value, spoil_file, spoil_json, spoil_one, spoil_tree, to_json, unreadable
 
 CLASSES = {
+    "FleetX": "_ids.npy or _idx.npz: bytes, special files",
     "pair": ".idx or .bin: bytes, special files, another pair's half, words of the index at the edges of their types",
     "metadata": ".meta.json: bytes, special files, faults of its tree",
     "MindRecord": "pages and header by bytes, the header by its tree, special files",
@@ -59,6 +61,9 @@ def prepare(folder: Path) -> Prepared:
         generator.integers(0, 50257, (20, WIDTH)),
     )
     write_mindrecord(folder / "rows.mindrecord", rows)
+    lens = np.array([30, 1, 55, 20, 17], dtype=np.int32)
+    np.save(folder / "fleetx_ids.npy", generator.integers(0, 50257, size=int(lens.sum())).astype(np.uint16))
+    np.savez(folder / "fleetx_idx.npz", lens=lens, docs=np.array([0, 2, 3, 4, 5], dtype=np.int64))
     vocab_file, merge_file = write_vocabulary(folder)
     choice = TokenizerChoice(kind="GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file, backend="tokenizers")
     (folder / "corpus.txt").write_text("\n\n".join(TEXTS), encoding="utf-8")
@@ -83,7 +88,7 @@ def prepare(folder: Path) -> Prepared:
 
 def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     kind = dice.pick(
-        ("pair", "pair", "metadata", "MindRecord", "MindRecord index", "corpus", "corpus", "corpus", "vocabulary", "vocabulary", "prompts")
+        (*("pair",) * 2, "FleetX", "metadata", "MindRecord", "MindRecord index", *("corpus",) * 3, *("vocabulary",) * 2, "prompts")
     )
     case = MAKERS[kind](dice, prepared, folder)
     case.kind = kind
@@ -136,6 +141,30 @@ def _make_pair(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         shutil.copy(
             prepared.folder / f"made{dice.pick(('.idx', '.bin'))}", dice.pick((index, tokens))
         ) if tokens.is_file() and index.is_file() else None
+    return Case(kind="", run=run_it, names=(str(prefix), "split "), check=check, about=about)
+
+
+def _make_fleetx(dice: Dice, prepared: Prepared, folder: Path) -> Case:
+    ids, index = _take(prepared, folder, "fleetx_ids.npy", "fleetx_idx.npz")
+    prefix = folder / "fleetx"
+
+    def run() -> FleetXDataset:
+        data = FleetXDataset(prefix)
+        samples = GPTDataset(data, split="train", seq_length=4, seed=1, split_weights=(0.6, 0.4, 0))
+        if samples.read(np.arange(min(samples.samples_per_epoch, 1000))).shape[1] != 5:
+            raise Differs("a window of another width")
+        return data
+
+    def check(data: FleetXDataset) -> str | None:
+        with np.load(index) as arrays:
+            lens = arrays["lens"]
+            docs = arrays["docs"] if "docs" in arrays else np.arange(len(lens) + 1)
+        ends = np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+        if data.tokens.tolist() != np.load(ids).tolist() or data.document_offsets().tolist() != ends[docs].tolist():
+            return "other tokens or documents than numpy reads"
+        return None
+
+    about, run_it = _spoil(dice, dice.pick((ids, index, index)), run)
     return Case(kind="", run=run_it, names=(str(prefix), "split "), check=check, about=about)
 
 
@@ -395,6 +424,7 @@ def _make_prompts(dice: Dice, prepared: Prepared, folder: Path) -> Case:
 
 
 MAKERS: dict[str, Callable[[Dice, Prepared, Path], Case]] = {
+    "FleetX": _make_fleetx,
     "pair": _make_pair,
     "metadata": _make_metadata,
     "MindRecord": _make_mindrecord,

@@ -63,6 +63,35 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, docu
     assert ours.document_index.tolist() == theirs.document_indices.tolist()
 
 
+@pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
+def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
+    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their number."""
+    torch = pytest.importorskip("torch", reason="the builder takes tensors, and torch is not installed")
+    deepspeed = pytest.importorskip("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", reason="DeepSpeed is not installed")
+    builder = deepspeed.IndexedDatasetBuilder(str(tmp_path / "old.bin"), dtype=np.int32)
+    for document in ([[5, 6, 7], [8]], [], [[9, 70000]]):
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "old.idx"))
+    if writer == "fairseq":
+        raw = (tmp_path / "old.idx").read_bytes()
+        (tmp_path / "old.idx").write_bytes(raw[:48] + raw[56 : 56 + 8 * 11])
+    data = IndexedDataset(tmp_path / "old")
+    assert [data[n].tolist() for n in range(len(data))] == [[5, 6, 7], [8], [9, 70000]]
+    assert data.document_offsets().tolist() == ([0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6])
+    whole = (tmp_path / "old.idx").read_bytes()
+    for wrong, message in (
+        (whole[:-8], "ends early"),
+        (whole + b"x" * 16, "is too long"),
+        (whole[:44], "inside its header"),
+        (whole[:24] + struct.pack("<Q", 8) + whole[32:], "says 8 bytes a token of int32"),
+    ):
+        (tmp_path / "old.idx").write_bytes(wrong)
+        with pytest.raises(DataError, match=message):
+            IndexedDataset(tmp_path / "old")
+
+
 def test_members_in_closed_form(write_pair) -> None:
     data = IndexedDataset(write_pair([3, 7, 2, 1], documents=[2, 0, 2]))
     assert data.sizes.tolist() == [3, 7, 2, 1]
@@ -118,7 +147,7 @@ def change(path: Path, at: int, data: bytes) -> None:
     ("at", "data", "message"),
     [
         (0, b"XX", "starts with"),
-        (0, b"TNTIDX\0\0", "'lazy' or 'cached'"),
+        (0, b"TNTIDX\0\0", "has format version 256"),
         (9, struct.pack("<Q", 2), "format version 2, expected 1"),
         (17, b"\x07", "dtype code 7"),
         (18, struct.pack("<Q", 0), "holds no sequences"),

@@ -11,8 +11,8 @@ import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.dataset.indexed import with_extension
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
+from common.dataset.token_files import with_extension
 from common.errors import DataError, TokenizerError
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config

@@ -1,0 +1,193 @@
+"""Configurations in the words of other systems, recognised by their content and read as ours."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.config.load import apply_overrides, build_config, load_config, parse_scalar, read_yaml
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.structured_files import MAX_DEPTH
+from common.systems.dialect import Translation
+from common.systems.flags import read_flags
+from common.systems.fleetx import config as fleetx
+from common.systems.megatron import flags as megatron
+from common.systems.mindformers import config as mindformers
+from common.systems.oneflow import flags as oneflow
+from common.yaml_files import dump_yaml
+
+DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
+"""Systems with YAML files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
+
+COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
+"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, translate and settle."""
+
+_Sources = dict[tuple[str | int, ...], str]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A configuration, and where it was in another system's words: whose, the YAML that it became, and what had no effect."""
+
+    config: RunConfig
+    system: str | None = None
+    yaml: str = ""
+    without_effect: int = 0
+
+
+def open_config(path: str | Path, overrides: Sequence[str] = (), theirs: Sequence[str] = ()) -> Opened:
+    """Read a configuration of ours or of another system. Raises ConfigError.
+
+    overrides: words ``section.key=value`` of ours. theirs: words ``Section.key=value`` of FleetX's ``-o``.
+    """
+    path = Path(path)
+    dialect = find_dialect(path)
+    if dialect is None:
+        if theirs:
+            raise ConfigError(f"-o {theirs[0]}: {path} is in our words; write section.key=value without -o")
+        return Opened(load_config(path, overrides))
+    tree, sources = _read_with_bases(dialect, path, ())
+    for word in theirs:
+        _override(tree, sources, word)
+    return _finish(dialect, str(path), tree, sources, overrides)
+
+
+def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line") -> Opened:
+    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
+    dialect = COMMAND_LINES[system]
+    tree, sources = read_flags(words, where)
+    return _finish(dialect, where, tree, sources, overrides)
+
+
+def _finish(dialect: ModuleType, origin: str, tree: dict[str, Any], sources: _Sources, overrides: Sequence[str]) -> Opened:
+    ours = dialect.translate(tree, sources)
+    apply_overrides(ours.tree, ours.sources, overrides)
+    dialect.settle(ours)
+    config = build_config(ours.tree, ours.sources)
+    return Opened(config, dialect.SYSTEM, annotated(dialect.SYSTEM, origin, ours), len(ours.without_effect))
+
+
+def find_dialect(path: Path) -> ModuleType | None:
+    """The system whose words a YAML has; None: ours. Raises ConfigError for a file in the words of several."""
+    tree, sources = read_yaml(path)
+    found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
+    found = [(dialect, marks) for dialect, marks in found if marks]
+    if not found:
+        return None
+    if len(found) > 1:
+        places = "; ".join(f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.SYSTEM}'s" for dialect, marks in found)
+        raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
+    dialect, marks = found[0]
+    own = {"base", "train", "precision", "logging"} & tree.keys()
+    if own:
+        raise ConfigError(
+            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]} ({sources.get((marks[0],), path)}) is"
+            f" {dialect.SYSTEM}'s; keep one system's words in a file, and give the rest on the command line"
+        )
+    return dialect
+
+
+def _marks(tree: Mapping[str, Any], dialect: ModuleType) -> set[str]:
+    marks = set(dialect.MARKS & tree.keys())
+    if dialect is mindformers and isinstance(model := tree.get("model"), Mapping) and "model_config" in model:
+        marks.add("model")
+    return marks
+
+
+def _read_with_bases(dialect: ModuleType, path: Path, parents: tuple[str, ...]) -> tuple[dict[str, Any], _Sources]:
+    """Return a file merged over its bases, as both systems do: what the file says wins, section by section."""
+    real = os.path.realpath(path)
+    if real in parents or len(parents) >= MAX_DEPTH:
+        raise ConfigError(f"{path}: {dialect.BASE}: files include each other: {' -> '.join((*parents, real))}")
+    own, sources = read_yaml(path)
+    bases = own.pop(dialect.BASE, None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    where = sources.pop((dialect.BASE,), str(path))
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases) or len(bases) > MAX_DEPTH:
+        raise ConfigError(f"{where}: {dialect.BASE}: expected the name of a file or a list of at most {MAX_DEPTH}")
+    tree: dict[str, Any] = {}
+    merged: _Sources = {}
+    for base in bases:
+        if not (path.parent / base).is_file():
+            raise ConfigError(f"{where}: {dialect.BASE}: {path.parent / base}: no such file; copy it beside, or take it out of the list")
+        base_tree, base_sources = _read_with_bases(dialect, path.parent / base, (*parents, real))
+        _merge(tree, base_tree)
+        merged |= base_sources
+    _merge(tree, own)
+    return tree, merged | sources
+
+
+def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says there."""
+    for key, value in other.items():
+        old = target.get(key)
+        if isinstance(value, Mapping) and value.get("_inherited_") is False:
+            target[key] = {name: item for name, item in value.items() if name != "_inherited_"}
+        elif isinstance(old, dict) and isinstance(value, Mapping):
+            _merge(old, value)
+        elif isinstance(value, Mapping):
+            target[key] = {}
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
+    """Obey ``-o Section.key=value``: a number in the path is a place in a list."""
+    dotted, equals, text = word.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(f"-o {word}: expected Section.key=value")
+    *sections, name = dotted.split(".")
+    at: Any = tree
+    for section in sections:
+        if isinstance(at, list) and section.isdigit() and int(section) < len(at):
+            at = at[int(section)]
+        elif isinstance(at, dict):
+            at = at.setdefault(section, {})
+            at = at if at is not None else {}
+        else:
+            raise ConfigError(f"-o {word}: {section} is not a section of the file; check the path")
+    value = parse_scalar({"True": "true", "False": "false", "None": "null"}.get(text, text), f"-o {dotted}")
+    if isinstance(at, list):
+        if not name.isdigit() or int(name) >= len(at):
+            raise ConfigError(f"-o {word}: the list has places 0 to {len(at) - 1}")
+        at[int(name)] = value
+    elif isinstance(at, dict):
+        at[name] = value
+    else:
+        raise ConfigError(f"-o {word}: {'.'.join(sections)} is not a section of the file; check the path")
+    sources[tuple(dotted.split("."))] = f"-o {dotted}"
+
+
+def annotated(system: str, origin: str, ours: Translation) -> str:
+    """The YAML that a configuration became: behind each key the one it was, at the end what has no effect here, by reason."""
+    lines = [f"# {origin}: written for {system}, in the words of this project.", *_lines(ours, ours.tree, ())]
+    reasons: dict[str, list[str]] = {}
+    for key, why in ours.without_effect.items():
+        reasons.setdefault(why, []).append(key)
+    if reasons:
+        lines += ["", f"# Keys of {system} that have no effect here:"]
+    for why, keys in reasons.items():
+        text = f"{', '.join(keys)}: {why}"
+        lines += textwrap.wrap(text, 100, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    indent = "  " * len(path)
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if value:
+                yield f"{indent}{key}:"
+                yield from _lines(ours, value, (*path, key))
+            continue
+        theirs = ours.origins.get(".".join((*path, key)))
+        text = dump_yaml({key: value}).rstrip("\n").splitlines()
+        text[0] += f"  # {theirs}" if theirs else ""
+        yield from (indent + line for line in text)

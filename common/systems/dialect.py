@@ -1,0 +1,196 @@
+"""How a configuration in another system's words becomes ours: rules for its keys, and a record of what was done.
+
+A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours, ``Without`` accepts a key that has no
+meaning here, ``Only`` accepts the values that say what is done here anyway and refuses any other. A key in no table is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from common.config.load import flatten
+from common.errors import ConfigError
+from common.structured_files import kind_of
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class To:
+    """The value, changed, belongs to the key ``key`` of ours. ``change`` raises ValueError with what it expected."""
+
+    key: str
+    change: Callable[[Any], Any] = _same
+
+
+@dataclass(frozen=True)
+class Without:
+    """The key has no meaning here, for the reason ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """The values that change nothing here; for any other, ``instead`` says what to do."""
+
+    values: tuple[Any, ...]
+    instead: str
+
+
+Rule = To | Without | Only
+Table = Mapping[str, Rule]
+"""Rules by dotted key; ``section.*`` stands for all keys of a section that have no rule of their own."""
+
+
+def one_of(**names: Any) -> Callable[[Any], Any]:
+    """A change that knows the values it is given, by their text."""
+
+    def change(value: Any) -> Any:
+        if str(value) not in names:
+            raise ValueError(f"expected {' or '.join(names)}")
+        return names[str(value)]
+
+    return change
+
+
+def number(value: Any) -> float:
+    """A change to a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("expected a number")
+    return float(value)
+
+
+def whole(value: Any) -> int:
+    """A change to a whole number, also from 500.0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError("expected a whole number")
+    return int(value)
+
+
+@dataclass
+class Translation:
+    """A configuration of ours in the making.
+
+    sources: where each key was read. origins: the key of theirs that each key of ours was. without_effect: keys of theirs, and why.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    sources: dict[tuple[str | int, ...], str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    without_effect: dict[str, str] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any, where: str = "", theirs: str = "") -> None:
+        """Give a key of ours its value. Raises ConfigError where another key of theirs gave it another one."""
+        *sections, name = key.split(".")
+        at = self.tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        if name in at and at[name] != value and self.origins.get(key):
+            raise ConfigError(f"{where}: {theirs} makes {key}={value!r}, and {self.origins[key]} makes it {at[name]!r}; keep one of them")
+        at[name] = value
+        self.sources[tuple(key.split("."))] = where
+        self.origins[key] = theirs
+
+    def get(self, key: str, default: Any = None) -> Any:
+        at: Any = self.tree
+        for name in key.split("."):
+            if not isinstance(at, dict) or name not in at:
+                return default
+            at = at[name]
+        return at
+
+    def drop(self, key: str, why: str) -> None:
+        """Take a key or a section away again, since it has no effect; what the command line said stays."""
+        *sections, name = key.split(".")
+        at = self.tree
+        for section in sections:
+            at = at.get(section, {})
+        if name not in at or self.sources.get(tuple(key.split("."))) == "command line":
+            return
+        at.pop(name)
+        for own, theirs in self.origins.items():
+            if theirs and (own == key or own.startswith(f"{key}.")):
+                self.note(theirs, why)
+
+    def note(self, theirs: str, why: str) -> None:
+        self.without_effect[theirs] = why
+
+
+class Theirs:
+    """The leaves of their configuration, each taken once."""
+
+    def __init__(self, system: str, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> None:
+        self.system = system
+        self._sources = sources
+        self._left = dict(flatten(tree))
+        self.names = tuple(self._left)
+
+    def peek(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or ``default`` where it is absent, null or empty text."""
+        value = self._left.get(key)
+        return default if value is None or value == "" else value
+
+    def take(self, key: str, default: Any = None) -> Any:
+        value = self.peek(key, default)
+        self._left.pop(key, None)
+        return value
+
+    def where(self, key: str) -> str:
+        """``file:line`` of a key, or of the section it stands in."""
+        path = tuple(key.split("."))
+        return next((self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources), self.system)
+
+    def refuse(self, key: str, value: Any, instead: str) -> NoReturn:
+        raise ConfigError(f"{self.where(key)}: {key}={value!r}: {instead}")
+
+    def left(self) -> tuple[str, ...]:
+        return tuple(self._left)
+
+    def under(self, section: str) -> Iterator[str]:
+        return (key for key in self.left() if key.startswith(f"{section}."))
+
+
+def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
+    """Take every key that ``table`` has a rule for. Raises ConfigError for a value that cannot be obeyed."""
+    for pattern, rule in table.items():
+        keys = theirs.under(pattern[:-2]) if pattern.endswith(".*") else (pattern,) if pattern in theirs.left() else ()
+        for key in tuple(keys):
+            if key in table and key != pattern:
+                continue
+            value = theirs.take(key)
+            if value is not None:
+                _obey(rule, key, value, theirs, ours)
+
+
+def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -> None:
+    match rule:
+        case To(name, change):
+            try:
+                changed = change(value)
+            except (ValueError, TypeError) as error:
+                theirs.refuse(key, value, str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}")
+            ours.set(name, changed, theirs.where(key), key)
+        case Without(why):
+            ours.note(key, why)
+        case Only(values, instead):
+            if not any(value == known and type(value) is type(known) for known in values):
+                theirs.refuse(key, value, instead)
+
+
+def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
+    """Raise ConfigError for a key that has no rule, with the nearest that has one."""
+    left = theirs.left()
+    if not left:
+        return
+    lines = []
+    for key in left[:10]:
+        near = difflib.get_close_matches(key, [name for name in known if not name.endswith("*")], n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]}?" if near else f"it is not known of {theirs.system}; take it out, or say the same in our words"
+        lines.append(f"{theirs.where(key)}: {key}: unknown key; {hint}")
+    raise ConfigError("\n".join(lines))

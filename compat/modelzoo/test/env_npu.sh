@@ -1,0 +1,11 @@
+# The Ascend ModelZoo's environment of a training on NPUs. To be sourced. A machine without CANN is left as it is.
+for file in "${ASCEND_TOOLKIT_HOME:-}/set_env.sh" /usr/local/Ascend/ascend-toolkit/set_env.sh "$HOME/Ascend/ascend-toolkit/set_env.sh"; do
+    if [[ -f "$file" ]]; then
+        source "$file"
+        export ASCEND_SLOG_PRINT_TO_STDOUT="${ASCEND_SLOG_PRINT_TO_STDOUT:-0}" ASCEND_GLOBAL_LOG_LEVEL="${ASCEND_GLOBAL_LOG_LEVEL:-3}"
+        export ASCEND_GLOBAL_EVENT_ENABLE="${ASCEND_GLOBAL_EVENT_ENABLE:-0}" TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"
+        export COMBINED_ENABLE="${COMBINED_ENABLE:-1}" HCCL_WHITELIST_DISABLE="${HCCL_WHITELIST_DISABLE:-1}"
+        export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1800}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-1200}"
+        break
+    fi
+done
