@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
     try:
         job = translate(sys.argv[1:] if argv is None else argv, environ)
         arguments = parse_arguments(job.argv, program=program, more=more)
-        if arguments.run_mode == "plan":
+        if arguments.show_config:
+            show_config(arguments)
+        elif arguments.run_mode == "plan":
             plan(arguments, environ)
         else:
             run(arguments, job, environ)
@@ -47,11 +49,23 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
     return 0
 
 
+def show_config(arguments: argparse.Namespace) -> None:
+    """Print the configuration in this project's words, and start nothing."""
+    from common.config.load import dump_config
+    from common.systems.config import open_config
+
+    raise_interrupts()
+    opened = open_config(arguments.config, arguments.overrides)
+    sys.stdout.write(opened.yaml or dump_config(opened.config))
+
+
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing."""
     from common.planner.show import plan_text
+    from common.systems.config import accept_foreign_configs
 
     raise_interrupts()
+    accept_foreign_configs()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     sys.stdout.write(plan_text(Path(arguments.config), arguments.overrides, environ, **options))
 
@@ -64,13 +78,17 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.log import LOG, start_log
     from common.modelarts import job as modelarts
     from common.resolve.derive import resolve_mode
+    from common.systems.config import accept_foreign_configs, describe_origin
 
     raise_interrupts()
+    accept_foreign_configs()
     path, mode, overrides = Path(arguments.config), arguments.run_mode, arguments.overrides
     process = modelarts.process_of_job(environ)
     start_log(rank=process.rank)
     for remark in (*job.remarks, *process.remarks) if process.rank == 0 else ():
         LOG.warning(remark)
+    if process.rank == 0 and (origin := describe_origin(path, overrides)):
+        LOG.info(origin)
     os.environ.update(modelarts.platform_variables(process, environ))
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, load_config(path, overrides))

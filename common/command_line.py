@@ -39,9 +39,11 @@ class _Explain(argparse.Action):
 
 FLAGS: dict[str, dict[str, Any]] = {
     "config": {
+        "short": "-c",
         "required": True,
         "metavar": "FILE",
-        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml",
+        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and PaddleFleetX's"
+        " YAML and files of Megatron's or OneFlow's flags (.sh, .txt) are read too",
     },
     "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
     "explain": {
@@ -49,6 +51,17 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "KEY",
         "help": "type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a"
         " section; other systems' names are understood; starts nothing",
+    },
+    "show_config": {
+        "action": "store_true",
+        "help": "print the configuration as this project's YAML, with the keys that it was written with, and stop",
+    },
+    "override": {
+        "short": "-o",
+        "action": "append",
+        "default": [],
+        "metavar": "section.key=value",
+        "help": "the same as section.key=value alone; may be repeated",
     },
     "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
     "accelerator": {
@@ -86,13 +99,15 @@ def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.p
         allow_abbrev=False,
     )
     for name, options in FLAGS.items():
-        parser.add_argument(f"--{name}", **options)
+        names = [f"--{name}"] if "short" not in options else [options["short"], f"--{name}"]
+        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "short"})
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from common.config.hints import unknown_arguments
 
         parser.error(unknown_arguments(unknown, sys.argv[1:] if argv is None else argv))
+    arguments.overrides = [*arguments.override, *arguments.overrides]
     for name in ("all_ranks", "accelerator", "devices"):
         if getattr(arguments, name) and arguments.run_mode != "plan":
             parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")

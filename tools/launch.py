@@ -35,6 +35,7 @@ from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
 from common.launcher.request import parse_distribute, parse_standalone
 from common.launcher.terminal import open_standard_streams, tell
+from common.systems.config import accept_foreign_configs
 
 _ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
 
@@ -98,6 +99,7 @@ def launch(kind: str, words: list[str]) -> int:
     positional = arguments.pop("words")
     arguments.pop("follow")
     argv = (kind, *words)
+    accept_foreign_configs()
     if kind == "standalone":
         return standalone(parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main)
     return distribute(parse_distribute(positional, RUN_MODES, argv=argv, **arguments))

@@ -1,6 +1,7 @@
 """Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}, or into MindSpore's MindRecord.
 
     python tools/preprocess_data.py --input corpus.txt --output-prefix data/my --vocab-file vocab.json --merge-file merges.txt
+    ... --format fleetx                                           PREFIX_{key}_document{_ids.npy,_idx.npz}, as PaddleFleetX reads
     ... --format mindrecord --seq-length 1024 [--num-splits N]    PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by Ctrl-C and SIGTERM.
@@ -60,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             files = f"{'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
         else:
             result = preprocess(options, display)
-            pairs = ", ".join(f"{prefix}.bin/.idx" for prefix in result.prefixes)
+            endings = "_ids.npy/_idx.npz" if arguments.format == "fleetx" else ".bin/.idx"
+            pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
             files = f"{pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
     except GPT2Error as error:
         display.close()
@@ -133,7 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
-    group.add_argument("--format", choices=("indexed", "mindrecord"), default="indexed", help="default: indexed, a .bin/.idx pair")
+    group.add_argument(
+        "--format", choices=("indexed", "fleetx", "mindrecord"), default="indexed", help="default: indexed, a .bin/.idx pair"
+    )
     group.add_argument("--seq-length", type=int, metavar="N", help="mindrecord: rows of N + 1 tokens that share one (default: 1024)")
     group.add_argument("--num-splits", type=int, metavar="N", help="mindrecord: files to spread the rows over (default: 1)")
     group.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="only mmap is written")
@@ -180,6 +184,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             kind=args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file, backend=args.tokenizer_backend
         ),
         json_keys=tuple(args.json_keys),
+        format="fleetx" if args.format == "fleetx" else "indexed",
         input_format=CorpusFormat(args.input_format) if args.input_format else None,
         documents=DocumentRule(args.documents),
         append_eod=args.append_eod,

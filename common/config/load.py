@@ -28,6 +28,12 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {("precision",): expand_precisi
 
 _Read = tuple[dict[str, Any], Sources]
 
+foreign_readers: list[Callable[[Path, Sequence[str]], _Read | None]] = []
+"""Readers of configurations in other systems' words, tried first; each returns None for a file that is not its own.
+
+``common.systems.config.accept_foreign_configs`` adds one; the entry scripts call it.
+"""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` and the files of its ``base:`` list (the main file wins), then apply overrides.
@@ -39,6 +45,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
     """Return what the files and the command line say, not yet checked, and where each key was read."""
+    for reader in foreign_readers:
+        if (found := reader(Path(path), overrides)) is not None:
+            return found
     tree, sources = _read_with_bases(Path(path), (), {})
     apply_overrides(tree, sources, overrides)
     return tree, sources

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.config.load import apply_overrides, build_config, load_config, parse_scalar, read_yaml
+from common.config.hints import schema_keys
+from common.config.load import apply_overrides, build_config, foreign_readers, load_config, parse_scalar, read_yaml
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.structured_files import MAX_DEPTH
 from common.systems.dialect import Translation
-from common.systems.flags import read_flags
+from common.systems.flags import read_flag_file, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
@@ -28,6 +29,9 @@ DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
 COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
 """Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, translate and settle."""
 
+FLAG_FILES = (".sh", ".txt", ".flags", ".args")
+"""Endings of files that hold command-line flags; any other file is YAML."""
+
 _Sources = dict[tuple[str | int, ...], str]
 
 
@@ -39,23 +43,67 @@ class Opened:
     system: str | None = None
     yaml: str = ""
     without_effect: int = 0
+    tree: dict[str, Any] = field(default_factory=dict)
+    sources: _Sources = field(default_factory=dict)
 
 
-def open_config(path: str | Path, overrides: Sequence[str] = (), theirs: Sequence[str] = ()) -> Opened:
+def accept_foreign_configs() -> None:
+    """Let ``load_config`` read files in other systems' words from now on."""
+    if _read_foreign not in foreign_readers:
+        foreign_readers.append(_read_foreign)
+
+
+def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """Read a configuration of ours or of another system. Raises ConfigError.
 
-    overrides: words ``section.key=value`` of ours. theirs: words ``Section.key=value`` of FleetX's ``-o``.
+    overrides: words ``section.key=value``, of ours or of the system whose words the file has.
     """
     path = Path(path)
+    if path.suffix in FLAG_FILES:
+        flags = read_flag_file(path)
+        return open_flags(find_command_line(flags), flags, overrides, str(path))
     dialect = find_dialect(path)
     if dialect is None:
-        if theirs:
-            raise ConfigError(f"-o {theirs[0]}: {path} is in our words; write section.key=value without -o")
         return Opened(load_config(path, overrides))
     tree, sources = _read_with_bases(dialect, path, ())
-    for word in theirs:
-        _override(tree, sources, word)
-    return _finish(dialect, str(path), tree, sources, overrides)
+    own = []
+    for word in overrides:
+        if _is_theirs(dialect, word):
+            _override(tree, sources, word)
+        else:
+            own.append(word)
+    return _finish(dialect, str(path), tree, sources, own)
+
+
+def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
+    """Return a line for the log of a configuration in another system's words; None for one in ours."""
+    opened = open_config(path, overrides)
+    if opened.system is None:
+        return None
+    return (
+        f"{path}: read as {opened.system}'s; {opened.without_effect} of its keys have no effect here,"
+        " and --show_config lists them beside the YAML that it became"
+    )
+
+
+def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], _Sources] | None:
+    if path.suffix not in FLAG_FILES and find_dialect(path) is None:
+        return None
+    opened = open_config(path, overrides)
+    return opened.tree, opened.sources
+
+
+def _is_theirs(dialect: ModuleType, word: str) -> bool:
+    """Tell whether an override is in the words of a dialect; a key that both have means the same."""
+    dotted = word.partition("=")[0]
+    section = dotted.partition(".")[0]
+    return dotted not in schema_keys() and (section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE})
+
+
+def find_command_line(flags: Sequence[str]) -> str:
+    """Return the system that knows most of these flags, a key of COMMAND_LINES."""
+    names = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    return max(COMMAND_LINES, key=lambda system: len(names & set(COMMAND_LINES[system].FLAGS)))
 
 
 def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line") -> Opened:
@@ -70,7 +118,14 @@ def _finish(dialect: ModuleType, origin: str, tree: dict[str, Any], sources: _So
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
     config = build_config(ours.tree, ours.sources)
-    return Opened(config, dialect.SYSTEM, annotated(dialect.SYSTEM, origin, ours), len(ours.without_effect))
+    return Opened(
+        config,
+        dialect.SYSTEM,
+        annotated(dialect.SYSTEM, origin, ours),
+        len(ours.without_effect),
+        tree=ours.tree,
+        sources=ours.sources,
+    )
 
 
 def find_dialect(path: Path) -> ModuleType | None:
@@ -142,7 +197,7 @@ def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
     """Obey ``-o Section.key=value``: a number in the path is a place in a list."""
     dotted, equals, text = word.partition("=")
     if not equals or not all(dotted.split(".")):
-        raise ConfigError(f"-o {word}: expected Section.key=value")
+        raise ConfigError(f"command line: {word!r}: expected section.key=value")
     *sections, name = dotted.split(".")
     at: Any = tree
     for section in sections:
@@ -152,17 +207,17 @@ def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
             at = at.setdefault(section, {})
             at = at if at is not None else {}
         else:
-            raise ConfigError(f"-o {word}: {section} is not a section of the file; check the path")
-    value = parse_scalar({"True": "true", "False": "false", "None": "null"}.get(text, text), f"-o {dotted}")
+            raise ConfigError(f"command line: {word}: {section} is not a section of the file; check the path")
+    value = parse_scalar({"True": "true", "False": "false", "None": "null"}.get(text, text), f"command line: {dotted}")
     if isinstance(at, list):
         if not name.isdigit() or int(name) >= len(at):
-            raise ConfigError(f"-o {word}: the list has places 0 to {len(at) - 1}")
+            raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
         at[int(name)] = value
     elif isinstance(at, dict):
         at[name] = value
     else:
-        raise ConfigError(f"-o {word}: {'.'.join(sections)} is not a section of the file; check the path")
-    sources[tuple(dotted.split("."))] = f"-o {dotted}"
+        raise ConfigError(f"command line: {word}: {'.'.join(sections)} is not a section of the file; check the path")
+    sources[tuple(dotted.split("."))] = f"command line: {dotted}"
 
 
 def annotated(system: str, origin: str, ours: Translation) -> str:

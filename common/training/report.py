@@ -107,9 +107,6 @@ class Report:
         loss, perplexity = row["validation_loss"], row["validation_perplexity"]
         return [f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over {row['validation_tokens']} tokens"]
 
-    def final(self, summary: dict[str, Any]) -> None:
-        """After the run's own summary."""
-
     def epoch_and_step(self, step: int) -> tuple[int, int]:
         """Both from 0."""
         return (step - 1) // self.steps_per_epoch, (step - 1) % self.steps_per_epoch
@@ -153,16 +150,6 @@ class MegatronReport(Report):
         line = f" validation loss at iteration {row['step']} | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(min(20, loss)):.6E} | "
         dashes = "-" * (len(line) + 1)
         return [dashes, line, dashes]
-
-    def final(self, summary: dict[str, Any]) -> None:
-        """What the ModelZoo scripts print at their end."""
-        if "seconds" not in summary:
-            return
-        LOG.info("------------------ Final result ------------------")
-        LOG.info(f"Final Performance samples/sec : {summary['samples_per_second_at_end']:g}")
-        if "best_validation_perplexity" in summary:
-            LOG.info(f"Final Train lm loss PPL(accuracy): {summary['best_validation_perplexity']:.6E}")
-        LOG.info(f"E2E Training Duration sec : {summary['seconds']:.0f}")
 
 
 class FleetXReport(Report):

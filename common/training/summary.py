@@ -12,7 +12,7 @@ from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint import find_checkpoint
 from common.training.data import TrainingData
 from common.training.plot import plot_loss
-from common.training.report import make_report, use_style
+from common.training.report import use_style
 from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.names import count_parameters
@@ -74,4 +74,3 @@ def finish(config: TrainingRun, state: TrainState, summary: dict[str, Any], *, p
         LOG.warning(str(error))
         checkpoint = None
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
-    make_report(config).final(summary)

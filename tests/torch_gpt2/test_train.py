@@ -152,13 +152,7 @@ def test_a_style_changes_the_log_and_nothing_else(start: Any, capsys: pytest.Cap
     assert "| lm loss" not in ours and "Final" not in ours
     assert [line.split()[1] for line in lines if line.startswith("steps: ")] == ["1", "2", "3", "4"]
     assert [line.split()[4] for line in lines if line.startswith(" validation loss at iteration ")] == ["2", "4"]
-    speed = sum(row["samples_per_second"] for row in rows[1] if "loss" in row) / 4
-    best = min(row["validation_perplexity"] for row in rows[1] if "validation_perplexity" in row)
-    assert lines[-4:-1] == [
-        "------------------ Final result ------------------",
-        f"Final Performance samples/sec : {speed:.6g}",
-        f"Final Train lm loss PPL(accuracy): {best:.6E}",
-    ]
+    assert sum("samples/sec" in line for line in lines) == 4, "their grep takes the mean of all such lines"
 
 
 @pytest.mark.parametrize("step", [1, 7, 19])

@@ -1,6 +1,8 @@
+# shellcheck shell=bash
 # The Ascend ModelZoo's environment of a training on NPUs. To be sourced. A machine without CANN is left as it is.
 for file in "${ASCEND_TOOLKIT_HOME:-}/set_env.sh" /usr/local/Ascend/ascend-toolkit/set_env.sh "$HOME/Ascend/ascend-toolkit/set_env.sh"; do
     if [[ -f "$file" ]]; then
+        # shellcheck source=/dev/null
         source "$file"
         export ASCEND_SLOG_PRINT_TO_STDOUT="${ASCEND_SLOG_PRINT_TO_STDOUT:-0}" ASCEND_GLOBAL_LOG_LEVEL="${ASCEND_GLOBAL_LOG_LEVEL:-3}"
         export ASCEND_GLOBAL_EVENT_ENABLE="${ASCEND_GLOBAL_EVENT_ENABLE:-0}" TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"

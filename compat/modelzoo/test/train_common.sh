@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What train_full_8p.sh and train_performance_8p.sh share. To be sourced.
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../../.." && pwd)"

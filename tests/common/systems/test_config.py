@@ -94,7 +94,7 @@ def test_fleetx_overrides_and_generation() -> None:
         "Data.Train.dataset.split.0=900",
         "Generation.top_k=7",
     ]
-    config = open_config(path, ["predict.temperature=0.5"], theirs).config
+    config = open_config(path, ["predict.temperature=0.5", *theirs]).config
     assert (config.predict.strategy, config.predict.top_k, config.predict.top_p, config.predict.temperature) == ("sampling", 7, 0.75, 0.5)
     assert (config.predict.min_new_tokens, config.predict.max_new_tokens) == (1, 200)
     assert (config.model.hidden_size, config.checkpoint.load, config.data.split) == (512, "out/epoch_0_step_1", "900,50,1")
@@ -211,16 +211,15 @@ def test_bad_files_are_refused_with_file_and_line(fault, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-o", "5"], "expected|unknown"),
-        (["Global"], "expected Section.key=value"),
+        (["Global"], "expected section.key=value"),
         (["Global.seed.x=1"], "Global.seed is not a section|seed is not a section"),
         (["Data.Train.dataset.split.9=1"], "the list has places 0 to 2"),
-        (["Model.hiden_size=1"], r"-o Model\.hiden_size: Model\.hiden_size: unknown key; did you mean Model\.hidden_size"),
+        (["Model.hiden_size=1"], r"command line: Model\.hiden_size: Model\.hiden_size: unknown key; did you mean Model\.hidden_size"),
     ],
 )
 def test_bad_overrides_of_fleetx(words, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_config(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml", (), words)
+        open_config(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml", words)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +237,15 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
 def test_bad_flags(text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         open_flags("megatron", text.split())
+
+
+def test_a_file_of_flags_is_a_configuration(tmp_path) -> None:
+    """Whose flags they are shows in their names."""
+    for system, text in (("Megatron", "--lr 1e-4 --micro-batch-size 1"), ("OneFlow", "--learning-rate 1e-4 --micro-batch-size 1")):
+        file = tmp_path / f"{system}.sh"
+        file.write_text(f"torchrun pretrain.py {text} --num-layers 1 \\\n --hidden-size 8 --num-attention-heads 1 --seq-length 8")
+        opened = open_config(file, ["train.max_steps=3"])
+        assert (opened.system, opened.config.optimizer.learning_rate, opened.config.train.max_steps) == (system, 1e-4, 3)
 
 
 @pytest.mark.parametrize(("text", "message"), [('--lr "1', "No closing quotation"), ("--lr $LR", "variables are the shell's")])

@@ -84,7 +84,7 @@ def test_megatron_validation(lines: Any) -> None:
     assert dashes == again == "-" * (len(line) + 1)
 
 
-def test_the_modelzoo_scripts_read_the_log(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_modelzoo_scripts_read_the_log(lines: Any) -> None:
     """Their own grep and awk: mean of the samples/sec of DeepSpeed's lines, smallest perplexity."""
     config = make_config("megatron")
     rows = [make_row(1, step_time=2.0), make_row(2, step_time=4.0)]
@@ -98,16 +98,6 @@ def test_the_modelzoo_scripts_read_the_log(lines: Any, capsys: pytest.CaptureFix
     perplexity = "awk '{print $15}' | awk 'BEGIN {min = 65536} {if ($1+0 < min+0) min=$1} END {print min}'"
     assert float(shell(speed)) == 3.0
     assert float(shell("grep 'validation loss at iteration' | " + perplexity)) == pytest.approx(math.exp(3.0), rel=1e-6)
-    start_log()
-    use_style(config)
-    make_report(config).final({"seconds": 12.4, "samples_per_second_at_end": 59.712345, "best_validation_perplexity": 26.485})
-    make_report(config).final({})  # a run that was complete already
-    assert capsys.readouterr().out.splitlines() == [
-        "------------------ Final result ------------------",
-        "Final Performance samples/sec : 59.7123",
-        "Final Train lm loss PPL(accuracy): 2.648500E+01",
-        "E2E Training Duration sec : 12",
-    ]
 
 
 def test_fleetx_says_the_line_of_its_documentation(lines: Any) -> None:

@@ -1,0 +1,17 @@
+"""PaddleFleetX's ``python tools/export.py -c CONFIG -o Section.key=value``: write the weights of a checkpoint as one file."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from common.interrupts import end_at_interrupts
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
+from common.training.stop import end_process
+from run_gpt2 import main
+
+if __name__ == "__main__":
+    end_process(main(["--run_mode", "export", *sys.argv[1:]], program="tools/export.py"))
