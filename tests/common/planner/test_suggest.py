@@ -115,7 +115,7 @@ def test_layouts_of_a_model_without_end_take_seconds() -> None:
     start = time.process_time()
     endless = {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6, "seq_length": 32, "vocab_size": 1000}
     assert not suggest(small(model=endless), 221760, ASCEND).fitting
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 30, "counted layer by layer it never ends"
 
 
 def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
@@ -178,4 +178,4 @@ def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(s
     config = small(model=model, train=train, parallel={"pipeline_schedule": schedule})
     found = suggest(config, 221760, require_accelerator("Ascend 910B1"))
     assert len(layouts(found)) == 4536
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 30, "played pass by pass it takes minutes"
