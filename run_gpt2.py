@@ -2,7 +2,8 @@
 
     python run_gpt2.py --config configs/gpt2/run_gpt2.yaml --run_mode train [section.key=value ...]
 
-Exit code 0: success; 2: bad input or configuration; 1: failure at run time; 128+n: stopped by signal n.
+Exit code 0: success; 2: bad input or configuration; 1: failure at run time; 128+n: stopped by
+signal n.
 """
 
 from __future__ import annotations

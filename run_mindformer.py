@@ -1,4 +1,6 @@
-"""run_gpt2.py under the name that MindFormers' users and their ModelArts jobs know, with the arguments of MindFormers r0.3."""
+"""run_gpt2.py under the name that MindFormers' users and their ModelArts jobs know, with the
+arguments of MindFormers r0.3.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +19,6 @@ from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    end_process(main(mindformers_argv(sys.argv[1:]), program="run_mindformer.py", more=describe_flags()))
+    end_process(
+        main(mindformers_argv(sys.argv[1:]), program="run_mindformer.py", more=describe_flags())
+    )

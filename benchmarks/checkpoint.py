@@ -1,9 +1,12 @@
-"""What saving costs: how long training waits for an asynchronous save, and the rate of writing beside cp and sync.
+"""What saving costs: how long training waits for an asynchronous save, and the rate of writing
+beside cp and sync.
 
-python benchmarks/checkpoint.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR [--passes 4] [--repeats 1] [section.key=value ...]
+    python benchmarks/checkpoint.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR \\
+        [--passes 4] [--repeats 1] [section.key=value ...]
 
-Needs 12 bytes of memory a parameter and twice that on the disk of --folder. A step would also need gradients: forward passes over one
-window stand for it, between the save and the moment at which the update would change the weights.
+Needs 12 bytes of memory a parameter and twice that on the disk of --folder. A step would also need
+gradients: forward passes over one window stand for it, between the save and the moment at which the
+update would change the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,26 +35,39 @@ def make_engine(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     from torch_gpt2.device import open_device
     from torch_gpt2.engine import Engine
 
-    words = ["backend=torch", "output_dir=unused", "precision=float32", "train.max_steps=100", *arguments.overrides]
+    words = [
+        "backend=torch",
+        "output_dir=unused",
+        "precision=float32",
+        "train.max_steps=100",
+        *arguments.overrides,
+    ]
     config = resolve_length(resolve_config(load_config(arguments.config, words)), 1)
     device = open_device(config)
     engine = Engine(config, device)
     with torch.no_grad():
         for tensor in engine.master.tensors.values():
             tensor.normal_(0.0, 0.02)
-            moments = {part: torch.empty_like(tensor).uniform_(0.0, 1e-3) for part in ("exp_avg", "exp_avg_sq")}
+            moments = {
+                part: torch.empty_like(tensor).uniform_(0.0, 1e-3)
+                for part in ("exp_avg", "exp_avg_sq")
+            }
             engine.optimizer.state[tensor] = {"step": torch.tensor(10.0), **moments}
     return engine
 
 
-def stall(engine, folder: Path, passes: int) -> tuple[float, float, float]:  # type: ignore[no-untyped-def]
-    """Seconds that the training thread waits for a save to begin and, before the update, for memory; and of the passes between."""
+def stall(engine: Any, folder: Path, passes: int) -> tuple[float, float, float]:
+    """Seconds that the training thread waits for a save to begin and, before the update, for
+    memory; and of the passes between.
+    """
     import torch
 
     from common.training.checkpoint_writer import CheckpointWriter
     from common.training.state import TrainState
 
-    ids = torch.zeros(1, engine.config.model.seq_length, dtype=torch.long, device=engine.device.torch_device)
+    ids = torch.zeros(
+        1, engine.config.model.seq_length, dtype=torch.long, device=engine.device.torch_device
+    )
     with CheckpointWriter(folder) as writer, torch.no_grad():
         start = time.perf_counter()
         snapshot = engine.snapshot(TrainState(step=10))
@@ -75,17 +92,38 @@ def write(engine, folder: Path) -> float:  # type: ignore[no-untyped-def]
 
 def copy(folder: Path) -> float:
     start = time.perf_counter()
-    subprocess.run(["cp", "-r", "--reflink=never", str(folder / "step_00000020"), str(folder / "copy")], check=True)
+    subprocess.run(
+        ["cp", "-r", "--reflink=never", str(folder / "step_00000020"), str(folder / "copy")],
+        check=True,
+    )
     subprocess.run(["sync", "-f", str(folder / "copy")], check=True)
     return time.perf_counter() - start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True)
-    parser.add_argument("--folder", required=True, type=Path, help="on the disk to measure; a folder inside is made and removed")
-    parser.add_argument("--passes", type=int, default=4, help="forward passes between a save and the update (4)")
-    parser.add_argument("--repeats", type=int, default=1, choices=range(1, 100), metavar="N", help="pairs of writing and copying (1)")
+    parser.add_argument(
+        "--folder",
+        required=True,
+        type=Path,
+        help="on the disk to measure; a folder inside is made and removed",
+    )
+    parser.add_argument(
+        "--passes", type=int, default=4, help="forward passes between a save and the update (4)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        choices=range(1, 100),
+        metavar="N",
+        help="pairs of writing and copying (1)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     engine = make_engine(arguments)
@@ -103,12 +141,27 @@ def main() -> None:
             shutil.rmtree(folder / "copy")
             shutil.rmtree(folder / "step_00000020")
     written, copied_at = (statistics.median(column) for column in zip(*rates, strict=True))
-    compared = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)})"
+    compared = (
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)})"
+    )
     wait = f"asynchronous save of {size:.2f} GB"
     report(
         (
-            (wait, f"training waits {begin:.3f} s, and {update:.3f} s before the update {between:.1f} s later", "", "", ""),
-            (f"checkpoint of {size:.2f} GB", f"written at {written:.2f} GB/s", f"cp and sync {copied_at:.2f} GB/s", compared, ""),
+            (
+                wait,
+                f"training waits {begin:.3f} s, and {update:.3f} s before the update {between:.1f}"
+                " s later",
+                "",
+                "",
+                "",
+            ),
+            (
+                f"checkpoint of {size:.2f} GB",
+                f"written at {written:.2f} GB/s",
+                f"cp and sync {copied_at:.2f} GB/s",
+                compared,
+                "",
+            ),
         )
     )
 

@@ -1,10 +1,12 @@
-"""What converting weights costs beside cp and sync of the same files: seconds, and memory of the process beyond its imports.
+"""What converting weights costs beside cp and sync of the same files: seconds, and memory of the
+process beyond its imports.
 
-python benchmarks/conversion.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR [--to mindformers megatron:2x2] [--repeats 3] \
-    [section.key=value ...]
+    python benchmarks/conversion.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR \\
+        [--to mindformers megatron:2x2] [--repeats 3] [section.key=value ...]
 
-The source is a Hugging Face folder of random float32 weights. A target may say tensor x pipeline shards. Needs three times the weights'
-size on the disk of --folder; peak memory is RssAnon, which the mapped input is no part of.
+The source is a Hugging Face folder of random float32 weights. A target may say tensor x pipeline
+shards. Needs three times the weights' size on the disk of --folder; peak memory is RssAnon, which
+the mapped input is no part of.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> Non
     generator = np.random.default_rng(0)
 
     def random(shape: tuple[int, ...]) -> Weight:
-        return Weight(dtype="float32", shape=shape, load=lambda: generator.standard_normal(shape, np.float32))
+        return Weight(
+            dtype="float32", shape=shape, load=lambda: generator.standard_normal(shape, np.float32)
+        )
 
     weights = {name: random(shape) for name, shape in parameter_shapes(model).items()}
     folder.mkdir()
-    write_hugging_face(folder, Weights(path=folder, format="random", model=model, tensors=weights), None)
+    write_hugging_face(
+        folder, Weights(path=folder, format="random", model=model, tensors=weights), None
+    )
 
 
 def anonymous_memory() -> int:
@@ -61,7 +67,9 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
 
     name, _, shards = wanted.partition(":")
     tensor, _, pipeline = shards.partition("x")
-    layout: dict[str, Any] = {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
+    layout: dict[str, Any] = (
+        {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
+    )
     before, peak, done = anonymous_memory(), 0, threading.Event()
 
     def watch() -> None:
@@ -95,17 +103,23 @@ def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Measured:
     seconds, copied, peaks = [], [], []
     for _ in range(repeats):
         start = time.perf_counter()
-        subprocess.run(["cp", "-r", "--reflink=never", str(source), str(folder / "copy")], check=True)
+        subprocess.run(
+            ["cp", "-r", "--reflink=never", str(source), str(folder / "copy")], check=True
+        )
         subprocess.run(["sync", "-f", str(folder / "copy")], check=True)
         copied.append(time.perf_counter() - start)
         shutil.rmtree(folder / "copy")
         words = [__file__, "--child", str(source), str(folder / "target"), wanted]
         start = time.perf_counter()
-        answer = subprocess.run([sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+        answer = subprocess.run(
+            [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
         seconds.append(time.perf_counter() - start)
         peaks.append(int(answer))
         shutil.rmtree(folder / "target")
-    return Measured(sum(path.stat().st_size for path in source.iterdir()), seconds, copied, max(peaks))
+    return Measured(
+        sum(path.stat().st_size for path in source.iterdir()), seconds, copied, max(peaks)
+    )
 
 
 def row(wanted: str, found: Measured) -> tuple[str, str, str, str, str]:
@@ -115,7 +129,8 @@ def row(wanted: str, found: Measured) -> tuple[str, str, str, str, str]:
         f"{size:.2f} GB hf to {wanted}",
         f"{size / statistics.median(found.seconds):.2f} GB/s, the process whole",
         f"cp and sync {size / statistics.median(found.copied):.2f} GB/s",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)})",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in"
+        f" {len(ratios)})",
         f"{found.peak / 1e6:.0f} MB anonymous, beyond imports",
     )
 
@@ -124,17 +139,43 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         convert_here(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True)
-    parser.add_argument("--folder", required=True, type=Path, help="on the disk to measure; a folder inside is made and removed")
-    parser.add_argument("--to", nargs="+", default=["mindspore", "mindformers", "megatron:2x2"], metavar="FORMAT[:TxP]")
-    parser.add_argument("--repeats", type=int, default=3, choices=range(1, 100), metavar="N", help="pairs of converting and copying (3)")
+    parser.add_argument(
+        "--folder",
+        required=True,
+        type=Path,
+        help="on the disk to measure; a folder inside is made and removed",
+    )
+    parser.add_argument(
+        "--to",
+        nargs="+",
+        default=["mindspore", "mindformers", "megatron:2x2"],
+        metavar="FORMAT[:TxP]",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        choices=range(1, 100),
+        metavar="N",
+        help="pairs of converting and copying (3)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion-") as name:
         folder = Path(name)
         make_source(arguments.config, folder / "source", arguments.overrides)
-        report([row(wanted, measure(folder / "source", folder, wanted, arguments.repeats)) for wanted in arguments.to])
+        report(
+            [
+                row(wanted, measure(folder / "source", folder, wanted, arguments.repeats))
+                for wanted in arguments.to
+            ]
+        )
 
 
 if __name__ == "__main__":

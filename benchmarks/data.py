@@ -1,8 +1,9 @@
 """Preprocessing and loading speed. Whole processes, one core, interleaved repeats, medians.
 
-python benchmarks/data.py preprocess --corpus FILE.txt --vocab-file vocab.json --merge-file merges.txt [--limit-mb 8] [--repeats 3]
-python benchmarks/data.py read [--mega-tokens 64]
-python benchmarks/data.py index [--mega-tokens 1000]
+    python benchmarks/data.py preprocess --corpus FILE.txt --vocab-file vocab.json \\
+        --merge-file merges.txt [--limit-mb 8] [--repeats 3]
+    python benchmarks/data.py read [--mega-tokens 64]
+    python benchmarks/data.py index [--mega-tokens 1000]
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.interleaved import median_ratio
 from benchmarks.table import report
 
-# What preprocessing is measured against: one process, one document after the other, ids written as uint16.
+# What preprocessing is measured against: one process, one document after the other, ids written as
+# uint16.
 BASELINE = """
 import sys
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer
 corpus, vocab, merges, out, batched = sys.argv[1:]
 tokenizer = ByteLevelBPETokenizer(vocab, merges)
-documents = [text.strip("\\n") for text in open(corpus, encoding="utf-8").read().split("\\n\\n") if text.strip()]
+documents = [
+    text.strip("\\n")
+    for text in open(corpus, encoding="utf-8").read().split("\\n\\n")
+    if text.strip()
+]
 with open(out, "wb") as file:
     if batched == "batched":
         for start in range(0, len(documents), 1000):
@@ -47,7 +53,13 @@ def _one_core(command: list[str]) -> float:
     core = min(os.sched_getaffinity(0))
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     start = time.perf_counter()
-    subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+    subprocess.run(
+        command,
+        check=True,
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
     return time.perf_counter() - start
 
 
@@ -59,29 +71,65 @@ def preprocess(args: argparse.Namespace) -> None:
             data = data[: data.rfind(b"\n\n", 0, int(args.limit_mb * 1e6))]
         corpus.write_bytes(data)
         files = [str(args.vocab_file), str(args.merge_file)]
-        baseline = [sys.executable, "-c", BASELINE, str(corpus), *files, str(Path(folder) / "baseline.bin")]
-        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(corpus), "--vocab-file", files[0]]
+        baseline = [
+            sys.executable,
+            "-c",
+            BASELINE,
+            str(corpus),
+            *files,
+            str(Path(folder) / "baseline.bin"),
+        ]
+        tool = [
+            sys.executable,
+            str(ROOT / "tools" / "preprocess_data.py"),
+            "--input",
+            str(corpus),
+            "--vocab-file",
+            files[0],
+        ]
         tool += ["--merge-file", files[1], "--workers", "1"]
-        commands = {"tokenizers, loop": [*baseline, "loop"], "tokenizers, encode_batch_fast": [*baseline, "batched"]}
+        commands = {
+            "tokenizers, loop": [*baseline, "loop"],
+            "tokenizers, encode_batch_fast": [*baseline, "batched"],
+        }
         for backend in args.backends:
-            commands[backend] = [*tool, "--output-prefix", str(Path(folder) / backend), "--tokenizer-backend", backend]
+            commands[backend] = [
+                *tool,
+                "--output-prefix",
+                str(Path(folder) / backend),
+                "--tokenizer-backend",
+                backend,
+            ]
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(args.repeats):
             for name, command in commands.items():
                 seconds[name].append(_one_core(command))
         for backend in args.backends:
-            same = (Path(folder) / f"{backend}_text_document.bin").read_bytes() == (Path(folder) / "baseline.bin").read_bytes()
+            same = (Path(folder) / f"{backend}_text_document.bin").read_bytes() == (
+                Path(folder) / "baseline.bin"
+            ).read_bytes()
             print(f"{backend}: output {'equal to' if same else 'DIFFERENT FROM'} the baseline's")
 
     def describe(name: str) -> str:
         return f"{name}: {len(data) / statistics.median(seconds[name]) / 1e6:.1f} MB/s"
 
-    peers, what = [name for name in seconds if name.startswith("tokenizers,")], f"preprocessing {len(data) / 1e6:.0f} MB, one core"
+    peers, what = (
+        [name for name in seconds if name.startswith("tokenizers,")],
+        f"preprocessing {len(data) / 1e6:.0f} MB, one core",
+    )
     rows = []
     for backend in args.backends:
         for peer in peers:
             ratio, least, greatest = median_ratio(seconds[backend], seconds[peer])
-            rows.append((what, describe(backend), describe(peer), f"{ratio:.1f} ({least:.1f} to {greatest:.1f} in {args.repeats})", ""))
+            rows.append(
+                (
+                    what,
+                    describe(backend),
+                    describe(peer),
+                    f"{ratio:.1f} ({least:.1f} to {greatest:.1f} in {args.repeats})",
+                    "",
+                )
+            )
     report(rows)
 
 
@@ -93,10 +141,18 @@ def read(args: argparse.Namespace) -> None:
     for length in (1000, 100):
         with tempfile.TemporaryDirectory() as folder:
             rng = np.random.default_rng(0)
-            sizes = rng.integers(length // 2, length * 3 // 2, size=int(args.mega_tokens * 1e6 / length))
+            sizes = rng.integers(
+                length // 2, length * 3 // 2, size=int(args.mega_tokens * 1e6 / length)
+            )
             with IndexedWriter(Path(folder) / "data", np.uint16) as writer:
                 writer.append(rng.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16), sizes)
-            dataset = GPTDataset(Path(folder) / "data", split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1)
+            dataset = GPTDataset(
+                Path(folder) / "data",
+                split="train",
+                split_weights=(1, 0, 0),
+                seq_length=1024,
+                seed=1,
+            )
             n = dataset.samples_per_epoch
             rates = []
             for _ in range(args.repeats + 1):  # the first round warms the page cache and the index
@@ -120,21 +176,31 @@ def index(args: argparse.Namespace) -> None:
         with IndexedWriter(prefix, np.uint16) as writer:
             for part in np.array_split(sizes, max(1, len(sizes) // 10000)):
                 writer.append(np.zeros(int(part.sum()), dtype=np.uint16), part)
-        # Against what is resident now, not against the peak so far, which writing the data has raised.
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
+        # Against what is resident now, not against the peak so far, which writing the data has
+        # raised.
+        before = (
+            int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
+        )
         for name in ("cold", "cached"):
             start = time.perf_counter()
-            dataset = GPTDataset(prefix, split="train", split_weights=(949, 50, 1), seq_length=1024, seed=1)
+            dataset = GPTDataset(
+                prefix, split="train", split_weights=(949, 50, 1), seq_length=1024, seed=1
+            )
             dataset.read(np.arange(8))
             taken = time.perf_counter() - start
             peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
             print(
-                f"{name}: {len(sizes)} documents, {sizes.sum() / 1e6:.0f} million tokens: {taken:.2f} s, at most {peak:.0f} MiB more memory"
+                f"{name}: {len(sizes)} documents, {sizes.sum() / 1e6:.0f} million tokens:"
+                f" {taken:.2f} s, at most {peak:.0f} MiB more memory"
             )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("preprocess")
     command.add_argument("--corpus", type=Path, required=True)

@@ -1,11 +1,14 @@
-"""Generation of this toolkit beside transformers' generate, from the same weights and prompts: GPT-2 124M, random weights.
+"""Generation of this toolkit beside transformers' generate, from the same weights and prompts:
+GPT-2 124M, random weights.
 
-python benchmarks/generation.py [--device cpu] [--precision float32] [--batches 1,8] [--strategies greedy,sampling] [--repeats 5]
-                                [--prompt-tokens 32] [--new-tokens 64] [--threads N]
+    python benchmarks/generation.py [--device cpu] [--precision float32] [--batches 1,8] \\
+        [--strategies greedy,sampling] [--repeats 5] [--prompt-tokens 32] [--new-tokens 64] \\
+        [--threads N]
 
-Both keep keys and values and ask for logits of the last position only; sampling is from the 40 most probable. transformers holds its
-weights in the type of the computation. The systems take turns; greedy tokens in float32 must be equal. A warmed-up turn is a whole call,
-the prompt's pass included; reported are medians and the median of the ratios of neighbouring turns.
+Both keep keys and values and ask for logits of the last position only; sampling is from the 40 most
+probable. transformers holds its weights in the type of the computation. The systems take turns;
+greedy tokens in float32 must be equal. A warmed-up turn is a whole call, the prompt's pass
+included; reported are medians and the median of the ratios of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ Turn = Callable[[], Any]
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Answer each turn with the seconds of a call, its tokens (B, new tokens) and the most memory so far."""
+    """Answer each turn with the seconds of a call, its tokens (B, new tokens) and the most memory
+    so far.
+    """
     from common.config.load import load_config
     from common.resolve.derive import resolve_config
     from torch_gpt2.device import open_device
@@ -53,7 +58,11 @@ def work(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         tokens = call()
         device.synchronize()
-        return {"seconds": time.perf_counter() - start, "tokens": tokens, "memory": device.peak_memory()}
+        return {
+            "seconds": time.perf_counter() - start,
+            "tokens": tokens,
+            "memory": device.peak_memory(),
+        }
 
     answer_turns(turn)
 
@@ -64,10 +73,14 @@ def ours(model: Any, device: Any, prompts: Any, new_tokens: int, strategy: str) 
     from common.generation.prompts import Prompt
     from torch_gpt2.predict import Decoder
 
-    settings = PredictConfig.model_validate({"strategy": strategy, "top_k": TOP_K, "stop_at_end_of_text": False})
+    settings = PredictConfig.model_validate(
+        {"strategy": strategy, "top_k": TOP_K, "stop_at_end_of_text": False}
+    )
     rows = [Prompt(text="", ids=ids.tolist(), new_tokens=new_tokens) for ids in prompts]
     decoder = Decoder(model, device, len(rows))
-    return lambda: [each.tokens for each in generate(decoder, rows, settings, seed=0, end_of_text=50256)]
+    return lambda: [
+        each.tokens for each in generate(decoder, rows, settings, seed=0, end_of_text=50256)
+    ]
 
 
 def transformers(model: Any, device: Any, prompts: Any, new_tokens: int, strategy: str) -> Turn:
@@ -75,11 +88,20 @@ def transformers(model: Any, device: Any, prompts: Any, new_tokens: int, strateg
 
     from tests.reference import hugging_face_model
 
-    peer = hugging_face_model(model.config, {name: values.cpu() for name, values in model.named_parameters()})
+    peer = hugging_face_model(
+        model.config, {name: values.cpu() for name, values in model.named_parameters()}
+    )
     peer = peer.to(device.torch_device, model.compute_dtype)
     ids = torch.from_numpy(prompts).to(device.torch_device)
-    words: dict[str, Any] = {"do_sample": True, "top_k": TOP_K} if strategy == "sampling" else {"do_sample": False}
-    words |= {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    words: dict[str, Any] = (
+        {"do_sample": True, "top_k": TOP_K} if strategy == "sampling" else {"do_sample": False}
+    )
+    words |= {
+        "max_new_tokens": new_tokens,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     return lambda: peer.generate(ids, **words)[:, ids.shape[1] :].tolist()
 
 
@@ -87,17 +109,33 @@ def compare(arguments: argparse.Namespace) -> None:
     table = []
     for batch in arguments.batches.split(","):
         for strategy in arguments.strategies.split(","):
-            same = [f"--batches={batch}", f"--strategies={strategy}", f"--device={arguments.device}", f"--precision={arguments.precision}"]
-            same += [f"--prompt-tokens={arguments.prompt_tokens}", f"--new-tokens={arguments.new_tokens}"]
+            same = [
+                f"--batches={batch}",
+                f"--strategies={strategy}",
+                f"--device={arguments.device}",
+                f"--precision={arguments.precision}",
+            ]
+            same += [
+                f"--prompt-tokens={arguments.prompt_tokens}",
+                f"--new-tokens={arguments.new_tokens}",
+            ]
             same += [f"--threads={arguments.threads}"] if arguments.threads else []
-            first, later = take_turns({name: [__file__, f"--worker={name}", *same] for name in SYSTEMS}, arguments.repeats)
-            if (strategy, arguments.precision) == ("greedy", "float32") and first["torch"]["tokens"] != first["transformers"]["tokens"]:
+            first, later = take_turns(
+                {name: [__file__, f"--worker={name}", *same] for name in SYSTEMS}, arguments.repeats
+            )
+            if (strategy, arguments.precision) == ("greedy", "float32") and first["torch"][
+                "tokens"
+            ] != first["transformers"]["tokens"]:
                 sys.exit(f"batch {batch}: the tokens differ; a comparison of speeds means nothing")
             seconds = {name: [turn["seconds"] for turn in turns] for name, turns in later.items()}
             ratio = median_ratio(seconds["torch"], seconds["transformers"])
-            memory = {name: max(turn["memory"] for turn in turns) / 2**30 for name, turns in later.items()}
+            memory = {
+                name: max(turn["memory"] for turn in turns) / 2**30 for name, turns in later.items()
+            }
             tokens = int(batch) * arguments.new_tokens
-            rates = [f"{tokens / statistics.median(seconds[name]):.1f} tokens/s" for name in SYSTEMS]
+            rates = [
+                f"{tokens / statistics.median(seconds[name]):.1f} tokens/s" for name in SYSTEMS
+            ]
             table.append(
                 (
                     f"generate, {arguments.precision}, {strategy}, batch {batch}",
@@ -110,7 +148,11 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="float32", choices=("float32", "bf16", "fp16"))
     parser.add_argument("--batches", default="1,8", metavar="B,...")

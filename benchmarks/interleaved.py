@@ -1,4 +1,6 @@
-"""Systems that take turns: one process each, which waits while another works, so that all meet the same noise of the machine."""
+"""Systems that take turns: one process each, which waits while another works, so that all meet the
+same noise of the machine.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """A child that does one piece of work for each line on its standard input and answers with one line of JSON."""
+    """A child that does one piece of work for each line on its standard input and answers with one
+    line of JSON.
+    """
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
-        self.process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def turn(self) -> Answer:
         """Raises SystemExit when the child has ended; its message is on standard error."""
@@ -47,8 +53,12 @@ def answer_turns(work: Callable[[], Answer]) -> None:
         print(json.dumps(work()), file=answers, flush=True)
 
 
-def take_turns(commands: dict[str, list[str]], repeats: int) -> tuple[dict[str, Answer], dict[str, list[Answer]]]:
-    """The answers of each system's first turn, and of ``repeats`` turns after warming up, all systems in turn."""
+def take_turns(
+    commands: dict[str, list[str]], repeats: int
+) -> tuple[dict[str, Answer], dict[str, list[Answer]]]:
+    """The answers of each system's first turn, and of ``repeats`` turns after warming up, all
+    systems in turn.
+    """
     workers = {name: Worker(command) for name, command in commands.items()}
     first = {name: worker.turn() for name, worker in workers.items()}
     for _ in range(WARM_UP):
@@ -64,6 +74,8 @@ def take_turns(commands: dict[str, list[str]], repeats: int) -> tuple[dict[str, 
 
 
 def median_ratio(seconds: list[float], of: list[float]) -> tuple[float, float, float]:
-    """Median, least and greatest of the pairs' ratios ``of / seconds``: how many times as fast as ``of``."""
+    """Median, least and greatest of the pairs' ratios ``of / seconds``: how many times as fast as
+    ``of``.
+    """
     ratios = [other / own for own, other in zip(seconds, of, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)

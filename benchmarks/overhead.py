@@ -1,9 +1,12 @@
-"""What the loop and the engine cost beside a loop as one would write it by hand: same model, weights, batches and optimizer.
+"""What the loop and the engine cost beside a loop as one would write it by hand: same model,
+weights, batches and optimizer.
 
-python benchmarks/overhead.py --config configs/gpt2/run_gpt2_tiny.yaml [--ranks 2] [--steps 4] [--repeats 9] [section.key=value ...]
+    python benchmarks/overhead.py --config configs/gpt2/run_gpt2_tiny.yaml [--ranks 2] \\
+        [--steps 4] [--repeats 9] [section.key=value ...]
 
-Here: the training loop with its log and metrics, without checkpoints and validation, over the native engine. Peer: a bare loop, on
-several ranks over torch's DistributedDataParallel. Of neighbouring turns of --steps steps each; the weights must agree afterwards.
+Here: the training loop with its log and metrics, without checkpoints and validation, over the
+native engine. Peer: a bare loop, on several ranks over torch's DistributedDataParallel. Of
+neighbouring turns of --steps steps each; the weights must agree afterwards.
 """
 
 from __future__ import annotations
@@ -31,13 +34,22 @@ SYSTEMS = ("native", "bare")
 
 
 class Turns:
-    """Batches, as many as a turn has steps. Asking for one more ends the turn, and waits for the next."""
+    """Batches, as many as a turn has steps. Asking for one more ends the turn, and waits for the
+    next.
+    """
 
-    def __init__(self, config: Any, steps: int, others: list[subprocess.Popen[str]], answers: IO[str]) -> None:
+    def __init__(
+        self, config: Any, steps: int, others: list[subprocess.Popen[str]], answers: IO[str]
+    ) -> None:
         from benchmarks.training import random_batches
 
         self.weights: list[Any] = []
-        self._batches, self._steps, self._others, self._answers = random_batches(config), steps, others, answers
+        self._batches, self._steps, self._others, self._answers = (
+            random_batches(config),
+            steps,
+            others,
+            answers,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         for line in sys.stdin:
@@ -49,8 +61,15 @@ class Turns:
             for _ in range(self._steps):
                 yield next(self._batches)
             seconds, used = time.perf_counter() - start, time.process_time() - used
-            norm = sum(float(tensor.detach().double().square().sum()) for tensor in self.weights) ** 0.5
-            print(json.dumps({"seconds": seconds, "processor": used, "norm": norm}), file=self._answers, flush=True)
+            norm = (
+                sum(float(tensor.detach().double().square().sum()) for tensor in self.weights)
+                ** 0.5
+            )
+            print(
+                json.dumps({"seconds": seconds, "processor": used, "norm": norm}),
+                file=self._answers,
+                flush=True,
+            )
         sys.exit()
 
 
@@ -67,9 +86,17 @@ def work(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         answers, sys.stdout = sys.stdout if process.rank == 0 else log, log
         start_log(rank=process.rank)
-        off = ("checkpoint.interval=0", "validation.interval=0", "logging.plot=false", "model.dropout=0.0", "train.max_steps=1000000")
+        off = (
+            "checkpoint.interval=0",
+            "validation.interval=0",
+            "logging.plot=false",
+            "model.dropout=0.0",
+            "train.max_steps=1000000",
+        )
         words = [*arguments.overrides, "backend=torch", f"output_dir={folder}", *off]
-        config = resolve_length(resolve_config(load_config(arguments.config, words), world_size=arguments.ranks), 1)
+        config = resolve_length(
+            resolve_config(load_config(arguments.config, words), world_size=arguments.ranks), 1
+        )
         device = open_device(config, process)
         turns = Turns(config, arguments.steps, others, answers)
         with open_world(config, process, device) as world:
@@ -83,11 +110,25 @@ def start_others(ranks: int) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    environments = [{name: str(value) for name, value in ({"RANK": rank, "LOCAL_RANK": rank} | common).items()} for rank in range(ranks)]
+    common = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    environments = [
+        {name: str(value) for name, value in ({"RANK": rank, "LOCAL_RANK": rank} | common).items()}
+        for rank in range(ranks)
+    ]
     os.environ.update(environments[0])
     return [
-        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | environment, stdin=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            text=True,
+        )
         for environment in environments[1:]
     ]
 
@@ -113,7 +154,10 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
         run = Run(
             config=config,
             engine=engine,
-            batches=(Batch(tokens=local_shard(tokens, world), consumed_samples=0, sample_hash="") for tokens in turns),
+            batches=(
+                Batch(tokens=local_shard(tokens, world), consumed_samples=0, sample_hash="")
+                for tokens in turns
+            ),
             validation=None,
             checkpoints=checkpoints,
             metrics=metrics,
@@ -170,30 +214,85 @@ def local_shard(tokens: Any, world: Any) -> Any:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    options = ["--config", arguments.config, "--ranks", str(arguments.ranks), "--steps", str(arguments.steps), *arguments.overrides]
-    first, later = take_turns({name: [__file__, "--worker", name, *options] for name in SYSTEMS}, arguments.repeats)
+    options = [
+        "--config",
+        arguments.config,
+        "--ranks",
+        str(arguments.ranks),
+        "--steps",
+        str(arguments.steps),
+        *arguments.overrides,
+    ]
+    first, later = take_turns(
+        {name: [__file__, "--worker", name, *options] for name in SYSTEMS}, arguments.repeats
+    )
     for turns in zip(*([first[name], *later[name]] for name in SYSTEMS), strict=True):
         norms = [turn["norm"] for turn in turns]
         if abs(norms[0] - norms[1]) > arguments.tolerance * norms[1]:
-            sys.exit(f"the weights of {' and '.join(SYSTEMS)} differ in their norms, {norms}; speeds then mean nothing")
+            sys.exit(
+                f"the weights of {' and '.join(SYSTEMS)} differ in their norms, {norms}; speeds"
+                " then mean nothing"
+            )
     seconds = [[turn["seconds"] / arguments.steps for turn in later[name]] for name in SYSTEMS]
-    used = [statistics.median(turn["processor"] / arguments.steps for turn in later[name]) for name in SYSTEMS]
+    used = [
+        statistics.median(turn["processor"] / arguments.steps for turn in later[name])
+        for name in SYSTEMS
+    ]
     ratio, least, greatest = median_ratio(*seconds)
     here, peer = (
-        f"{1e3 * statistics.median(times):.1f} ms a step, {1e3 * own:.1f} of a processor" for times, own in zip(seconds, used, strict=True)
+        f"{1e3 * statistics.median(times):.1f} ms a step, {1e3 * own:.1f} of a processor"
+        for times, own in zip(seconds, used, strict=True)
     )
     peer = f"{'DistributedDataParallel' if arguments.ranks > 1 else 'bare loop'} {peer}"
-    what = f"loop and engine, {Path(arguments.config).stem}, {arguments.ranks} rank{'s' * (arguments.ranks > 1)}"
-    report([(what, here, peer, f"{ratio:.3f} ({least:.3f} to {greatest:.3f} in {arguments.repeats})", "")])
+    what = (
+        f"loop and engine, {Path(arguments.config).stem}, {arguments.ranks}"
+        f" rank{'s' * (arguments.ranks > 1)}"
+    )
+    report(
+        [
+            (
+                what,
+                here,
+                peer,
+                f"{ratio:.3f} ({least:.3f} to {greatest:.3f} in {arguments.repeats})",
+                "",
+            )
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True)
-    parser.add_argument("--ranks", type=int, default=1, choices=range(1, 65), metavar="N", help="data-parallel processes on this machine")
-    parser.add_argument("--steps", type=int, default=4, choices=range(1, 1000), metavar="N", help="of a turn (4)")
-    parser.add_argument("--repeats", type=int, default=9, choices=range(1, 1000), metavar="N", help="pairs of turns (9)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference allowed between norms of the weights (1e-4)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        choices=range(1, 65),
+        metavar="N",
+        help="data-parallel processes on this machine",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, choices=range(1, 1000), metavar="N", help="of a turn (4)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        choices=range(1, 1000),
+        metavar="N",
+        help="pairs of turns (9)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="relative difference allowed between norms of the weights (1e-4)",
+    )
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()

@@ -18,7 +18,12 @@ def report(rows: Sequence[Row]) -> None:
     """Print rows of HEAD's columns as a Markdown table."""
     widths = [max(len(row[column]) for row in (HEAD, *rows)) for column in range(len(HEAD))]
     for row in (HEAD, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |", flush=True)
+        print(
+            "| "
+            + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            + " |",
+            flush=True,
+        )
     if GATHER in os.environ:
         with Path(os.environ[GATHER]).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(list(row)) + "\n" for row in rows)

@@ -36,7 +36,10 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     ranks = config.topology.world_size
     if process.rank > 0 and run_mode in ONE_DEVICE_MODES and ranks == 1:
-        LOG.warning(f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank {process.rank} has nothing to do")
+        LOG.warning(
+            f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank"
+            f" {process.rank} has nothing to do"
+        )
         return
     if run_mode == "export" and export_format(config) == "safetensors":
         export(config)
@@ -51,7 +54,10 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         try:
             importlib.import_module(config.backend)
         except ImportError as error:
-            raise ConfigError(f"backend={config.backend}: it cannot be imported ({error}); pip install '.[{config.backend}]'") from None
+            raise ConfigError(
+                f"backend={config.backend}: it cannot be imported ({error}); pip install"
+                f" '.[{config.backend}]'"
+            ) from None
         entry = getattr(importlib.import_module(f"{_PACKAGES[config.backend]}.{name}"), name)
     try:
         entry(config, process)

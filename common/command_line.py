@@ -18,7 +18,8 @@ MODES = {
     "eval": ("loss and perplexity of a checkpoint", "output_dir=output/quickstart"),
     "predict": (
         "continue a prompt",
-        "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling predict.top_k=40",
+        "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling"
+        " predict.top_k=40",
     ),
     "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
     "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
@@ -30,7 +31,9 @@ RUN_MODES = tuple(MODES)
 class _Explain(argparse.Action):
     """Print a key of the schema and end, as --help does."""
 
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None
+    ) -> None:
         from common.config.explain import explain_key
 
         sys.stdout.write(explain_key(value))
@@ -42,19 +45,22 @@ FLAGS: dict[str, dict[str, Any]] = {
         "short": "-c",
         "required": True,
         "metavar": "FILE",
-        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and PaddleFleetX's"
-        " YAML and files of Megatron's or OneFlow's flags (.sh, .txt) are read too",
+        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and"
+        " PaddleFleetX's YAML and files of Megatron's or OneFlow's flags (.sh, .txt) are read"
+        " too",
     },
     "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
     "explain": {
         "action": _Explain,
         "metavar": "KEY",
-        "help": "type, default, allowed values and meaning of a key such as optimizer.learning_rate, or of a"
-        " section; other systems' names are understood; starts nothing",
+        "help": "type, default, allowed values and meaning of a key such as"
+        " optimizer.learning_rate, or of a section; other systems' names are understood; starts"
+        " nothing",
     },
     "show_config": {
         "action": "store_true",
-        "help": "print the configuration as this project's YAML, with the keys that it was written with, and stop",
+        "help": "print the configuration as this project's YAML, with the keys that it was written"
+        " with, and stop",
     },
     "override": {
         "short": "-o",
@@ -79,18 +85,25 @@ _EPILOG = """\
 run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:
 {modes}
 {more}\
-Any key of the configuration can follow as section.key=value, for example train.max_steps=100; --explain train lists those of a
-section. ModelArts jobs and MindFormers' arguments: docs/modelarts.md.
+Any key of the configuration can follow as section.key=value, for example train.max_steps=100;
+--explain train lists those of a section. ModelArts jobs and MindFormers' arguments:
+docs/modelarts.md.
 
-exit codes: 0 success, 1 failed at run time, 2 input or configuration at fault, 130 Ctrl-C, 143 SIGTERM (both after saving)"""
+exit codes: 0 success, 1 failed at run time, 2 input or configuration at fault, 130 Ctrl-C,
+143 SIGTERM (both after saving)"""
 
 
-def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> argparse.Namespace:
+def parse_arguments(
+    argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = ""
+) -> argparse.Namespace:
     """Parse the command line. Raises ConfigError, or ends the process with exit code 2.
 
     program, more: the name under which it was started, and an addition to its help.
     """
-    modes = "".join(f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n" for mode, (meaning, example) in MODES.items())
+    modes = "".join(
+        f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n"
+        for mode, (meaning, example) in MODES.items()
+    )
     parser = argparse.ArgumentParser(
         prog=program,
         description="Train, evaluate, generate with and export GPT-2 from one YAML.",
@@ -100,8 +113,12 @@ def parse_arguments(argv: list[str] | None = None, *, program: str = "run_gpt2.p
     )
     for name, options in FLAGS.items():
         names = [f"--{name}"] if "short" not in options else [options["short"], f"--{name}"]
-        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "short"})
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that win over the file's")
+        parser.add_argument(
+            *names, **{key: value for key, value in options.items() if key != "short"}
+        )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that win over the file's"
+    )
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from common.config.hints import unknown_arguments

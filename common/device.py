@@ -16,7 +16,9 @@ from common.errors import ConfigError
 
 
 class Device(Protocol):
-    """What both backends' devices offer; everything else about a device stays inside its backend."""
+    """What both backends' devices offer; everything else about a device stays inside its
+    backend.
+    """
 
     @property
     def kind(self) -> str:
@@ -35,7 +37,9 @@ class Device(Protocol):
 
     def supports(self, float_name: str) -> bool: ...
     def peak_flops(self, float_name: str) -> float:
-        """Peak FLOP/s of matrix products in this type by the table; 0 when unknown, as for every CPU."""
+        """Peak FLOP/s of matrix products in this type by the table; 0 when unknown, as for every
+        CPU.
+        """
         ...
 
     def synchronize(self) -> None: ...
@@ -44,7 +48,9 @@ class Device(Protocol):
         ...
 
     def total_memory(self) -> int | None:
-        """Bytes of the device's own memory; None on a CPU, and where the framework does not tell."""
+        """Bytes of the device's own memory; None on a CPU, and where the framework does not
+        tell.
+        """
         ...
 
     def seed(self, seed: int) -> None: ...
@@ -53,7 +59,9 @@ class Device(Protocol):
 
 
 def device_index(config: RunConfig, process: Process) -> int:
-    """Which of this machine's devices is the process's: the one it was started for, else context.device_id. Raises ConfigError."""
+    """Which of this machine's devices is the process's: the one it was started for, else
+    context.device_id. Raises ConfigError.
+    """
     written = config.context.device_id
     started_for = process.device_id
     if started_for is None and process.world_size > 1:
@@ -61,7 +69,10 @@ def device_index(config: RunConfig, process: Process) -> int:
     if started_for is None:
         return written
     if written not in (0, started_for):
-        raise ConfigError(f"context.device_id={written}, but rank {process.rank} was started for device {started_for}; leave the key out")
+        raise ConfigError(
+            f"context.device_id={written}, but rank {process.rank} was started for device"
+            f" {started_for}; leave the key out"
+        )
     return started_for
 
 
@@ -69,7 +80,9 @@ def processor_name() -> str:
     """What the operating system calls the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -81,9 +94,11 @@ def peak_resident_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse big blocks instead of returning them: each step would fault its activations in anew.
+    """Tell glibc to reuse big blocks instead of returning them: each step would fault its
+    activations in anew.
 
-    Measured on 2 cores, tiny config: 1602 against 1285 tokens/s in torch, for 30 % more resident memory; about 8 % in MindSpore.
+    Measured on 2 cores, tiny config: 1602 against 1285 tokens/s in torch, for 30 % more resident
+    memory; about 8 % in MindSpore.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 
 class GPT2Error(Exception):
-    """Base of every error that this project raises on purpose. As text, each line keeps its start and its end and loses what is between:
-    a message quotes what it found, and a hostile value may have any length."""
+    """Base of every error that this project raises on purpose. As text, each line keeps its start
+    and its end and loses what is between: a message quotes what it found, and a hostile value may
+    have any length.
+    """
 
     exit_code = 1
 

@@ -19,12 +19,15 @@ from common.paths import looked_in
 
 @contextmanager
 def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
-    """Turn what the system says of an input file that it cannot read within the block into ``error``, with a remedy."""
+    """Turn what the system says of an input file that it cannot read within the block into
+    ``error``, with a remedy.
+    """
     try:
         yield
     except OSError as reason:
         name = reason.filename or path
-        raise error(f"{name}: {unreadable(reason)}{looked_in(name) if isinstance(reason, FileNotFoundError) else ''}") from None
+        where = looked_in(name) if isinstance(reason, FileNotFoundError) else ""
+        raise error(f"{name}: {unreadable(reason)}{where}") from None
 
 
 def unreadable(reason: OSError) -> str:
@@ -35,25 +38,36 @@ def unreadable(reason: OSError) -> str:
         IsADirectoryError: "give the path of a file",
         PermissionError: "allow this user to read it (chmod, chown)",
     }
-    return f"cannot be read: {reason.strerror or reason}; {remedies.get(type(reason), 'check the path and the disk')}"
+    return (
+        f"cannot be read: {reason.strerror or reason};"
+        f" {remedies.get(type(reason), 'check the path and the disk')}"
+    )
 
 
 def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
-    """Return a regular file, open for reading. Raises ``error`` with the path, the reason and a remedy."""
+    """Return a regular file, open for reading. Raises ``error`` with the path, the reason and a
+    remedy.
+    """
     if "\0" in str(path):
         raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
     with reading(path, error):
         mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
-            raise error(f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first")
+        # opening a pipe would wait for a writer
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise error(
+                f"{path}: is a device, a pipe or a socket, expected a regular file; write its"
+                " content to a file first"
+            )
         return Path(path).open("rb")
 
 
 @contextmanager
 def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[type-arg]
-    """Open ``path`` for writing so that readers see the old file or the whole new one, never a part.
+    """Open ``path`` for writing so that readers see the old file or the whole new one, never a
+    part.
 
-    mode: "wb", or "w" for UTF-8 text with unix line ends. What killed writers of this name have left is removed.
+    mode: "wb", or "w" for UTF-8 text with unix line ends. What killed writers of this name have
+    left is removed.
     Raises StorageError when the disk refuses; the old file is then untouched.
     """
     path = Path(path)
@@ -63,7 +77,9 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         try:
-            with open(temporary, mode, opener=lambda name, _: _create_locked(temporary), **text) as file:  # type: ignore[call-overload]
+            with open(
+                temporary, mode, opener=lambda name, _: _create_locked(temporary), **text
+            ) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -73,12 +89,16 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
                 temporary.unlink(missing_ok=True)
         fsync_folder(path.parent)
     except OSError as error:
-        raise StorageError(f"{path}: could not be written: {error.strerror or error}; an older file of this name is untouched") from error
+        raise StorageError(
+            f"{path}: could not be written: {error.strerror or error}; an older file of this name"
+            " is untouched"
+        ) from error
 
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Make a folder of this process beside ``path``, which goes when the block ends; those of killed processes go first.
+    """Make a folder of this process beside ``path``, which goes when the block ends; those of
+    killed processes go first.
 
     OSError is left to the caller.
     """
@@ -94,9 +114,11 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the files and folders .NAME.PID.tmp of processes that were killed while they wrote ``path``.
+    """Remove the files and folders .NAME.PID.tmp of processes that were killed while they wrote
+    ``path``.
 
-    Who still writes holds a lock on them, also on another host. Where the file system knows no locks, nothing is removed.
+    Who still writes holds a lock on them, also on another host. Where the file system knows no
+    locks, nothing is removed.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
     with os.scandir(path.parent) as entries:
@@ -112,7 +134,9 @@ def remove_leftovers(path: Path) -> None:
                 _remove(leftover)
             except BlockingIOError:
                 pass
-            except OSError:  # no locks here: what has the number of this process cannot be another's
+            except (
+                OSError
+            ):  # no locks here: what has the number of this process cannot be another's
                 if leftover == _temporary(path):
                     _remove(leftover)
             finally:
@@ -124,11 +148,15 @@ def _temporary(path: Path) -> Path:
 
 
 def _create_locked(path: Path, *, is_folder: bool = False) -> int:
-    """Make a file or a folder that ``remove_leftovers`` of other processes leaves alone; returns its open descriptor. Raises OSError."""
+    """Make a file or a folder that ``remove_leftovers`` of other processes leaves alone; returns
+    its open descriptor. Raises OSError.
+    """
     while True:
         if is_folder:
             path.mkdir()
-        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        descriptor = os.open(
+            path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666
+        )
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
@@ -137,10 +165,14 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
         os.close(descriptor)  # another process took it for a leftover before it was locked
 
 
-def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
-    """Raise ConfigError if an output is the same file as an input: by its name, through a link, or as a hard link of it.
+def refuse_to_overwrite(
+    inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str
+) -> None:
+    """Raise ConfigError if an output is the same file as an input: by its name, through a link, or
+    as a hard link of it.
 
-    remedy: what to do, such as "choose another --output". None among the inputs stands for one that was not given.
+    remedy: what to do, such as "choose another --output". None among the inputs stands for one that
+    was not given.
     """
     there = [path for path in outputs if path.exists()]
     for source in inputs:
@@ -148,15 +180,23 @@ def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], 
             continue
         for target in there:
             if os.path.samefile(source, target):
-                name = str(source) if source == target else f"{source}, which is the same file as {target},"
-                raise ConfigError(f"{name} is both an input and an output, and would be lost; {remedy}")
+                name = (
+                    str(source)
+                    if source == target
+                    else f"{source}, which is the same file as {target},"
+                )
+                raise ConfigError(
+                    f"{name} is both an input and an output, and would be lost; {remedy}"
+                )
 
 
 _REPLACED = ".replaced.tmp"
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Give ``folder``, whose files are durable, the name ``target``; what has it until now goes last. Raises OSError, nothing lost."""
+    """Give ``folder``, whose files are durable, the name ``target``; what has it until now goes
+    last. Raises OSError, nothing lost.
+    """
     replaced = target.with_name(f".{target.name}{_REPLACED}")
     if target.exists():
         os.replace(target, replaced)
@@ -171,10 +211,12 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Finish what a killed writer left of files and folders of these names (a glob): a folder whose replacement never came is put back,
-    .NAME.tmp and the files .NAME.*.tmp go."""
+    """Finish what a killed writer left of files and folders of these names (a glob): a folder whose
+    replacement never came is put back, .NAME.tmp and the files .NAME.*.tmp go.
+    """
     _put_back(parent, names)
-    files = (path for path in parent.glob(f".{names}.*.tmp") if not path.is_dir())  # a folder's name may be longer, and another's
+    # a folder's name may be longer, and another's
+    files = (path for path in parent.glob(f".{names}.*.tmp") if not path.is_dir())
     for leftover in (*parent.glob(f".{names}.tmp"), *files):
         _remove(leftover)
 
@@ -197,8 +239,10 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
-    """A folder to fill, which gets the name ``folder`` at the end; an older one stays until then. Raises StorageError when the disk
-    refuses, with ``remedy``, and where another process fills one of this name."""
+    """A folder to fill, which gets the name ``folder`` at the end; an older one stays until then.
+    Raises StorageError when the disk refuses, with ``remedy``, and where another process fills one
+    of this name.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         temporary.mkdir(parents=True, exist_ok=True)
@@ -210,7 +254,9 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
                 yield temporary
                 fsync_folder(temporary)
                 put_in_place(temporary, folder)
-            except BaseException:  # a signal too; else it has its name by now, and one of this name is the next writer's
+            # at a signal too; else it has its name by now, and one of this name is the next
+            # writer's
+            except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except (OSError, StorageError) as error:
@@ -220,7 +266,9 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keep other processes from the folder, until the block or this process ends; not where the file system knows no locks."""
+    """Keep other processes from the folder, until the block or this process ends; not where the
+    file system knows no locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

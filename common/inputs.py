@@ -1,4 +1,6 @@
-"""What a run needs from its user, looked for before a framework is imported: a path that is not there is said within a second."""
+"""What a run needs from its user, looked for before a framework is imported: a path that is not
+there is said within a second.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from common.training.start import checkpoint_to_use
 
 
 def check_inputs(run_mode: str, config: ResolvedRun) -> None:
-    """Raises ConfigError, DataError, TokenizerError or CheckpointError naming what is not given, or not there and where it was looked for.
+    """Raises ConfigError, DataError, TokenizerError or CheckpointError naming what is not given, or
+    not there and where it was looked for.
 
     What the files hold is checked when they are opened.
     """
@@ -41,7 +44,8 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
     try:
         checkpoint_to_use(config)
     except CheckpointError:
-        if run_mode == "predict":  # a fault in the prompts comes first, as it does where there is a checkpoint
+        # a fault in the prompts comes first, as it does where there is a checkpoint
+        if run_mode == "predict":
             tokenizer, config = open_tokenizer(config)
             encode_prompts(config, tokenizer)
         raise
@@ -50,7 +54,10 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
 def _check_training(run_mode: str, config: ResolvedRun) -> None:
     settings = config.checkpoint
     if run_mode == "finetune" and settings.init_from is None:
-        raise ConfigError("--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a checkpoint or a run folder)")
+        raise ConfigError(
+            "--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a"
+            " checkpoint or a run folder)"
+        )
     require_length(config)
     _check_data(require_entries(config.data.train))
     if config.data.validation is not None:
@@ -66,7 +73,10 @@ def _check_evaluation(config: ResolvedRun) -> None:
     if config.evaluation.task == "validation":
         _check_data(require_entries(config.data.validation or config.data.train))
     elif config.evaluation.file is not None and not Path(config.evaluation.file).exists():
-        raise DataError(f"evaluation.file={config.evaluation.file}: not found{looked_in(config.evaluation.file)}; check the path")
+        raise DataError(
+            f"evaluation.file={config.evaluation.file}: not"
+            f" found{looked_in(config.evaluation.file)}; check the path"
+        )
 
 
 def _check_data(entries: list[str | float]) -> None:

@@ -1,7 +1,9 @@
-"""Ctrl-C while a program starts, loads its libraries or ends: exit code 130, one line, no traceback.
+"""Ctrl-C while a program starts, loads its libraries or ends: exit code 130, one line, no
+traceback.
 
-Python raises KeyboardInterrupt wherever it stands. In the middle of an import that is a traceback, or a library that calls itself
-broken. Until there is anything to clean up, the process therefore ends at once. This module loads no library.
+Python raises KeyboardInterrupt wherever it stands. In the middle of an import that is a traceback,
+or a library that calls itself broken. Until there is anything to clean up, the process therefore
+ends at once. This module loads no library.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _RETRY_SECONDS = 0.01
 
 
 def end_at_interrupts() -> None:
-    """From here on Ctrl-C ends the process at once, until ``raise_interrupts``. No change where SIGINT is ignored."""
+    """From here on Ctrl-C ends the process at once, until ``raise_interrupts``. No change where
+    SIGINT is ignored.
+    """
     if _is_ours_to_set():
         signal.signal(signal.SIGINT, _end)
 
@@ -34,8 +38,9 @@ def end_at_interrupts() -> None:
 def raise_interrupts() -> None:
     """From here on Ctrl-C is KeyboardInterrupt again, after ``end_at_interrupts``.
 
-    Python prints and drops an exception in a destructor or in the callback of a weak reference. An import
-    runs such a callback for every module, so that Ctrl-C could be lost there. It is therefore raised again.
+    Python prints and drops an exception in a destructor or in the callback of a weak reference. An
+    import runs such a callback for every module, so that Ctrl-C could be lost there. It is
+    therefore raised again.
     """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,8 +72,12 @@ def run_script(main: Callable[[], int]) -> NoReturn:
 
 
 def _is_ours_to_set() -> bool:
-    """Handlers belong to the main thread; a program in the background of a shell ignores SIGINT, and goes on to."""
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
+    """Handlers belong to the main thread; a program in the background of a shell ignores SIGINT,
+    and goes on to.
+    """
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(
+        signal.SIGINT
+    ) not in (signal.SIG_IGN, None)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -77,7 +86,9 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _raise_dropped_interrupts(others: _Hook) -> _Hook:
-    """Build the hook for exceptions that Python drops. ``others`` is the hook for all but KeyboardInterrupt."""
+    """Build the hook for exceptions that Python drops. ``others`` is the hook for all but
+    KeyboardInterrupt.
+    """
 
     def hook(dropped: sys.UnraisableHookArgs, /) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
@@ -90,7 +101,9 @@ def _raise_dropped_interrupts(others: _Hook) -> _Hook:
 
 
 def _interrupt_soon() -> None:
-    """Send SIGINT to the main thread once it has left the callback. One that is dropped again comes back here."""
+    """Send SIGINT to the main thread once it has left the callback. One that is dropped again comes
+    back here.
+    """
     time.sleep(_RETRY_SECONDS)
     _thread.interrupt_main(signal.SIGINT)
 

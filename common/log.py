@@ -38,5 +38,12 @@ def progress_bar(*, total: int, initial: int = 0, unit: str = "step", descriptio
 
     is_seen, scaled = sys.stderr.isatty(), unit == "B"
     return tqdm(
-        total=total, initial=initial, unit=unit, unit_scale=scaled, desc=description, disable=not is_seen, dynamic_ncols=True, leave=False
+        total=total,
+        initial=initial,
+        unit=unit,
+        unit_scale=scaled,
+        desc=description,
+        disable=not is_seen,
+        dynamic_ncols=True,
+        leave=False,
     )

@@ -6,5 +6,7 @@ from pathlib import Path
 
 
 def looked_in(path: str | Path) -> str:
-    """`` (looked in FOLDER)`` behind a relative path, which is relative to the working directory; nothing behind an absolute one."""
+    """`` (looked in FOLDER)`` behind a relative path, which is relative to the working directory;
+    nothing behind an absolute one.
+    """
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"

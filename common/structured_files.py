@@ -1,8 +1,10 @@
-"""Files and JSON that come from outside, read within limits: the one reader of the project, with ``yaml_files`` for YAML.
+"""Files and JSON that come from outside, read within limits: the one reader of the project, with
+``yaml_files`` for YAML.
 
-A file may be cut short, deeply nested, endless or hostile. Every way in which its text can be at fault is one exception,
-``MalformedError``, whose message says what was found and in which line. The ``read_`` functions add the path and raise the caller's
-own error. What is returned is plain data: dict with str keys, list, str, int, float, bool, None.
+A file may be cut short, deeply nested, endless or hostile. Every way in which its text can be at
+fault is one exception, ``MalformedError``, whose message says what was found and in which line. The
+``read_`` functions add the path and raise the caller's own error. What is returned is plain data:
+dict with str keys, list, str, int, float, bool, None.
 
 Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40).
 """
@@ -24,7 +26,8 @@ MAX_DIGITS = 40
 
 
 class MalformedError(ValueError):
-    """Text that is not what its format allows, or beyond the limits. ``line`` and ``column`` count from 1; 0 where unknown.
+    """Text that is not what its format allows, or beyond the limits. ``line`` and ``column`` count
+    from 1; 0 where unknown.
 
     position: characters before the fault, where a JSON text was parsed.
     """
@@ -50,13 +53,18 @@ class DuplicateKeyError(MalformedError):
 
 
 def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the path, the reason and a remedy."""
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the
+    path, the reason and a remedy.
+    """
     with open_input(path, error) as file, reading(path, error):
         size = os.fstat(file.fileno()).st_size
         if size <= limit:
             content: bytes = file.read(size)
             return content
-    raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
+    raise error(
+        f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the"
+        " right file"
+    )
 
 
 def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> str:
@@ -65,28 +73,45 @@ def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
-        raise error(f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8") from None
+        raise error(
+            f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8"
+        ) from None
 
 
 def read_json(
-    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, unique: bool = True, finite: bool = True
+    path: Path,
+    *,
+    error: type[UserError] = ConfigError,
+    limit: int = MAX_JSON_BYTES,
+    unique: bool = True,
+    finite: bool = True,
 ) -> Any:
     """Return what a JSON file holds. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
         return parse_json(text, unique=unique, finite=finite)
     except MalformedError as reason:
-        raise error(f"{path}: not valid JSON: {reason}; the file is damaged or of another kind") from None
+        raise error(
+            f"{path}: not valid JSON: {reason}; the file is damaged or of another kind"
+        ) from None
 
 
 def read_json_mapping(
-    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, finite: bool = True
+    path: Path,
+    *,
+    error: type[UserError] = ConfigError,
+    limit: int = MAX_JSON_BYTES,
+    finite: bool = True,
 ) -> dict[str, Any]:
     """Return what a JSON file with an object at its top holds. Raises ``error``."""
-    return require_mapping(read_json(path, error=error, limit=limit, finite=finite), str(path), error=error)
+    return require_mapping(
+        read_json(path, error=error, limit=limit, finite=finite), str(path), error=error
+    )
 
 
-def require_mapping(value: Any, where: str, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
+def require_mapping(
+    value: Any, where: str, *, error: type[UserError] = ConfigError
+) -> dict[str, Any]:
     """Return ``value`` if it is a dict. Raises ``error``."""
     if not isinstance(value, dict):
         raise error(f"{where}: expected keys and values, found {kind_of(value)}")
@@ -95,7 +120,13 @@ def require_mapping(value: Any, where: str, *, error: type[UserError] = ConfigEr
 
 def kind_of(value: Any) -> str:
     """Return the word for the type of a parsed value."""
-    names: dict[type, str] = {dict: "keys and values", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    names: dict[type, str] = {
+        dict: "keys and values",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -105,7 +136,8 @@ def kind_of(value: Any) -> str:
 def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -> Any:
     """Return the value of a JSON text. Raises MalformedError.
 
-    unique: refuse an object that names a key twice. finite: refuse NaN, Infinity and numbers that overflow a float.
+    unique: refuse an object that names a key twice. finite: refuse NaN, Infinity and numbers that
+    overflow a float.
     """
     if len(text) > MAX_JSON_BYTES:
         raise MalformedError(f"longer than {MAX_JSON_BYTES / 2**20:g} MiB")
@@ -137,13 +169,18 @@ def parse_json_line(line: str | bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _malformed(error) from None
     except ValueError as error:  # a number of more digits than Python converts
-        raise error if isinstance(error, MalformedError) else MalformedError(str(error).partition(";")[0]) from None
+        raise (
+            error
+            if isinstance(error, MalformedError)
+            else MalformedError(str(error).partition(";")[0])
+        ) from None
     except RecursionError:
         raise MalformedError("nested too deeply") from None
 
 
 def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return the value that begins at ``start``, and where it ends; what follows may be anything. Raises MalformedError.
+    """Return the value that begins at ``start``, and where it ends; what follows may be anything.
+    Raises MalformedError.
 
     As fast as parse_json_line, and as lenient.
     """
@@ -183,23 +220,31 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_text(text: str) -> str:
-    """Return a text that UTF-8 can hold. Raises MalformedError for half of a surrogate pair, which an escape can name."""
+    """Return a text that UTF-8 can hold. Raises MalformedError for half of a surrogate pair, which
+    an escape can name.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise MalformedError(f"the escape \\u{ord(text[error.start]):04x} is half of a pair, and not a character") from None
+        raise MalformedError(
+            f"the escape \\u{ord(text[error.start]):04x} is half of a pair, and not a character"
+        ) from None
     return text
 
 
 def parse_integer(digits: str) -> int:
-    """Return the integer of a text. Raises MalformedError beyond MAX_DIGITS, ValueError for another text."""
+    """Return the integer of a text. Raises MalformedError beyond MAX_DIGITS, ValueError for another
+    text.
+    """
     if len(digits) > MAX_DIGITS:
         raise MalformedError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
 def parse_float(text: str) -> float:
-    """Return the float of a text. Raises MalformedError for one that overflows, ValueError for another text."""
+    """Return the float of a text. Raises MalformedError for one that overflows, ValueError for
+    another text.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise MalformedError(f"the number {text[:40]} is beyond the range of a float")
@@ -215,7 +260,13 @@ def _check_depth(value: Any) -> None:
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for parent in level:
-            children = parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ()
+            children = (
+                parent.values()
+                if isinstance(parent, dict)
+                else parent
+                if isinstance(parent, list)
+                else ()
+            )
             below += [child for child in children if isinstance(child, (dict, list))]
         level = below
         if not level:

@@ -1,7 +1,7 @@
 """Whole numbers in text from outside: arguments, environment variables, words of other programs.
 
-Only the ASCII digits 0 to 9 count. Python's ``int`` also takes signs, blanks, underscores and the digits of every other script, and
-raises an error of its own above 4,300 digits.
+Only the ASCII digits 0 to 9 count. Python's ``int`` also takes signs, blanks, underscores and the
+digits of every other script, and raises an error of its own above 4,300 digits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ MOST_RANKS = 65536
 
 
 def whole_number(text: str, *, most_digits: int = MOST_DIGITS) -> int | None:
-    """Return the number that ``text`` is, or None where it is not a whole number of at most so many digits."""
+    """Return the number that ``text`` is, or None where it is not a whole number of at most so many
+    digits.
+    """
     return int(text) if len(text) <= most_digits and re.fullmatch("[0-9]+", text) else None
 
 
 def argument(least: int = 0, most: int = 10**MOST_DIGITS - 1) -> Callable[[str], int]:
     """Return a ``type`` for argparse: a whole number from ``least`` to ``most``."""
-    expected = f"a whole number of {least} or more" if most == 10**MOST_DIGITS - 1 else f"a whole number from {least} to {most}"
+    expected = (
+        f"a whole number of {least} or more"
+        if most == 10**MOST_DIGITS - 1
+        else f"a whole number from {least} to {most}"
+    )
 
     def parse(text: str) -> int:
         number = whole_number(text)

@@ -1,8 +1,10 @@
 """YAML that comes from outside, read within limits: the one reader of the project.
 
-Apart from ``structured_files`` because PyYAML takes 50 ms to load. What is returned is plain data, and nothing in it is shared.
+Apart from ``structured_files`` because PyYAML takes 50 ms to load. What is returned is plain data,
+and nothing in it is shared.
 
-Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values (100,000, with aliases followed).
+Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values
+(100,000, with aliases followed).
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError, UserError
-from common.structured_files import MAX_DEPTH, MalformedError, parse_float, parse_integer, read_text, require_mapping, require_text, shown
+from common.structured_files import (
+    MAX_DEPTH,
+    MalformedError,
+    parse_float,
+    parse_integer,
+    read_text,
+    require_mapping,
+    require_text,
+    shown,
+)
 
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
@@ -26,12 +37,18 @@ KeyPath = tuple[str | int, ...]
 
 
 def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """Return what a YAML file with keys at its top holds; an empty file holds none. Raises ``error``."""
+    """Return what a YAML file with keys at its top holds; an empty file holds none. Raises
+    ``error``.
+    """
     return read_yaml_lines(path, error=error)[0]
 
 
-def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Return what a YAML file with keys at its top holds, and the line of each key. Raises ``error``."""
+def read_yaml_lines(
+    path: Path, *, error: type[UserError] = ConfigError
+) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Return what a YAML file with keys at its top holds, and the line of each key. Raises
+    ``error``.
+    """
     lines: dict[KeyPath, int] = {}
     try:
         found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines)
@@ -41,20 +58,26 @@ def read_yaml_lines(path: Path, *, error: type[UserError] = ConfigError) -> tupl
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text. It composes nodes only."""
+    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
+    It composes nodes only.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Count the nodes, so that a text of many is given up early: PyYAML takes 15 s for a MiB of them."""
+        """Count the nodes, so that a text of many is given up early: PyYAML takes 15 s for a MiB of
+        them.
+        """
         self._nodes += 1
         self._depth += 1
         if self._nodes > MAX_YAML_NODES:
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(self.peek_event()))  # type: ignore[no-untyped-call]
+            place = _line(self.peek_event())  # type: ignore[no-untyped-call]
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *place)
         if self._depth > MAX_DEPTH + 2:  # the value inside the deepest one
-            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(self.peek_event()))  # type: ignore[no-untyped-call]
+            place = _line(self.peek_event())  # type: ignore[no-untyped-call]
+            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *place)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -65,10 +88,16 @@ for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
 ):
     YamlLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
+        f"tag:yaml.org,2002:{_tag}",
+        re.compile(f"^(?:{_pattern})$"),
+        [*_first, ""] if _tag == "null" else list(_first),
     )
 
 
@@ -85,9 +114,11 @@ def dump_yaml(value: Any) -> str:
 
 
 def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
-    """Return the value of a YAML text of one document; None where it is empty. Raises MalformedError.
+    """Return the value of a YAML text of one document; None where it is empty. Raises
+    MalformedError.
 
-    Keys become text. A key that is given twice is refused. lines: is filled with the line of each key.
+    Keys become text. A key that is given twice is refused. lines: is filled with the line of each
+    key.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
@@ -97,7 +128,11 @@ def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
         root = loader.get_single_node()
         return None if root is None else _Plain(lines).value(root, ())
     except yaml.MarkedYAMLError as error:
-        problem = "an anchor is defined twice" if error.problem == "second occurrence" else error.problem or "not YAML"
+        problem = (
+            "an anchor is defined twice"
+            if error.problem == "second occurrence"
+            else error.problem or "not YAML"
+        )
         raise MalformedError(problem, *_line(error)) from None
     except RecursionError:
         raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
@@ -118,12 +153,17 @@ class _Plain:
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
+            raise MalformedError(
+                f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node)
+            )
         if len(path) >= MAX_DEPTH and isinstance(node, yaml.CollectionNode):
             raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in _READERS and kind not in ("seq", "map"):
-            raise MalformedError(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported", *_line(node))
+            raise MalformedError(
+                f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported",
+                *_line(node),
+            )
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
@@ -135,7 +175,9 @@ class _Plain:
         except MalformedError as error:
             raise MalformedError(error.problem, *_line(node)) from None
         except (ValueError, KeyError):
-            raise MalformedError(f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)) from None
+            raise MalformedError(
+                f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)
+            ) from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -149,7 +191,10 @@ class _Plain:
                 raise MalformedError(error.problem, *_line(key)) from None
             if key.value in found:
                 dotted = shown(".".join(map(str, here)))
-                raise MalformedError(f"the key {dotted} is given twice (first in line {first[key.value]}); keep one", *_line(key))
+                raise MalformedError(
+                    f"the key {dotted} is given twice (first in line {first[key.value]}); keep one",
+                    *_line(key),
+                )
             first[key.value] = key.start_mark.line + 1
             if self._lines is not None:
                 self._lines[here] = first[key.value]

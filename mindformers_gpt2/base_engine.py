@@ -35,7 +35,9 @@ from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer
 from mindformers_gpt2.parallel.world import World
 
 QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
-"""Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the device."""
+"""Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the
+device.
+"""
 
 
 class BaseEngine(engine.Engine):
@@ -109,7 +111,9 @@ class BaseEngine(engine.Engine):
         found = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
         return float(global_norm(*found).asnumpy()) if found else 0.0
 
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
         """Start all steps before the first result is read."""
         self.world.meet()
         self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
@@ -121,7 +125,11 @@ class BaseEngine(engine.Engine):
         if self.world.rank and not self.is_sharded:
             return None
         config, rank = self.config, self.world.rank
-        pieces = {name: true_slice(name, self.pieces[name], config.model) for name in self.master.tensors if self.owns(name)}
+        pieces = {
+            name: true_slice(name, self.pieces[name], config.model)
+            for name in self.master.tensors
+            if self.owns(name)
+        }
         pieces = {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
         weights = weights_on_host(self.master.tensors, pieces)
         steps = int(self.optimizer.steps.asnumpy())
@@ -147,7 +155,9 @@ class BaseEngine(engine.Engine):
         place = epoch_and_step(config, int(self.manifest_extra.get("samples_per_epoch", 0)), state)
         return replace(
             snapshot,
-            also_write=partial(write_ckpt, weights | moments, rank, config.checkpoint, place, state.step),
+            also_write=partial(
+                write_ckpt, weights | moments, rank, config.checkpoint, place, state.step
+            ),
         )
 
 

@@ -26,7 +26,11 @@ def weights_on_host(tensors: Mapping[str, Parameter], pieces: Pieces) -> dict[st
 
 def moments_on_host(optimizer: Optimizer, pieces: Pieces) -> dict[str, Array]:
     """Return copies of the optimizer's state by NAME.PART, cut likewise."""
-    return {f"{name}.{part}": _cut(tensors[name], piece) for part, tensors in optimizer.state.items() for name, piece in pieces.items()}
+    return {
+        f"{name}.{part}": _cut(tensors[name], piece)
+        for part, tensors in optimizer.state.items()
+        for name, piece in pieces.items()
+    }
 
 
 def load_weights(

@@ -40,21 +40,29 @@ class MindSporeDevice:
     def supports(self, float_name: str) -> bool:
         """MindSpore has no bfloat16 matrix product on a CPU, and the first Ascend 910 has none."""
         accelerator = find_accelerator(self.name)
-        return float_name != "bfloat16" or (self.kind == "npu" and (accelerator is None or accelerator.name != "Ascend 910A"))
+        return float_name != "bfloat16" or (
+            self.kind == "npu" and (accelerator is None or accelerator.name != "Ascend 910A")
+        )
 
     @property
     def native_kernels(self) -> bool:
-        """Whether there are kernels for gelu and keyed dropout; a CPU's gelu takes ten times as long as its formula written out."""
+        """Whether there are kernels for gelu and keyed dropout; a CPU's gelu takes ten times as
+        long as its formula written out.
+        """
         return self.kind == "npu"
 
     @property
     def native_collectives(self) -> bool:
-        """Whether groups have all of MindSpore's collective primitives; a CPU's have AllReduce alone."""
+        """Whether groups have all of MindSpore's collective primitives; a CPU's have AllReduce
+        alone.
+        """
         return self.kind != "cpu"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """As one graph, or as it is in PyNative mode."""
-        compiled: Callable[..., Any] = ms.jit(function) if ms.get_context("mode") == ms.GRAPH_MODE else function
+        compiled: Callable[..., Any] = (
+            ms.jit(function) if ms.get_context("mode") == ms.GRAPH_MODE else function
+        )
         return compiled
 
     def peak_flops(self, float_name: str) -> float:
@@ -87,32 +95,42 @@ class MindSporeDevice:
 
 
 def open_device(config: ResolvedRun, process: Process = ALONE) -> MindSporeDevice:
-    """The device of a process, checked against the config, and MindSpore's context set. Raises ConfigError or DeviceError."""
-    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
+    """The device of a process, checked against the config, and MindSpore's context set. Raises
+    ConfigError or DeviceError.
+    """
+    device = select_device(
+        config.device, index=device_index(config, process), threads=config.runtime.threads
+    )
     check_support(config, device)
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
         _make_folder(settings["save_graphs_path"])
     ms.set_recursion_limit(settings.pop("max_call_depth"))  # set_context warns of it
     ms.set_context(**settings)
-    if config.train.deterministic and ms.get_context("deterministic") != "ON":  # it may be set once in a process
+    # it may be set once in a process
+    if config.train.deterministic and ms.get_context("deterministic") != "ON":
         ms.set_deterministic(True)
     return device
 
 
 def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> MindSporeDevice:
-    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees it.
+    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees
+    it.
 
     Raises DeviceError when it is not there, saying why as far as MindSpore tells.
     """
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-        raise ConfigError(f"backend=mindspore: MindSpore {ms.__version__} fails with numpy {np.__version__}; pip install numpy==1.26.4")
+        raise ConfigError(
+            f"backend=mindspore: MindSpore {ms.__version__} fails with numpy {np.__version__}; pip"
+            " install numpy==1.26.4"
+        )
     if kind == "auto":
         kind = "npu" if _available("npu") else "cpu"
     if not _available(kind):
         raise DeviceError(
-            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use device=cpu,"
-            f" or check that this is MindSpore's {_TARGETS[kind]} build, its driver is loaded and the device is seen"
+            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use"
+            f" device=cpu, or check that this is MindSpore's {_TARGETS[kind]} build, its driver is"
+            " loaded and the device is seen"
         )
     if kind == "cpu":
         keep_freed_memory()
@@ -129,12 +147,18 @@ def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
     with naming_auto(config, device.kind, "Ascend"):
         check_device_id(config, device.kind)
         check_mindspore(config, device.kind)
-        if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
-            raise ConfigError("context.max_device_memory and context.enable_graph_kernel are for accelerators; leave them out on a CPU")
+        if device.kind == "cpu" and (
+            config.context.max_device_memory or config.context.enable_graph_kernel
+        ):
+            raise ConfigError(
+                "context.max_device_memory and context.enable_graph_kernel are for accelerators;"
+                " leave them out on a CPU"
+            )
         for part, float_name in config.precision.model_dump().items():
             if not device.supports(float_name):
                 raise DeviceError(
-                    f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use float32, or float16 with dynamic loss scale"
+                    f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use"
+                    " float32, or float16 with dynamic loss scale"
                 )
 
 
@@ -142,7 +166,10 @@ def _make_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder") from None
+        raise ConfigError(
+            f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another"
+            " folder"
+        ) from None
 
 
 def _available(kind: str) -> bool:

@@ -46,10 +46,16 @@ class Engine(BaseEngine):
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
-        self._gradient_sync = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
+        self._gradient_sync = (
+            GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
+        )
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
-        self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
-        self.optimizer = build_optimizer(self.master, config.optimizer, self.loss_scale, self._gradient_sync)
+        self.master = MasterWeights(
+            parameters, replicas if replicas is not None and replicas.splits else None
+        )
+        self.optimizer = build_optimizer(
+            self.master, config.optimizer, self.loss_scale, self._gradient_sync
+        )
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         self._has_met = False
         dropouts = (
@@ -59,9 +65,21 @@ class Engine(BaseEngine):
         )
         self._drops = any(dropouts)
         self._limits: Tensor = None
-        self._pipeline = Pipeline(self.model, config, self.world, device, self.loss_scale) if self.world.topology.pipeline > 1 else None
-        self._loss_sum = device.compile(self.model.loss_sum) if self._pipeline is None else self._pipeline.evaluate
-        self._gradients = device.compile(LossGradients(self.model, config, self.loss_scale)) if self._pipeline is None else None
+        self._pipeline = (
+            Pipeline(self.model, config, self.world, device, self.loss_scale)
+            if self.world.topology.pipeline > 1
+            else None
+        )
+        self._loss_sum = (
+            device.compile(self.model.loss_sum)
+            if self._pipeline is None
+            else self._pipeline.evaluate
+        )
+        self._gradients = (
+            device.compile(LossGradients(self.model, config, self.loss_scale))
+            if self._pipeline is None
+            else None
+        )
         self._add = device.compile(add_gradients)
         self._update = device.compile(self.optimizer)
 
@@ -70,7 +88,9 @@ class Engine(BaseEngine):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
+        have the same.
+        """
         return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
 
     @property
@@ -94,9 +114,14 @@ class Engine(BaseEngine):
         return (rate, *self._update(Tensor(rate, ms.float32), self._limits, loss, *gradients))
 
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
-        """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
+        """This rank's part of the mean loss of the global batch, and of its gradients times the
+        loss scale.
+        """
         micro = self.config.train.micro_batch_size
-        batch = [inputs_and_targets(tokens[start : start + micro]) for start in range(0, tokens.shape[0], micro)]
+        batch = [
+            inputs_and_targets(tokens[start : start + micro])
+            for start in range(0, tokens.shape[0], micro)
+        ]
         if self._pipeline is not None:
             return self._pipeline.step(batch, self._dropout_keys)
         assert self._gradients is not None

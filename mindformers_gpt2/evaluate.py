@@ -6,7 +6,15 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.evaluation import (
+    RowBatch,
+    Scorer,
+    TokenScores,
+    ValidationTask,
+    open_task,
+    report,
+    score_rows,
+)
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
@@ -24,11 +32,19 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     task, config = open_task(config)
     checkpoint = weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)
-    load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
+    load_weights(
+        {parameter.name: parameter for parameter in model.get_parameters()},
+        config.model,
+        checkpoint,
+    )
     if isinstance(task, ValidationTask):
         result = task.result(*sum_losses(device.compile(model.loss_sum), task.windows(), World()))
     else:
-        result = task.result(score_rows(task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit))
+        result = task.result(
+            score_rows(
+                task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit
+            )
+        )
     report(config, checkpoint, result)
 
 
@@ -58,10 +74,18 @@ class _TokenScores(nn.Cell):
         losses: tuple[Tensor, ...] = ()
         hits: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            rows, target = hidden[start : start + ROWS_AT_ONCE], targets[start : start + ROWS_AT_ONCE]
+            rows, target = (
+                hidden[start : start + ROWS_AT_ONCE],
+                targets[start : start + ROWS_AT_ONCE],
+            )
             if start:
                 rows = ops.depend(rows, losses[-1])  # one chunk after the other
             logits = self.model.logits(rows)  # (ROWS_AT_ONCE, vocab_size)
-            losses = (*losses, -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape((-1,)))
+            losses = (
+                *losses,
+                -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape(
+                    (-1,)
+                ),
+            )
             hits = (*hits, self.most_probable(logits) == target)
         return ops.concat(losses), ops.concat(hits)

@@ -1,11 +1,14 @@
 """Write a checkpoint as MindIR, which MindSpore runs without this project.
 
     export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
-    export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs) -> logits (B, vocab_size), keys, values
-    export/export.json     inputs and outputs, where the weights come from, what the check found, SHA-256 of each file
+    export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs)
+                           -> logits (B, vocab_size), keys, values
+    export/export.json     inputs and outputs, where the weights come from, what the check found,
+                           SHA-256 of each file
 
-Weights above 1 GB MindSpore puts beside their graph: model_graph.mindir and model_variables/. Each file is loaded again and held
-against the model before the folder gets its name; the folder is whole or absent.
+Weights above 1 GB MindSpore puts beside their graph: model_graph.mindir and model_variables/. Each
+file is loaded again and held against the model before the folder gets its name; the folder is whole
+or absent.
 """
 
 from __future__ import annotations
@@ -48,9 +51,15 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
     check_memory(config, process, device)
     checkpoint = weights_to_use(config, None, export=True)
     manifest = read_manifest(checkpoint)
-    config = resolve_vocabulary(config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}")
+    config = resolve_vocabulary(
+        config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
+    )
     model = build_model(config, device)
-    load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
+    load_weights(
+        {parameter.name: parameter for parameter in model.get_parameters()},
+        config.model,
+        checkpoint,
+    )
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     folder = Path(config.output_dir) / "export"
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
@@ -61,7 +70,10 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                 difference = _check(graph, file, model, device, batches)
             except RuntimeError as error:  # MindSpore's, of many lines; memory is the usual reason
                 reason = str(error).strip().splitlines()[0]
-                raise RunError(f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size needs less memory") from None
+                raise RunError(
+                    f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size"
+                    " needs less memory"
+                ) from None
             graphs[graph.name] = {
                 "file": file.name,
                 "inputs": _describe(graph.inputs),
@@ -69,7 +81,8 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                 "max_abs_difference": difference,
             }
             LOG.info(
-                f"{file.name}: loaded again, it differs from the model by {difference:g} (batches of {' and '.join(map(str, batches))})"
+                f"{file.name}: loaded again, it differs from the model by {difference:g} (batches"
+                f" of {' and '.join(map(str, batches))})"
             )
         files = _seal(temporary)
         with atomic_write(temporary / "export.json", "w") as record:
@@ -91,7 +104,10 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                 record,
                 indent=1,
             )
-    LOG.info(f"{folder}: weights of {checkpoint}; " + ", ".join(f"{name} {size['bytes'] / 1e6:.1f} MB" for name, size in files.items()))
+    LOG.info(
+        f"{folder}: weights of {checkpoint}; "
+        + ", ".join(f"{name} {size['bytes'] / 1e6:.1f} MB" for name, size in files.items())
+    )
 
 
 class Logits(nn.Cell):
@@ -113,7 +129,9 @@ class Decode(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
 
-    def construct(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def construct(
+        self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
         decoded: tuple[Tensor, ...] = self.model.decode(token, position, keys, values)
         return decoded
 
@@ -134,7 +152,10 @@ class _Graph:
 def _graphs(config: ResolvedRun) -> tuple[_Graph, _Graph]:
     model, batch = config.model, config.export.batch_size or "batch"
     head_size = model.hidden_size // model.num_heads
-    cache = ((model.num_layers, batch, model.num_heads, model.max_positions, head_size), config.precision.compute)
+    cache = (
+        (model.num_layers, batch, model.num_heads, model.max_positions, head_size),
+        config.precision.compute,
+    )
     return (
         _Graph(
             name="model",
@@ -145,44 +166,73 @@ def _graphs(config: ResolvedRun) -> tuple[_Graph, _Graph]:
         _Graph(
             name="decode",
             cell=Decode,
-            inputs={"token": ((batch, 1), "int32"), "position": ((batch,), "int32"), "keys": cache, "values": cache},
-            outputs={"logits": ((batch, model.vocab_size), "float32"), "keys": cache, "values": cache},
+            inputs={
+                "token": ((batch, 1), "int32"),
+                "position": ((batch,), "int32"),
+                "keys": cache,
+                "values": cache,
+            },
+            outputs={
+                "logits": ((batch, model.vocab_size), "float32"),
+                "keys": cache,
+                "values": cache,
+            },
         ),
     )
 
 
 def _describe(tensors: _Tensors) -> list[dict[str, Any]]:
-    return [{"name": name, "shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()]
+    return [
+        {"name": name, "shape": list(shape), "dtype": dtype}
+        for name, (shape, dtype) in tensors.items()
+    ]
 
 
 def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
     """Export into ``folder``; returns the file to load."""
     inputs = [
-        Tensor(shape=[None if isinstance(size, str) else size for size in shape], dtype=getattr(ms, dtype))
+        Tensor(
+            shape=[None if isinstance(size, str) else size for size in shape],
+            dtype=getattr(ms, dtype),
+        )
         for shape, dtype in graph.inputs.values()
     ]
-    with tempfile.TemporaryDirectory() as plain:  # MindSpore refuses paths with blanks or letters beyond ASCII, but follows links
+    # MindSpore refuses paths with blanks or letters beyond ASCII, but follows links
+    with tempfile.TemporaryDirectory() as plain:
         link = Path(plain) / "export"
         link.symlink_to(folder.resolve())
-        ms.export(graph.cell(model), *inputs, file_name=str(link / graph.name), file_format="MINDIR")
+        ms.export(
+            graph.cell(model), *inputs, file_name=str(link / graph.name), file_format="MINDIR"
+        )
     file = folder / f"{graph.name}.mindir"
     return file if file.exists() else folder / f"{graph.name}_graph.mindir"
 
 
-def _check(graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]) -> float:
-    """Largest difference between the file and the model on random ids. Raises RunError when it is above the tolerance."""
+def _check(
+    graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
+) -> float:
+    """Largest difference between the file and the model on random ids. Raises RunError when it is
+    above the tolerance.
+    """
     loaded = nn.GraphCell(ms.load(str(file)))
-    pairs = _logits_pairs(loaded, model, batches) if graph.cell is Logits else _decode_pairs(loaded, model, device, batches)
+    pairs = (
+        _logits_pairs(loaded, model, batches)
+        if graph.cell is Logits
+        else _decode_pairs(loaded, model, device, batches)
+    )
     difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # a nan stays
     if not difference <= TOLERANCE:
         raise RunError(
-            f"{file.name}: what MindSpore {ms.__version__} loads again differs from the model by {difference:g}, allowed is {TOLERANCE:g};"
-            " nothing was exported, an older export is untouched; try precision=float32, or another version of MindSpore"
+            f"{file.name}: what MindSpore {ms.__version__} loads again differs from the model by"
+            f" {difference:g}, allowed is {TOLERANCE:g}; nothing was exported, an older export is"
+            " untouched; try precision=float32, or another version of MindSpore"
         )
     return difference
 
 
-def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+def _logits_pairs(
+    loaded: Any, model: GPT2, batches: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
     live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
     # of GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more, 128 take under 10 s
     for batch, length in zip(batches, (128, 7), strict=False):
@@ -191,8 +241,14 @@ def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterato
         yield loaded(ids), live(ids)
 
 
-def _decode_pairs(loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = device.compile(model.decode), np.random.default_rng(0), model.config.max_positions
+def _decode_pairs(
+    loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    live, random, positions = (
+        device.compile(model.decode),
+        np.random.default_rng(0),
+        model.config.max_positions,
+    )
     for batch in batches:
         found = wanted = model.new_caches(batch, positions)
         for position in sorted({0, positions // 2, positions - 1}):
@@ -206,7 +262,9 @@ def _decode_pairs(loaded: Any, model: GPT2, device: MindSporeDevice, batches: tu
 def _distance(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return float("inf")
-    return float(np.abs(found.astype(ms.float32).asnumpy() - wanted.astype(ms.float32).asnumpy()).max())
+    return float(
+        np.abs(found.astype(ms.float32).asnumpy() - wanted.astype(ms.float32).asnumpy()).max()
+    )
 
 
 def _int32(values: Any) -> Tensor:
@@ -214,7 +272,9 @@ def _int32(values: Any) -> Tensor:
 
 
 def _seal(folder: Path) -> dict[str, dict[str, Any]]:
-    """Make all files durable, and as readable as others of this user's (MindSpore's are for the owner alone); returns size and SHA-256."""
+    """Make all files durable, and as readable as others of this user's (MindSpore's are for the
+    owner alone); returns size and SHA-256.
+    """
     mode = folder.stat().st_mode & 0o777
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -225,5 +285,8 @@ def _seal(folder: Path) -> dict[str, dict[str, Any]]:
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": checksum}
+        files[path.relative_to(folder).as_posix()] = {
+            "bytes": path.stat().st_size,
+            "sha256": checksum,
+        }
     return files

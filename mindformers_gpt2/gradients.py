@@ -21,21 +21,36 @@ class _Gradients(nn.Cell):
 
     def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cast to the type in which gradients of weights below float32 are summed."""
-        return ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients) if self.casts else gradients
+        return (
+            ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients)
+            if self.casts
+            else gradients
+        )
 
 
 class LossGradients(_Gradients):
-    """(ids, targets, dropout keys) of a micro batch -> its part of the mean loss, and of the gradients times the loss scale.
+    """(ids, targets, dropout keys) of a micro batch -> its part of the mean loss, and of the
+    gradients times the loss scale.
 
-    ``of_input``: on the last stage of a pipeline it takes hidden states (B, T, C) and returns their gradient before the others.
+    ``of_input``: on the last stage of a pipeline it takes hidden states (B, T, C) and returns their
+    gradient before the others.
     """
 
-    def __init__(self, model: GPT2, config: ResolvedRun, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
+    def __init__(
+        self,
+        model: GPT2,
+        config: ResolvedRun,
+        loss_scale: DeviceLossScale,
+        *,
+        of_input: bool = False,
+    ) -> None:
         super().__init__(model, config)
         self.predicted = config.train.global_batch_size * config.model.seq_length
         self.scale = loss_scale.value
         self.of_input = of_input
-        self.value_and_grad = ms.value_and_grad(self.scaled_loss, 0 if of_input else None, self.parameters, has_aux=True)
+        self.value_and_grad = ms.value_and_grad(
+            self.scaled_loss, 0 if of_input else None, self.parameters, has_aux=True
+        )
 
     def construct(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
         (_, loss), gradients = self.value_and_grad(ids, targets, keys)
@@ -43,7 +58,9 @@ class LossGradients(_Gradients):
             return (loss / self.predicted, gradients[0], *self.cast(gradients[1]))
         return (loss / self.predicted, *self.cast(gradients))
 
-    def scaled_loss(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, Tensor]:
+    def scaled_loss(
+        self, ids: Tensor, targets: Tensor, keys: Tensor = None
+    ) -> tuple[Tensor, Tensor]:
         loss = self.model.loss_sum(ids, targets, keys)
         return loss * (self.scale / self.predicted), loss
 

@@ -51,15 +51,20 @@ class Dropout(nn.Cell):
         if key is None or self.rate == 0.0:
             return x
         if self.native is not None:
-            return self.native(x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64))[0]
+            return self.native(
+                x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64)
+            )[0]
         bits = ops.cast(ops.arange(x.size, dtype=ms.int32), ms.uint32) * key[1] + key[0]
-        for shift, factor in zip(self.shifts, self.factors):  # noqa: B905  (a graph knows no strict)
+        # a graph knows no strict
+        for shift, factor in zip(self.shifts, self.factors):  # noqa: B905
             bits = ops.bitwise_xor(bits, bits // shift) * factor
         kept = ops.cast(bits >= self.dropped, x.dtype) * (1.0 / (1.0 - self.rate))
         return x * kept.reshape(x.shape)
 
 
-def dropout_keys(config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
+def dropout_keys(
+    config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0
+) -> NDArray[np.uint32]:
     """Return a key for each place that drops, (1 + 3 num_layers, 2).
 
     They are the embedding, then attention, its output and the MLP's output of each block.

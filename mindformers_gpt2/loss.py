@@ -22,10 +22,12 @@ class VocabularyShard:
 
 
 class CrossEntropySum(nn.Cell):
-    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on left out.
+    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
+    ``vocab_size`` on left out.
 
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph that needs none drops them. With a shard
-    every rank of its group returns the whole sum, and the gradient of ``hidden`` is this rank's part of it.
+    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph
+    that needs none drops them. With a shard every rank of its group returns the whole sum, and the
+    gradient of ``hidden`` is this rank's part of it.
     """
 
     def __init__(self, vocab_size: int, shard: VocabularyShard | None = None) -> None:
@@ -38,35 +40,49 @@ class CrossEntropySum(nn.Cell):
         self.weight_slope = ops.MatMul(transpose_a=True)
         self.log_softmax, self.softmax = ops.LogSoftmax(-1), ops.Softmax(-1)
         self.subtract_at = ops.TensorScatterSub()
-        # not minus infinity: a rank may have nothing but padding, and differences with its largest logit must be numbers
+        # not minus infinity: a rank may have nothing but padding, and differences with its largest
+        # logit must be numbers
         self.zero, self.far_below = Tensor(0.0, ms.float32), Tensor(-1e30, ms.float32)
 
-    def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden (N, C), weight (rows, C), targets (N,) int32. Returns the sum, a float32 scalar in nats, and its gradients by hidden
-        (N, C) and weight (rows, C; float32)."""
-        head = ops.cast(weight if self.gather is not None else weight[: self.vocab_size], hidden.dtype)
+    def construct(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden (N, C), weight (rows, C), targets (N,) int32. Returns the sum, a float32 scalar in
+        nats, and its gradients by hidden (N, C) and weight (rows, C; float32).
+        """
+        head = ops.cast(
+            weight if self.gather is not None else weight[: self.vocab_size], hidden.dtype
+        )
         total, weight_grad = Tensor(0.0, ms.float32), None
         hidden_grads: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)  # one chunk after the other
+            # one chunk after the other
+            rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)
             target = targets[start : start + ROWS_AT_ONCE]
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
             here = ops.ones((rows.shape[0],), ms.float32)
             if self.gather is None:
                 probabilities = self.softmax(logits)
-                total = total - ops.ReduceSum()(ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)))
+                total = total - ops.ReduceSum()(
+                    ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1))
+                )
             else:
                 target = target - self.first
                 inside = ops.logical_and(target >= 0, target < logits.shape[1])
                 here = ops.cast(inside, ms.float32)
                 target = target * ops.cast(inside, ms.int32)
-                padding = ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
+                padding = (
+                    ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
+                )
                 logits = ops.select(padding.reshape((1, -1)), self.far_below, logits)
                 largest, exponentials, picked = self._over_shards(logits, target, here)
-                probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape((-1, 1))
+                probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape(
+                    (-1, 1)
+                )
                 total = total + ops.ReduceSum()(ops.log(exponentials) - (picked - largest))
-            # The softmax, and minus one at the target; no exp of log-probabilities, whose rounding is one and the same along a row, so that
-            # it would not cancel. Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
+            # The softmax, and minus one at the target; no exp of log-probabilities, whose rounding
+            # is one and the same along a row, so that it would not cancel. Not yet scaled by the
+            # loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
             slope = self.subtract_at(probabilities, places, here)
             slope = ops.cast(slope, hidden.dtype)
@@ -79,18 +95,35 @@ class CrossEntropySum(nn.Cell):
         return total, ops.concat(hidden_grads), weight_grad
 
     def bprop(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, out: tuple[Tensor, ...], slope: tuple[Tensor, ...]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        out: tuple[Tensor, ...],
+        slope: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         by_hidden = ops.cast(out[1] * slope[0], hidden.dtype)
         return by_hidden, ops.cast(out[2] * slope[0], weight.dtype), ops.zeros_like(targets)
 
-    def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all shards: the largest logit, the sum of exponentials of differences with it, and the target's logit, which one of them
-        has; (n,) each."""
+    def _over_shards(
+        self, logits: Tensor, target: Tensor, here: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all shards: the largest logit, the sum of exponentials of differences with it, and the
+        target's logit, which one of them has; (n,) each.
+        """
         largest = ops.ReduceMax()(logits, 1)
         total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)
-        picked = ops.select(here > 0.0, ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)), self.zero)
+        picked = ops.select(
+            here > 0.0,
+            ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)),
+            self.zero,
+        )
         assert self.gather is not None
-        parts = self.gather(ops.concat((largest, total, picked)).reshape((1, 3, -1)))  # (ranks, 3, n)
+        # (ranks, 3, n)
+        parts = self.gather(ops.concat((largest, total, picked)).reshape((1, 3, -1)))
         whole = ops.ReduceMax()(parts[:, 0], 0)
-        return whole, ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0), ops.ReduceSum()(parts[:, 2], 0)
+        return (
+            whole,
+            ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0),
+            ops.ReduceSum()(parts[:, 2], 0),
+        )

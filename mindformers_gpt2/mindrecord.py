@@ -16,7 +16,8 @@ from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
 
 _SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}
-# Tokens in one call, 4 MB at most: FileWriter looks for 10 MB of free disk before each, and crashes when a call runs out of it.
+# Tokens in one call, 4 MB at most: FileWriter looks for 10 MB of free disk before each, and crashes
+# when a call runs out of it.
 _CHUNK_TOKENS = 1 << 20
 _MOST_SHARDS = 1000  # FileWriter's limit
 _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
@@ -24,7 +25,9 @@ _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenMindRecord:
-    """files: the shards in order. rows: in all of them. left_over: tokens at the end of the data that fill no row."""
+    """files: the shards in order. rows: in all of them. left_over: tokens at the end of the data
+    that fill no row.
+    """
 
     files: tuple[Path, ...]
     rows: int
@@ -36,21 +39,33 @@ def check_mindrecord(target: Path, shards: int) -> None:
     if not 1 <= shards <= _MOST_SHARDS:
         raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
     if _FORBIDDEN & set(target.name):
-        raise ConfigError(f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose another --output-prefix")
+        raise ConfigError(
+            f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose"
+            " another --output-prefix"
+        )
 
 
-def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
-    """The windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1 tokens; neighbours share one.
+def write_mindrecord(
+    prefix: Path, target: Path, seq_length: int, shards: int = 1
+) -> WrittenMindRecord:
+    """The windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1
+    tokens; neighbours share one.
 
-    target: the name that FileWriter would be given; its folder is made when absent, an older set of this name is replaced, and
-    nothing appears under it on failure. shards: files of consecutive rows, as equal as can be. Memory does not grow with the data.
+    target: the name that FileWriter would be given; its folder is made when absent, an older set of
+    this name is replaced, and nothing appears under it on failure. shards: files of consecutive
+    rows, as equal as can be. Memory does not grow with the data.
     Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
     """
     check_mindrecord(target, shards)
-    windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
+    windows = GPTDataset(
+        prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False
+    )
     rows = windows.samples_per_epoch
     if shards > rows:
-        raise DataError(f"{prefix}: gives {rows} rows of {seq_length + 1} tokens, too few for {shards} files; ask for fewer --num-splits")
+        raise DataError(
+            f"{prefix}: gives {rows} rows of {seq_length + 1} tokens, too few for {shards} files;"
+            " ask for fewer --num-splits"
+        )
     names = shard_names(target.name, shards)
     with publication(target, names) as folder:
         paths = [folder / name for name in names]
@@ -64,11 +79,15 @@ def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 
             metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)
             write_metadata(with_extension(folder / target.name, METADATA_EXTENSION), metadata)
     files = tuple(target.with_name(name) for name in names)
-    return WrittenMindRecord(files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1)
+    return WrittenMindRecord(
+        files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1
+    )
 
 
 def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
-    """Rows first ... end - 1; then read back and compared, since FileWriter drops what it does not like with a warning only."""
+    """Rows first ... end - 1; then read back and compared, since FileWriter drops what it does not
+    like with a warning only.
+    """
     step = max(1, _CHUNK_TOKENS // (windows.seq_length + 1))
     chunks = [np.arange(start, min(start + step, end)) for start in range(first, end, step)]
     try:
@@ -78,13 +97,25 @@ def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
             writer.write_raw_data([{COLUMN: row} for row in windows.read(ids)])
         writer.commit()
         written = MindRecordFile(path)
-        same = len(written) == end - first and all((written.read(ids - first) == windows.read(ids)).all() for ids in chunks)
+        same = len(written) == end - first and all(
+            (written.read(ids - first) == windows.read(ids)).all() for ids in chunks
+        )
     except DataError as error:
-        raise StorageError(f"{path.name}: was not written whole ({error}); is the disk full?") from error
+        raise StorageError(
+            f"{path.name}: was not written whole ({error}); is the disk full?"
+        ) from error
     except GPT2Error:  # a signal
         raise
-    except Exception as error:  # FileWriter raises RuntimeError and exceptions of its own, of several lines
-        lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [repr(error)]
-        raise StorageError(f"{path.name}: MindSpore could not write it: {lines[0]}; is the disk full?") from error
+    except (
+        Exception
+    ) as error:  # FileWriter raises RuntimeError and exceptions of its own, of several lines
+        lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [
+            repr(error)
+        ]
+        raise StorageError(
+            f"{path.name}: MindSpore could not write it: {lines[0]}; is the disk full?"
+        ) from error
     if not same:
-        raise StorageError(f"{path.name}: reads back other rows than were written; the disk may be full or failing")
+        raise StorageError(
+            f"{path.name}: reads back other rows than were written; the disk may be full or failing"
+        )

@@ -18,7 +18,9 @@ from common.parallel.resolved_run import ResolvedRun
 from common.training.state import TrainState
 
 
-def epoch_and_step(config: ResolvedRun, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
+def epoch_and_step(
+    config: ResolvedRun, samples_per_epoch: int, state: TrainState
+) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
     batch = config.train.global_batch_size
     steps = max(1, samples_per_epoch // batch)
@@ -35,7 +37,8 @@ def write_ckpt(
 ) -> None:
     """Write ``folder/rank_R/PREFIX_rank_R-EPOCH_STEP.ckpt``, whole or not at all.
 
-    The newest ``checkpoint.keep`` files of this name are kept (0: all). place: epoch and step in it.
+    The newest ``checkpoint.keep`` files of this name are kept (0: all). place: epoch and step in
+    it.
     """
     rank_folder, name = folder / f"rank_{rank}", f"{config.ckpt_prefix}_rank_{rank}"
     number = f"{place[0]}_{place[1]}"
@@ -46,20 +49,36 @@ def write_ckpt(
     try:
         rank_folder.mkdir(parents=True, exist_ok=True)
         _remove(_of_name(rank_folder, leftover))
-        ms.save_checkpoint([{"name": key, "data": Tensor(value)} for key, value in (*tensors.items(), *counters.items())], str(temporary))
+        ms.save_checkpoint(
+            [
+                {"name": key, "data": Tensor(value)}
+                for key, value in (*tensors.items(), *counters.items())
+            ],
+            str(temporary),
+        )
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except (OSError, RuntimeError) as error:  # MindSpore raises either on a full disk
         _remove(_of_name(rank_folder, leftover))
-        reason = error.strerror if isinstance(error, OSError) else str(error).strip().splitlines()[0]
+        reason = (
+            error.strerror if isinstance(error, OSError) else str(error).strip().splitlines()[0]
+        )
         raise StorageError(
-            f"{target}: cannot be written: {reason}; the checkpoint beside it is whole, checkpoint.resume=auto goes on"
+            f"{target}: cannot be written: {reason}; the checkpoint beside it is whole,"
+            " checkpoint.resume=auto goes on"
         ) from None
     numbers = _of_name(rank_folder, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt")
     others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
-    future = [path for path in others if numbers[path] > numbers[target]]  # of a run that was taken up before it
-    _remove([*future, *(path for path in others if path not in future)][: max(0, len(numbers) - config.keep)] if config.keep else [])
+    # of a run that was taken up before it
+    future = [path for path in others if numbers[path] > numbers[target]]
+    _remove(
+        [*future, *(path for path in others if path not in future)][
+            : max(0, len(numbers) - config.keep)
+        ]
+        if config.keep
+        else []
+    )
 
 
 def _of_name(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:

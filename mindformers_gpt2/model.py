@@ -1,6 +1,8 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to the token embedding.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to
+the token embedding.
 
-Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from outside.
+Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from
+outside.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from mindformers_gpt2.loss import CrossEntropySum
 
 
 class Linear(nn.Cell):
-    """Computes in the type of its input, whatever type the weights are held in. weight: (out, in)."""
+    """Computes in the type of its input, whatever type the weights are held in. weight: (out,
+    in).
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -37,7 +41,9 @@ class Linear(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         shape = x.shape
         product = self.matmul(x.reshape((-1, self.in_features)), ops.cast(self.weight, x.dtype))
-        return self.add(product, ops.cast(self.bias, x.dtype)).reshape((*shape[:-1], self.out_features))
+        return self.add(product, ops.cast(self.bias, x.dtype)).reshape(
+            (*shape[:-1], self.out_features)
+        )
 
 
 class LayerNorm(nn.Cell):
@@ -58,9 +64,13 @@ class LayerNorm(nn.Cell):
 class CoreAttention(nn.Cell):
     """Softmax of the scaled products of queries and keys, applied to the values."""
 
-    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool) -> None:
+    def __init__(
+        self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool
+    ) -> None:
         super().__init__()
-        self.scale = Tensor(1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute])
+        self.scale = Tensor(
+            1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute]
+        )
         self.softmax_dtype = DTYPES[precision.softmax]
         self.multiply = ops.Mul()
         self.scores = ops.BatchMatMul(transpose_b=True)
@@ -70,13 +80,16 @@ class CoreAttention(nn.Cell):
         self.mix = ops.BatchMatMul()
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-        scores = ops.cast(self.scores(self.multiply(q, self.scale), k), self.softmax_dtype)  # scaled before, for float16's sake
+        # scaled before, for float16's sake
+        scores = ops.cast(self.scores(self.multiply(q, self.scale), k), self.softmax_dtype)
         weights = ops.cast(self.softmax(self.add(scores, mask)), v.dtype)
         return self.mix(self.dropout(weights, key), v)  # (B, nh, T, hs)
 
 
 class Attention(nn.Cell):
-    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool) -> None:
+    def __init__(
+        self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool
+    ) -> None:
         super().__init__()
         self.heads = config.num_heads
         self.head_size = config.hidden_size // config.num_heads
@@ -96,18 +109,30 @@ class Attention(nn.Cell):
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """x: (B, T, C), or (B T, C). mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf where a query must not see a key, else 0.
-        key: of the dropout.
+        """x: (B, T, C), or (B T, C). mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf
+        where a query must not see a key, else 0. key: of the dropout.
 
-        With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool says where each row's token goes.
-        Returns the output and the keys and values in use.
+        With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool
+        says where each row's token goes. Returns the output and the keys and values in use.
         """
         length = mask.shape[-2]
-        q, k, v = self._heads(self.q_proj(x), length), self._heads(self.k_proj(x), length), self._heads(self.v_proj(x), length)
+        q, k, v = (
+            self._heads(self.q_proj(x), length),
+            self._heads(self.k_proj(x), length),
+            self._heads(self.v_proj(x), length),
+        )
         if keys is not None:
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
         y = self.core(q, k, v, mask, key)
-        return self.c_proj(self.join_heads(y, (0, 2, 1, 3)).reshape((*x.shape[:-1], self.heads * self.head_size))), k, v
+        return (
+            self.c_proj(
+                self.join_heads(y, (0, 2, 1, 3)).reshape(
+                    (*x.shape[:-1], self.heads * self.head_size)
+                )
+            ),
+            k,
+            v,
+        )
 
     def _heads(self, x: Tensor, length: int) -> Tensor:
         return self.split_heads(x.reshape((-1, length, self.heads, self.head_size)), (0, 2, 1, 3))
@@ -151,9 +176,13 @@ class Block(nn.Cell):
 
 
 class GPT2(nn.Cell):
-    """``vocab_rows`` is the padded vocabulary: the rows of the embedding table. ``native``: see ``MindSporeDevice.native_kernels``."""
+    """``vocab_rows`` is the padded vocabulary: the rows of the embedding table. ``native``: see
+    ``MindSporeDevice.native_kernels``.
+    """
 
-    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int, *, native: bool) -> None:
+    def __init__(
+        self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int, *, native: bool
+    ) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
@@ -162,18 +191,26 @@ class GPT2(nn.Cell):
         self.wte = Embedding(vocab_rows, config.hidden_size)
         self.wpe = Embedding(config.max_positions, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout or 0.0, native)
-        self.h = nn.CellList([Block(config, precision, native=native) for _ in range(config.num_layers)])
-        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
+        self.h = nn.CellList(
+            [Block(config, precision, native=native) for _ in range(config.num_layers)]
+        )
+        self.ln_f = LayerNorm(
+            config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
+        )
         self.cross_entropy = CrossEntropySum(config.vocab_size)
 
     def construct(self, ids: Tensor, keys: Tensor = None) -> Tensor:
-        """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32. keys: ``dropout_keys``; without, no dropout."""
+        """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32. keys:
+        ``dropout_keys``; without, no dropout.
+        """
         return self.ln_f(self.blocks(self.begin(ids, keys), keys))
 
     def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
         """What the first block takes: (B, T) -> (B, T, C)."""
         positions = ops.arange(ids.shape[1], dtype=ms.int32)
-        return self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
+        return self.dropout(
+            ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0)
+        )
 
     def blocks(self, x: Tensor, keys: Tensor = None) -> Tensor:
         positions = ops.arange(x.shape[1], dtype=ms.int32)
@@ -182,10 +219,14 @@ class GPT2(nn.Cell):
             x, _, _ = block(x, mask, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
         return x
 
-    def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B, nh, K, hs).
+    def decode(
+        self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B,
+        nh, K, hs).
 
-        Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one graph serves every length.
+        Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one
+        graph serves every length.
         """
         places = ops.arange(keys.shape[3], dtype=ms.int32)
         position = position.reshape((-1, 1))
@@ -197,7 +238,8 @@ class GPT2(nn.Cell):
             x, k, v = block(x, mask, None, keys[index], values[index], at)
             new_keys.append(ops.expand_dims(k, 0))
             new_values.append(ops.expand_dims(v, 0))
-        # Of a dynamic batch, ops.stack in an exported graph returns the shape of its first call ever after (MindSpore 2.10).
+        # Of a dynamic batch, ops.stack in an exported graph returns the shape of its first call
+        # ever after (MindSpore 2.10).
         return self.logits(self.ln_f(x)[:, -1]), ops.concat(new_keys), ops.concat(new_values)
 
     def _mask(self, later: Tensor) -> Tensor:
@@ -209,12 +251,16 @@ class GPT2(nn.Cell):
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy computed from the final hidden states (B, T, C)."""
-        return self.cross_entropy(hidden.reshape((-1, self.config.hidden_size)), self.wte.weight, targets.reshape((-1,)))[0]
+        return self.cross_entropy(
+            hidden.reshape((-1, self.config.hidden_size)), self.wte.weight, targets.reshape((-1,))
+        )[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (N, C) -> (N, vocab_size)."""
         head = ops.cast(self.wte.weight, hidden.dtype)
-        return ops.cast(ops.MatMul(transpose_b=True)(hidden, head)[:, : self.config.vocab_size], ms.float32)
+        return ops.cast(
+            ops.MatMul(transpose_b=True)(hidden, head)[:, : self.config.vocab_size], ms.float32
+        )
 
     def new_caches(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for ``length`` positions, (L, B, nh, length, hs) each."""
@@ -232,7 +278,11 @@ def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
     return model
 
 
-def initialise(tensors: Mapping[str, Parameter], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
+def initialise(
+    tensors: Mapping[str, Parameter],
+    config: ResolvedRun,
+    pieces: Mapping[str, TensorSlice] | None = None,
+) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``.
 
     pieces: the part each one is, if not whole.
@@ -240,12 +290,16 @@ def initialise(tensors: Mapping[str, Parameter], config: ResolvedRun, pieces: Ma
     for name, shape in padded_shapes(config).items():
         if name in tensors:
             piece = pieces[name] if pieces else slice_of(name, shape)
-            values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
+            values = initial_rows(
+                config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
+            )
             ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:
-    """Recompute whole blocks in the backward pass (full), or attention and the MLP's inner part (selective), or nothing (none)."""
+    """Recompute whole blocks in the backward pass (full), or attention and the MLP's inner part
+    (selective), or nothing (none).
+    """
     for block in model.h:
         if train.recompute == "full":
             block.recompute()

@@ -1,6 +1,8 @@
-"""Optimizers over named parameters, equal to torch's; float32 copies of low-precision weights; gradients, their norm, the loss scale.
+"""Optimizers over named parameters, equal to torch's; float32 copies of low-precision weights;
+gradients, their norm, the loss scale.
 
-MindSpore's own optimizers do not serve: nn.AdamWeightDecay has no bias correction, and mint.optim.AdamW has no CPU kernel.
+MindSpore's own optimizers do not serve: nn.AdamWeightDecay has no bias correction, and
+mint.optim.AdamW has no CPU kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ class Shares(Protocol):
 
 
 class MasterWeights:
-    """The float32 tensors that the optimizer updates: the parameters themselves, copies of those held in fewer bits, or this rank's
-    share. Fill ``tensors`` and then ``write_back``: the copies hold more than the model's rounded weights do."""
+    """The float32 tensors that the optimizer updates: the parameters themselves, copies of those
+    held in fewer bits, or this rank's share. Fill ``tensors`` and then ``write_back``: the copies
+    hold more than the model's rounded weights do.
+    """
 
     def __init__(self, parameters: Mapping[str, Parameter], shares: Shares | None = None) -> None:
         self.model = dict(parameters)
@@ -39,26 +43,36 @@ class MasterWeights:
         self.tensors = {
             name: parameter
             if shares is None and parameter.dtype == ms.float32
-            else self.zeros_like(parameter, f"{name}.master", shares.share_of(parameter.shape) if shares else None)
+            else self.zeros_like(
+                parameter, f"{name}.master", shares.share_of(parameter.shape) if shares else None
+            )
             for name, parameter in parameters.items()
         }
 
-    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
+    def zeros_like(
+        self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None
+    ) -> Parameter:
         """A place for float32 state of a parameter, of its shape or of another."""
-        return Parameter(ops.zeros(shape or tensor.shape, ms.float32), name=name, requires_grad=False)
+        return Parameter(
+            ops.zeros(shape or tensor.shape, ms.float32), name=name, requires_grad=False
+        )
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
         values: Sequence[Tensor] = list(self.tensors.values())
         if self.shares is not None:
-            values = self.shares.whole(ms.ParameterTuple(values), ms.ParameterTuple(self.model.values()))
+            values = self.shares.whole(
+                ms.ParameterTuple(values), ms.ParameterTuple(self.model.values())
+            )
         for value, target in zip(values, self.model.values(), strict=True):
             if value is not target:
                 ops.assign(target, ops.cast(value, target.dtype))
 
 
 class DeviceLossScale(nn.Cell):
-    """``common.training.loss_scale.LossScale`` on the device, where the graph moves it without asking the host."""
+    """``common.training.loss_scale.LossScale`` on the device, where the graph moves it without
+    asking the host.
+    """
 
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(auto_prefix=False)
@@ -75,13 +89,17 @@ class DeviceLossScale(nn.Cell):
         if finite:
             steps = self.finite_steps + 1
             grow = steps == self.config.window
-            ops.assign(self.value, ops.select(grow, self.value * self.config.factor, self.value * 1.0))
+            ops.assign(
+                self.value, ops.select(grow, self.value * self.config.factor, self.value * 1.0)
+            )
             ops.assign(self.overflows, ops.select(grow, ops.zeros_like(steps), self.overflows + 0))
             ops.assign(self.finite_steps, ops.select(grow, ops.zeros_like(steps), steps))
         else:
             overflows = self.overflows + 1
             shrink = overflows >= self.config.hysteresis
-            smaller = ops.maximum(self.value / self.config.factor, Tensor(self.config.minimum, ms.float32))
+            smaller = ops.maximum(
+                self.value / self.config.factor, Tensor(self.config.minimum, ms.float32)
+            )
             ops.assign(self.value, ops.select(shrink, smaller, self.value * 1.0))
             ops.assign(self.overflows, ops.select(shrink, ops.zeros_like(overflows), overflows))
             ops.assign(self.finite_steps, ops.zeros_like(overflows))
@@ -108,7 +126,11 @@ class Optimizer(nn.Cell):
     """
 
     def __init__(
-        self, master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, gradient_sync: nn.Cell | None = None
+        self,
+        master: MasterWeights,
+        config: OptimizerConfig,
+        loss_scale: DeviceLossScale,
+        gradient_sync: nn.Cell | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
@@ -123,24 +145,40 @@ class Optimizer(nn.Cell):
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
         self.decays = tuple(config.weight_decay > 0.0 and decays(name) for name in tensors)
         parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
-        self.state = {part: {name: master.zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()} for part in parts}
+        self.state = {
+            part: {
+                name: master.zeros_like(tensor, f"{name}.{part}")
+                for name, tensor in tensors.items()
+            }
+            for part in parts
+        }
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
-        self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
+        self.second = (
+            ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
+        )
         numbers = (0.0, config.beta1, config.beta2, config.momentum)
-        self.no_power, self.beta1, self.beta2, self.momentum = (Tensor(number, ms.float32) for number in numbers)
+        self.no_power, self.beta1, self.beta2, self.momentum = (
+            Tensor(number, ms.float32) for number in numbers
+        )
         # the logarithm of 0 stands for a power that vanishes at once
-        self.log_betas = tuple(math.log(beta) if beta else -1e30 for beta in (config.beta1, config.beta2))
+        self.log_betas = tuple(
+            math.log(beta) if beta else -1e30 for beta in (config.beta1, config.beta2)
+        )
         self.cast, self.multiply = ops.Cast(), ops.Mul()
         self.adam = ops.Adam()
         self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
-    def construct(self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Update with the gradients of the loss times the loss scale, unless one of them or the loss is not finite, or beyond a limit.
+    def construct(
+        self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Update with the gradients of the loss times the loss scale, unless one of them or the
+        loss is not finite, or beyond a limit.
 
-        limits: (2,), the largest loss and gradient norm; to go beyond them is no overflow, so the loss scale moves as if it had not been.
-        Returns the loss, the norm with the scale taken out, whether there was an update, and the scale that the gradients came with.
-        The gradients come one by one: a tuple of them would be a constant, and every step a new graph.
+        limits: (2,), the largest loss and gradient norm; to go beyond them is no overflow, so the
+        loss scale moves as if it had not been. Returns the loss, the norm with the scale taken out,
+        whether there was an update, and the scale that the gradients came with. The gradients come
+        one by one: a tuple of them would be a constant, and every step a new graph.
         """
         scale = self.loss_scale.value * 1.0
         if self.gradient_sync is not None:
@@ -154,7 +192,9 @@ class Optimizer(nn.Cell):
             factor = 1.0 / scale
             if self.settings.clip_grad:
                 # what common.training.loss_scale.clip_factor says
-                factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
+                factor = factor * ops.minimum(
+                    self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32)
+                )
             self._update(rate, factor, gradients)
         self.loss_scale(finite)
         return loss, norm, applied, scale
@@ -163,11 +203,17 @@ class Optimizer(nn.Cell):
         config = self.settings
         steps = ops.cast(self.steps + 1, ms.float32)
         ops.assign(self.steps, self.steps + 1)
-        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first steps
+        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first
+        # steps
         first = -ops.expm1(steps * self.log_betas[0])
         root = ops.sqrt(-ops.expm1(steps * self.log_betas[1]))
-        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the uncorrected root.
-        step_size, epsilon, decayed = rate * root / first, config.epsilon * root, rate * config.weight_decay
+        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the
+        # uncorrected root.
+        step_size, epsilon, decayed = (
+            rate * root / first,
+            config.epsilon * root,
+            rate * config.weight_decay,
+        )
         for index, gradient in enumerate(gradients):
             parameter = self.parameters[index]
             gradient = self.cast(gradient, ms.float32)
@@ -179,9 +225,21 @@ class Optimizer(nn.Cell):
                 gradient = gradient + config.weight_decay * parameter
             if config.name != "sgd":
                 moments = self.first[index], self.second[index]
-                self.adam(parameter, *moments, self.no_power, self.no_power, step_size, self.beta1, self.beta2, epsilon, gradient)
+                self.adam(
+                    parameter,
+                    *moments,
+                    self.no_power,
+                    self.no_power,
+                    step_size,
+                    self.beta1,
+                    self.beta2,
+                    epsilon,
+                    gradient,
+                )
             elif config.momentum:
-                self.descend_with_momentum(parameter, self.first[index], rate, gradient, self.momentum)
+                self.descend_with_momentum(
+                    parameter, self.first[index], rate, gradient, self.momentum
+                )
             else:
                 self.descend(parameter, rate, gradient)
             if self.has_copy[index] and self.shares is None:
@@ -192,7 +250,10 @@ class Optimizer(nn.Cell):
 
 
 def build_optimizer(
-    master: MasterWeights, config: OptimizerConfig, loss_scale: DeviceLossScale, gradient_sync: nn.Cell | None = None
+    master: MasterWeights,
+    config: OptimizerConfig,
+    loss_scale: DeviceLossScale,
+    gradient_sync: nn.Cell | None = None,
 ) -> Optimizer:
     return Optimizer(master, config, loss_scale, gradient_sync)
 
@@ -207,7 +268,8 @@ def global_norm(*gradients: Tensor) -> Tensor:
 
 def squares(gradient: Tensor) -> Tensor:
     """The sum of the squares of its elements, float32 scalar."""
-    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
+    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as
+    # long
     return ops.ReduceSum()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), -1))
 
 

@@ -27,15 +27,21 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     prompts = encode_prompts(config, tokenizer)
     checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
-    load_weights({parameter.name: parameter for parameter in model.get_parameters()}, config.model, checkpoint)
+    load_weights(
+        {parameter.name: parameter for parameter in model.get_parameters()},
+        config.model,
+        checkpoint,
+    )
     rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)
     write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
 
 class Decoder:
-    """Implements ``common.generation.generate.Decoder`` with one graph, which takes one token of each of ``rows`` rows.
+    """Implements ``common.generation.generate.Decoder`` with one graph, which takes one token of
+    each of ``rows`` rows.
 
-    All shapes are fixed, so that it is compiled once: prompts go through it token by token too, rows that nobody needs hold token 0.
+    All shapes are fixed, so that it is compiled once: prompts go through it token by token too,
+    rows that nobody needs hold token 0.
     """
 
     def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
@@ -47,10 +53,13 @@ class Decoder:
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
         self._keys, self._values = self._model.new_caches(self.rows, self._last + 1)
         last = np.array([len(prompt) - 1 for prompt in prompts])
-        # A row that has come to its prompt's end takes its last token again, at the same place, which changes nothing.
+        # A row that has come to its prompt's end takes its last token again, at the same place,
+        # which changes nothing.
         for column in range(last.max() + 1):
             self._positions = np.minimum(last, column)
-            logits = self._add([prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)])
+            logits = self._add(
+                [prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)]
+            )
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -61,6 +70,8 @@ class Decoder:
         """Logits (B, vocab_size) after ``tokens`` at their rows' positions."""
         token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
         token[: len(tokens), 0], position[: len(tokens)] = tokens, self._positions
-        logits, self._keys, self._values = self._decode(Tensor(token), Tensor(position), self._keys, self._values)
+        logits, self._keys, self._values = self._decode(
+            Tensor(token), Tensor(position), self._keys, self._values
+        )
         result: Logits = logits.asnumpy()[: len(tokens)]
         return result

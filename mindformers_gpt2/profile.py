@@ -19,17 +19,23 @@ from mindformers_gpt2.device import MindSporeDevice
 def make_trace(config: ResolvedRun, device: MindSporeDevice) -> Trace:
     """Traces operators on the host and kernels on the device, with profile.memory allocations too.
 
-    MindSpore's own folder of tables, for MindStudio Insight, stays beside the trace. Raises ConfigError for allocations on a CPU.
+    MindSpore's own folder of tables, for MindStudio Insight, stays beside the trace. Raises
+    ConfigError for allocations on a CPU.
     """
     if config.profile.memory and device.kind == "cpu":
-        raise ConfigError("profile.memory=true: MindSpore records allocations on accelerators alone; leave it out on a CPU")
+        raise ConfigError(
+            "profile.memory=true: MindSpore records allocations on accelerators alone; leave it out"
+            " on a CPU"
+        )
     return partial(_trace, device, config.profile.memory)
 
 
 @contextmanager
 def _trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
     kinds = profiler.ProfilerActivity
-    activities = [kinds.CPU] + ([kinds.NPU] if device.kind == "npu" else [kinds.GPU] if device.kind == "cuda" else [])
+    activities = [kinds.CPU] + (
+        [kinds.NPU] if device.kind == "npu" else [kinds.GPU] if device.kind == "cuda" else []
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.name.removesuffix(".json.gz")
     session = profiler.profile(
@@ -44,8 +50,14 @@ def _trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
         device.synchronize()
     finally:
         session.stop()  # writes the folder NAME_PROCESS_TIME_ascend_ms, on a CPU too
-    written = sorted(path.parent.glob(f"{name}_*/ASCEND_PROFILER_OUTPUT/trace_view.json"), key=lambda file: file.stat().st_mtime)
+    written = sorted(
+        path.parent.glob(f"{name}_*/ASCEND_PROFILER_OUTPUT/trace_view.json"),
+        key=lambda file: file.stat().st_mtime,
+    )
     if written:
         compress(written[-1], path)
     else:
-        LOG.warning(f"profile: MindSpore left no trace_view.json under {path.parent}; its folder may hold what it recorded")
+        LOG.warning(
+            f"profile: MindSpore left no trace_view.json under {path.parent}; its folder may hold"
+            " what it recorded"
+        )

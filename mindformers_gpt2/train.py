@@ -1,4 +1,6 @@
-"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the run."""
+"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the
+run.
+"""
 
 from __future__ import annotations
 

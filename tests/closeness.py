@@ -1,4 +1,6 @@
-"""What the float32 error of a trained weight is relative to, where two runs differ only in the order of their sums."""
+"""What the float32 error of a trained weight is relative to, where two runs differ only in the
+order of their sums.
+"""
 
 from collections.abc import Mapping
 
@@ -9,13 +11,15 @@ from common.weights.initial import initial_rows
 
 
 def rounding_scales(config: RunConfig, weights: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """By name. A weight: its largest entry, to which each update is rounded. A bias: its largest entry, or the farthest that its weight
-    has moved from its initial values, if this is more.
+    """By name. A weight: its largest entry, to which each update is rounded. A bias: its largest
+    entry, or the farthest that its weight has moved from its initial values, if this is more.
 
-    Both gradients are sums over the tokens t: of d_t x_t for a weight and of d_t for a bias, where the inputs x_t are of size one. In a
-    bias the terms may cancel: nearly for queries, and wholly for keys, which the softmax does not see. The error of a sum is relative to
-    its terms, whatever is left of them. n terms of random signs add up to about sqrt(n) |d|. One rounding of such a partial sum is at
-    most u = 2^-24 of that, and n of them, of random signs too, add up to sqrt(n) u of that: 8.3e-7 for 192 tokens a step.
+    Both gradients are sums over the tokens t: of d_t x_t for a weight and of d_t for a bias, where
+    the inputs x_t are of size one. In a bias the terms may cancel: nearly for queries, and wholly
+    for keys, which the softmax does not see. The error of a sum is relative to its terms, whatever
+    is left of them. n terms of random signs add up to about sqrt(n) |d|. One rounding of such a
+    partial sum is at most u = 2^-24 of that, and n of them, of random signs too, add up to sqrt(n)
+    u of that: 8.3e-7 for 192 tokens a step.
     """
     scales = {name: float(np.abs(values).max()) for name, values in weights.items()}
     for name in [name for name in weights if name.endswith(".bias")]:
@@ -26,7 +30,12 @@ def rounding_scales(config: RunConfig, weights: Mapping[str, np.ndarray]) -> dic
     return scales
 
 
-def with_gradients_wrong_by(part: float, config: RunConfig, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def with_gradients_wrong_by(
+    part: float, config: RunConfig, weights: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Weights that have moved from their initial values by this part more."""
-    initial = {name: initial_rows(config.model, config.seed, name, values.shape) for name, values in weights.items()}
+    initial = {
+        name: initial_rows(config.model, config.seed, name, values.shape)
+        for name, values in weights.items()
+    }
     return {name: values + part * (values - initial[name]) for name, values in weights.items()}

@@ -1,4 +1,6 @@
-"""Where the tests find real data: the folder GPT2_TEST_DATA, or ../shared/data beside the repository."""
+"""Where the tests find real data: the folder GPT2_TEST_DATA, or ../shared/data beside the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests marked long: the whole suite")
+    parser.addoption(
+        "--all", action="store_true", help="also run the tests marked long: the whole suite"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests to the whole suite. The README's commands take minutes: they start first, beside all others."""
+    """Leave long tests to the whole suite. The README's commands take minutes: they start first,
+    beside all others.
+    """
     if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("campaign")]
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("long") and not item.get_closest_marker("campaign")
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: item.path.name != "test_readme.py")
@@ -27,15 +37,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals() -> None:
-    """Children inherit ignored signals: a suite started in the background by a script (``&``, ``nohup``) would hand these on."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    """Children inherit ignored signals: a suite started in the background by a script (``&``,
+    ``nohup``) would hand these on.
+    """
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Tiny tensors gain nothing from threads, and lose much where other processes want the cores."""
+    """Tiny tensors gain nothing from threads, and lose much where other processes want the
+    cores.
+    """
     if importlib.util.find_spec("torch"):
         import torch
 
@@ -44,8 +61,12 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def mindspore() -> ModuleType:
-    """MindSpore with its device chosen: after the first operation of a process it can no longer be."""
-    module = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+    """MindSpore with its device chosen: after the first operation of a process it can no longer
+    be.
+    """
+    module = pytest.importorskip(
+        "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+    )
     from mindformers_gpt2.device import select_device
 
     select_device("cpu")
@@ -74,7 +95,9 @@ def gpt2_vocab_files(shared_data: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .bin/.idx pair of 60 documents with 300 to 800 random tokens below 101, without a .meta.json."""
+    """A .bin/.idx pair of 60 documents with 300 to 800 random tokens below 101, without a
+    .meta.json.
+    """
     from common.dataset import IndexedWriter
 
     prefix = tmp_path_factory.mktemp("corpus") / "random_text_document"
@@ -84,13 +107,18 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
             # most tokens repeat the one before, so that there is something to learn
             tokens = generator.integers(0, 101, size=length)
             fresh = generator.random(length) < 0.2
-            writer.append(tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))], np.array([length]))
+            writer.append(
+                tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))],
+                np.array([length]),
+            )
     return prefix
 
 
 @pytest.fixture(scope="session")
 def npu_variables() -> dict[str, str]:
-    """Environment variables of a child process in which device=npu is the simulated one; skips the test where that cannot be built."""
+    """Environment variables of a child process in which device=npu is the simulated one; skips the
+    test where that cannot be built.
+    """
     from tests.simulated_npu.build import CannotBuild, npu_variables
 
     try:

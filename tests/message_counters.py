@@ -1,4 +1,6 @@
-"""What the messages of a rank take while it trains: how often parameters are gathered, and the buffers that a pipeline receives into."""
+"""What the messages of a rank take while it trains: how often parameters are gathered, and the
+buffers that a pipeline receives into.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def watch(note: Path) -> Iterator[None]:
             (FrugalStage, "forward_one_chunk", go),
             (FrugalStage, "backward_one_chunk", go),
         ):
-            patches.enter_context(patch.object(owner, name, _watched(getattr(owner, name), watcher)))
+            patches.enter_context(
+                patch.object(owner, name, _watched(getattr(owner, name), watcher))
+            )
         yield
     note.write_text(json.dumps(counts))
 

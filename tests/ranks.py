@@ -1,11 +1,14 @@
-"""Several ranks on this machine: every job in turn, each rank a process that goes through all of them.
+"""Several ranks on this machine: every job in turn, each rank a process that goes through all of
+them.
 
-    run_ranks(2, [job, job])      starts ``python tests/ranks.py`` once, which becomes two ranks (fork) when it has imported the framework
+    run_ranks(2, [job, job])      starts ``python tests/ranks.py`` once, which becomes two ranks
+                                  (fork) when it has imported the framework
     start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
-A job is the tree of a configuration, with "run_mode" where that is not train, and "ranks" where it is of the first so many alone, while the
-others wait for the next. One start serves many jobs, and all ranks, since importing the framework takes longer than they do. All jobs of
-a start have one backend; on mindspore its scheduler is started too, and each rank by itself.
+A job is the tree of a configuration, with "run_mode" where that is not train, and "ranks" where it
+is of the first so many alone, while the others wait for the next. One start serves many jobs, and
+all ranks, since importing the framework takes longer than they do. All jobs of a start have one
+backend; on mindspore its scheduler is started too, and each rank by itself.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ _ports = itertools.count(random.SystemRandom().randrange(10_000))
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections (32768 and above), since a job's is chosen long before it is used; and no two
-    processes of the suite go through the same ones soon."""
+    """Below those that the system gives to connections (32768 and above), since a job's is chosen
+    long before it is used; and no two processes of the suite go through the same ones soon.
+    """
     while True:
         port = 20_000 + next(_ports) % 10_000
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -48,25 +52,51 @@ def free_port() -> int:
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun sets, and one thread."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GPT2_")}
-    return clean | {key: str(value) for key, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return (
+        clean
+        | {key: str(value) for key, value in names.items()}
+        | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    )
 
 
 def start_ranks(
-    ranks: int, jobs: Sequence[Job], *, other: dict[int, Sequence[Job]] | None = None, variables: Mapping[str, str] | None = None
+    ranks: int,
+    jobs: Sequence[Job],
+    *,
+    other: dict[int, Sequence[Job]] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables: more of the environment."""
-    ports = [free_port() for _ in jobs]  # one a job: a rank that is early must not meet the group of the job before
+    """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables:
+    more of the environment.
+    """
+    # one a job: a rank that is early must not meet the group of the job before
+    ports = [free_port() for _ in jobs]
     more = dict(variables or {})
     scheduler = None
     if jobs[0].get("backend") == "mindspore" and ranks > 1:
-        more |= {"MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(free_port()), "GLOG_v": "3"}
+        more |= {
+            "MS_WORKER_NUM": str(ranks),
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": str(free_port()),
+            "GLOG_v": "3",
+        }
         scheduler = subprocess.Popen(SCHEDULER, env=os.environ | more | {"MS_ROLE": "MS_SCHED"})
         more["MS_ROLE"] = "MS_WORKER"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__)), json.dumps([ports, list((other or {}).get(rank, jobs))])],
+            [
+                sys.executable,
+                str(Path(__file__)),
+                json.dumps([ports, list((other or {}).get(rank, jobs))]),
+            ],
             cwd=ROOT,
             env=rank_environment(rank, ranks, ports[0]) | more | {"MS_NODE_ID": str(rank)},
             stdout=subprocess.PIPE,
@@ -80,7 +110,9 @@ def start_ranks(
     return processes
 
 
-def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0) -> tuple[list[int], list[str]]:
+def end_ranks(
+    processes: list[subprocess.Popen[str]], *, seconds: float = 120.0
+) -> tuple[list[int], list[str]]:
     """Exit codes and what was printed, by rank; no process is left."""
     try:
         printed = [process.communicate(timeout=seconds)[0] for process in processes]
@@ -92,12 +124,22 @@ def end_ranks(processes: list[subprocess.Popen[str]], *, seconds: float = 120.0)
 
 
 def run_ranks(
-    ranks: int, jobs: Sequence[Job], *, variables: Mapping[str, str] | None = None, watched: bool = False, seconds: float = 20.0
+    ranks: int,
+    jobs: Sequence[Job],
+    *,
+    variables: Mapping[str, str] | None = None,
+    watched: bool = False,
+    seconds: float = 20.0,
 ) -> None:
-    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside its output
-    (tests/message_counters.py). seconds: of the time limit, by rank and job."""
-    if jobs[0].get("backend") == "mindspore":  # its threads do not outlive a fork; it compiles a graph for each job
-        codes, texts = end_ranks(start_ranks(ranks, jobs, variables=variables), seconds=60.0 + 3 * seconds * ranks * len(jobs))
+    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside
+    its output (tests/message_counters.py). seconds: of the time limit, by rank and job.
+    """
+    # its threads do not outlive a fork; it compiles a graph for each job
+    if jobs[0].get("backend") == "mindspore":
+        codes, texts = end_ranks(
+            start_ranks(ranks, jobs, variables=variables),
+            seconds=60.0 + 3 * seconds * ranks * len(jobs),
+        )
         assert codes == [0] * ranks, "\n".join([str(codes), *texts])
         return
     ports = [free_port() for _ in jobs]
@@ -128,10 +170,15 @@ def main() -> None:
 
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched)) for rank in range(ranks)]
+    children = [
+        fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched))
+        for rank in range(ranks)
+    ]
     for child in children:
         child.start()
-    while (alive := [child for child in children if child.is_alive()]) and not any(child.exitcode for child in children):
+    while (alive := [child for child in children if child.is_alive()]) and not any(
+        child.exitcode for child in children
+    ):
         multiprocessing.connection.wait([child.sentinel for child in alive])
     for child in children:  # where one has failed, the others may tell why, but would wait for it
         child.join(10.0)
@@ -163,7 +210,11 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
         try:
             config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
             run = {"train": "train", "eval": "evaluate"}[mode]
-            with import_module("tests.message_counters").watch(note) if watched else contextlib.nullcontext():
+            with (
+                import_module("tests.message_counters").watch(note)
+                if watched
+                else contextlib.nullcontext()
+            ):
                 getattr(import_module(f"{package}.{run}"), run)(config, process)
         except GPT2Error as error:
             print(f"error: {error}")

@@ -30,17 +30,23 @@ def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) ->
     return model
 
 
-def hugging_face_names(tensors: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
+def hugging_face_names(
+    tensors: dict[str, torch.Tensor], vocab_size: int
+) -> dict[str, torch.Tensor]:
     """Ours -> transformers': fused c_attn, Conv1D (in, out), no padding rows."""
     result = {}
     for name, tensor in tensors.items():
         if name == "wte.weight":
             result["transformer.wte.weight"] = tensor[:vocab_size]
         elif "_proj.weight" in name and ".q_proj" in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            parts = [
+                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
+            ]
             result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts).t()
         elif ".q_proj.bias" in name:
-            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            parts = [
+                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
+            ]
             result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts)
         elif ".k_proj" in name or ".v_proj" in name:
             continue

@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_OF_LAUNCHERS = re.compile(r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_")
+_OF_LAUNCHERS = re.compile(
+    r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_"
+)
 
 TINY = (
     "device=cpu",
@@ -48,8 +50,12 @@ def run_words(output: Path, corpus: Path, **keys: object) -> list[str]:
     return [*TINY, f"output_dir={output}", f"data.train={corpus}", *changes]
 
 
-def start_script(*words: str, before: tuple[str, ...] = (), log: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """``run_distribute.sh words`` in the background, its output in ``log``. before: such as ("ip", "netns", "exec", NAME)."""
+def start_script(
+    *words: str, before: tuple[str, ...] = (), log: Path, **variables: str
+) -> subprocess.Popen[bytes]:
+    """``run_distribute.sh words`` in the background, its output in ``log``. before: such as ("ip",
+    "netns", "exec", NAME).
+    """
     with log.open("ab") as file:
         return subprocess.Popen(
             [*before, "bash", str(ROOT / "scripts" / "run_distribute.sh"), *words],
@@ -78,7 +84,9 @@ def pids_with(text: str) -> list[int]:
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """Where these processes listen, by the kernel's tables: such as 127.0.0.1, ::, or an address of this machine."""
+    """Where these processes listen, by the kernel's tables: such as 127.0.0.1, ::, or an address of
+    this machine.
+    """
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -90,11 +98,19 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:  # TCP_LISTEN
                 raw = bytes.fromhex(words[1].partition(":")[0])
-                found.add(str(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4)))))
+                found.add(
+                    str(
+                        ipaddress.ip_address(
+                            b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                        )
+                    )
+                )
     return found
 
 
-def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 60.0, every: float = 0.05) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, *, seconds: float = 60.0, every: float = 0.05
+) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what}"

@@ -1,4 +1,6 @@
-"""The import law: tools -> one backend -> common; common needs no framework; the backends never meet."""
+"""The import law: tools -> one backend -> common; common needs no framework; the backends never
+meet.
+"""
 
 import ast
 import re
@@ -50,7 +52,10 @@ def imported_packages(path: Path) -> set[str]:
     ],
 )
 def test_a_package_imports_nothing_above_or_beside_it(package: str, forbidden: set[str]) -> None:
-    found = {str(path.relative_to(ROOT)): imported_packages(path) & forbidden for path in (ROOT / package).rglob("*.py")}
+    found = {
+        str(path.relative_to(ROOT)): imported_packages(path) & forbidden
+        for path in (ROOT / package).rglob("*.py")
+    }
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -63,7 +68,9 @@ def rooms_imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common."):
             found.add((node.module or "").split(".")[1])
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("common.")}
+            found |= {
+                alias.name.split(".")[1] for alias in node.names if alias.name.startswith("common.")
+            }
     return found - {room_of(path)}
 
 
@@ -73,10 +80,17 @@ def room_of(path: Path) -> str:
 
 def test_each_room_of_common_imports_only_lower_ones() -> None:
     level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-    files = [path for path in (ROOT / "common").rglob("*.py") if path != ROOT / "common" / "__init__.py"]
-    assert {room_of(path) for path in files} == set(level), "a new folder or file needs a place in LAYERS"
+    files = [
+        path for path in (ROOT / "common").rglob("*.py") if path != ROOT / "common" / "__init__.py"
+    ]
+    assert {room_of(path) for path in files} == set(level), (
+        "a new folder or file needs a place in LAYERS"
+    )
     upwards = [
-        f"{path.relative_to(ROOT)} imports {room}" for path in files for room in rooms_imported(path) if level[room] >= level[room_of(path)]
+        f"{path.relative_to(ROOT)} imports {room}"
+        for path in files
+        for room in rooms_imported(path)
+        if level[room] >= level[room_of(path)]
     ]
     assert upwards == []
 
@@ -87,7 +101,10 @@ def files_imported(package: Path) -> dict[str, set[str]]:
     Imports inside functions and for types count too: a reader follows them just the same.
     """
     root = package.parent
-    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in package.rglob("*.py")}
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         names: set[str] = set()
@@ -117,7 +134,10 @@ def test_a_cycle_of_files_is_found(tmp_path: Path) -> None:
 
 
 def test_common_imports_with_every_framework_blocked() -> None:
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "common").rglob("*.py")]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "common").rglob("*.py")
+    ]
     assert len(modules) > 20
     program = f"""
 import importlib, sys
@@ -130,32 +150,61 @@ for name in {sorted(modules)}:
 
 
 _READERS = {"common/structured_files.py", "common/yaml_files.py"}
-_DIRECT = {"json": {"load", "loads", "JSONDecoder", "decoder", "scanner"}, "yaml": None, "ruamel": None}
-"""What reads JSON or YAML without limits: names of the module json, and every use of the packages for YAML."""
+_DIRECT = {
+    "json": {"load", "loads", "JSONDecoder", "decoder", "scanner"},
+    "yaml": None,
+    "ruamel": None,
+}
+"""What reads JSON or YAML without limits: names of the module json, and every use of the packages
+for YAML.
+"""
 
 
 def direct_readers(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in ("yaml", "ruamel")}
-            found |= {alias.name for alias in node.names if alias.name.startswith("json.") or (alias.name == "json" and alias.asname)}
-        elif isinstance(node, ast.ImportFrom) and (package := (node.module or "").partition(".")[0]) in _DIRECT:
+            found |= {
+                alias.name
+                for alias in node.names
+                if alias.name.partition(".")[0] in ("yaml", "ruamel")
+            }
+            found |= {
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("json.") or (alias.name == "json" and alias.asname)
+            }
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (package := (node.module or "").partition(".")[0]) in _DIRECT
+        ):
             names = _DIRECT[package]
             found |= {
-                f"{node.module}.{alias.name}" for alias in node.names if names is None or "." in str(node.module) or alias.name in names
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if names is None or "." in str(node.module) or alias.name in names
             }
         elif isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == "json" and node.attr in (_DIRECT["json"] or ()):
+            if (
+                isinstance(node.value, ast.Name)
+                and node.value.id == "json"
+                and node.attr in (_DIRECT["json"] or ())
+            ):
                 found.add(f"json.{node.attr}")
             found |= {node.attr} & {"raw_decode", "scan_once"}
     return found
 
 
 def test_json_and_yaml_are_read_through_the_one_reader() -> None:
-    """Elsewhere a file could be of any size and depth, and its faults would be a dozen exceptions."""
+    """Elsewhere a file could be of any size and depth, and its faults would be a dozen
+    exceptions.
+    """
     folders = ("common", "tools", "torch_gpt2", "mindformers_gpt2")
-    files = [ROOT / "run_gpt2.py", ROOT / "run_mindformer.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    files = [
+        ROOT / "run_gpt2.py",
+        ROOT / "run_mindformer.py",
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.py")),
+    ]
     found = {path.relative_to(ROOT).as_posix(): direct_readers(path) for path in files}
     assert {path for path, names in found.items() if names} == _READERS
 
@@ -163,9 +212,11 @@ def test_json_and_yaml_are_read_through_the_one_reader() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "import json\njson.load(file)", "import json\njson.loads(text)", "import json\njson.JSONDecoder()", "import json as j",
+        "import json\njson.load(file)", "import json\njson.loads(text)", "import"
+            " json\njson.JSONDecoder()", "import json as j",
         "import yaml",
-        "from json import loads", "from json.decoder import JSONDecoder", "from yaml import safe_load", "decoder.raw_decode(text)",
+        "from json import loads", "from json.decoder import JSONDecoder", "from yaml import"
+            " safe_load", "decoder.raw_decode(text)",
     ],
 )  # fmt: skip
 def test_every_direct_way_is_found(tmp_path: Path, text: str) -> None:
@@ -196,14 +247,23 @@ except SystemExit as stop:
 heavy = {"torch", "mindspore", "pydantic", "numpy", "yaml", "tqdm"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert "section.key=value" in done.stdout
 
 
 _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}
 """What Python documents with a leading underscore."""
 _KNOWN_ELSEWHERE = {"common/training/tensorboard.py": {"self._writer._py_recordio_writer"}}
-"""tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full disk."""
+"""tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full
+disk.
+"""
 _DATA_MODEL = {name for kind in (object, type, list, BaseException) for name in dir(kind)} | {
     "__enter__",
     "__exit__",
@@ -219,7 +279,11 @@ def own_names(folder: Path) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) in ("self", "cls")
+            ):
                 found.add(node.attr)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
@@ -227,7 +291,8 @@ def own_names(folder: Path) -> set[str]:
 
 
 def private_uses(path: Path, own: set[str]) -> set[str]:
-    """Names with a leading underscore that a file takes from others: imported, of an object that is not self, or in a string.
+    """Names with a leading underscore that a file takes from others: imported, of an object that is
+    not self, or in a string.
 
     Of ``self`` and ``cls`` those count that no file of ours defines: a foreign base class has them.
     """
@@ -237,16 +302,29 @@ def private_uses(path: Path, own: set[str]) -> set[str]:
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names = [module + alias.name for alias in node.names]
             found |= {
-                name for name in names if name.split(".")[0] not in ("__future__", *BACKENDS, "common") and re.search(r"(^|\.)_", name)
+                name
+                for name in names
+                if name.split(".")[0] not in ("__future__", *BACKENDS, "common")
+                and re.search(r"(^|\.)_", name)
             }
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr not in _DATA_MODEL:
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and node.attr not in _DATA_MODEL
+        ):
             of = ast.unparse(node.value)
             if of not in ("self", "cls") or node.attr not in own:
                 found.add(f"{of}.{node.attr}")
         elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
         ):
-            words = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+            words = [
+                word.value
+                for word in node.args[1:2]
+                if isinstance(word, ast.Constant) and isinstance(word.value, str)
+            ]
             found |= {word for word in words if word.startswith("_") and word not in _DATA_MODEL}
     return found - _PUBLIC_UNDERSCORES
 
@@ -266,9 +344,12 @@ def test_private_interfaces_of_others_are_used_in_files_of_that_name_alone() -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "from torch import _C", "import torch._inductor.config", "from torch.distributed._composable import replicate",
-        "import torch\ntorch._foreach_norm(x)", "torch.ops.mkldnn._linear_pointwise(x)", "model._modules", "getattr(engine, '_optimizer')",
-        "deepspeed.ops.__compatible_ops__", "class A(Base):\n    def f(self):\n        return self._theirs",
+        "from torch import _C", "import torch._inductor.config", "from"
+            " torch.distributed._composable import replicate",
+        "import torch\ntorch._foreach_norm(x)", "torch.ops.mkldnn._linear_pointwise(x)",
+        "model._modules", "getattr(engine, '_optimizer')",
+        "deepspeed.ops.__compatible_ops__", "class A(Base):\n    def f(self):\n        return"
+            " self._theirs",
         "class A(Base):\n    def _f(self):\n        return super()._f()",
     ],
 )  # fmt: skip
@@ -276,5 +357,8 @@ def test_every_private_use_is_found(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.py"
     path.write_text(text)
     assert private_uses(path, own_names(tmp_path))
-    path.write_text("class A:\n    def f(self):\n        self._ours = type(self).__name__\n        return self._ours")
+    path.write_text(
+        "class A:\n    def f(self):\n        self._ours = type(self).__name__\n        return"
+        " self._ours"
+    )
     assert not private_uses(path, own_names(tmp_path))

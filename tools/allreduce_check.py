@@ -1,7 +1,8 @@
-"""One rank of the doctor's all-reduce: reports each stage to its log, sums a tensor over all ranks and checks the sum.
+"""One rank of the doctor's all-reduce: reports each stage to its log, sums a tensor over all ranks
+and checks the sum.
 
-tools/doctor.py starts it, once a rank, under the variables that a launched rank gets (RANK, RANK_SIZE, MASTER_ADDR, ...); for the check
-itself run
+tools/doctor.py starts it, once a rank, under the variables that a launched rank gets (RANK,
+RANK_SIZE, MASTER_ADDR, ...); for the check itself run
 
     python tools/doctor.py --help
 
@@ -37,22 +38,32 @@ REPEATS = 3
 
 
 Reduce = Callable[[float], tuple[float, float, float]]
-"""Fills a tensor with a value and sums it over the ranks: the least and the greatest element of the sum, and the seconds it took."""
+"""Fills a tensor with a value and sums it over the ranks: the least and the greatest element of the
+sum, and the seconds it took.
+"""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend", choices=("torch", "mindspore"), help="the framework whose collectives are tried")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "backend", choices=("torch", "mindspore"), help="the framework whose collectives are tried"
+    )
     parser.add_argument("device", choices=("cpu", "cuda", "npu"), help="the kind of device")
     parser.add_argument("seconds", type=float, help="how long to wait for the other ranks")
     arguments = parser.parse_args()
     if "RANK_SIZE" not in os.environ:
-        parser.error("RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that")
+        parser.error(
+            "RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that"
+        )
     backend, device, seconds = arguments.backend, arguments.device, arguments.seconds
     start_heartbeat()
     report("started")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
-    reduce = {"torch": join_torch, "mindspore": join_mindspore}[backend](device, seconds, rank, world)
+    reduce = {"torch": join_torch, "mindspore": join_mindspore}[backend](
+        device, seconds, rank, world
+    )
     if reduce is None:  # MindSpore's scheduler
         return 0
     report("group made")
@@ -65,8 +76,15 @@ def main() -> int:
         if (least, most) != (expected, expected):
             report("wrong sum", found=least if least != expected else most, expected=expected)
             return 1
-    report("reduced", first=times[0], seconds=sorted(times[1:])[REPEATS // 2], ready=ready, bytes=4 * ELEMENTS)
-    time.sleep(seconds)  # others may still need this rank's connections (MindSpore's do); the doctor ends all of them
+    report(
+        "reduced",
+        first=times[0],
+        seconds=sorted(times[1:])[REPEATS // 2],
+        ready=ready,
+        bytes=4 * ELEMENTS,
+    )
+    # others may still need this rank's connections (MindSpore's do); the doctor ends all of them
+    time.sleep(seconds)
     return 0
 
 
@@ -92,7 +110,13 @@ def join_torch(device: str, seconds: float, rank: int, world: int) -> Reduce:
     # at a loopback address where all ranks are on this host
     listener = listen(address, port).detach() if rank == 0 and is_loopback(address) else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, world, is_master=rank == 0, timeout=limit, wait_for_workers=False, master_listen_fd=listener
+        address,
+        port,
+        world,
+        is_master=rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener,
     )
     report("connected")
     library = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]

@@ -2,8 +2,9 @@
 
     python tools/check_wheels.py
 
-Checks requirements.txt with everything that it needs in turn, for the Python that runs this. The extra `fast` may
-lack wheels, and that is said. Nothing is installed; pip reads what the package index tells.
+Checks requirements.txt with everything that it needs in turn, for the Python that runs this. The
+extra `fast` may lack wheels, and that is said. Nothing is installed; pip reads what the package
+index tells.
 
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
@@ -32,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
 PLATFORMS = ("manylinux_2_28", "manylinux2014")
 """glibc 2.28 and older: PyTorch and MindSpore need 2.28 themselves."""
-_OFFLINE = re.compile(r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out")
+_OFFLINE = re.compile(
+    r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out"
+)
 
 
 class OfflineError(RunError):
@@ -40,25 +43,52 @@ class OfflineError(RunError):
 
 
 def missing_wheels(machine: str, requirements: list[str]) -> str:
-    """Return pip's message about what has no wheel; empty where all are there. Raises OfflineError."""
+    """Return pip's message about what has no wheel; empty where all are there. Raises
+    OfflineError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         platforms = [f"--platform={name}_{machine}" for name in PLATFORMS]
-        options = ["--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed", "--only-binary=:all:"]
+        options = [
+            "--quiet",
+            "--disable-pip-version-check",
+            "--dry-run",
+            "--ignore-installed",
+            "--only-binary=:all:",
+        ]
         places = [f"--target={folder}", f"--constraint={ROOT}/constraints.txt"]
-        command = [sys.executable, "-m", "pip", "install", *options, *platforms, *places, *requirements]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            *options,
+            *platforms,
+            *places,
+            *requirements,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode == 0:
         return ""
     if _OFFLINE.search(done.stderr):
         raise OfflineError
-    return "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")) or done.stderr
+    return (
+        "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
+        or done.stderr
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args(argv)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    wanted = {"requirements.txt": [f"--requirement={ROOT}/requirements.txt"], "extra fast": extras["fast"]}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    wanted = {
+        "requirements.txt": [f"--requirement={ROOT}/requirements.txt"],
+        "extra fast": extras["fast"],
+    }
     asked = [(name, machine) for name in wanted for machine in MACHINES]
     failed = False
     try:

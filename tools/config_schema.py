@@ -2,7 +2,8 @@
 
     python tools/config_schema.py > configs/schema.json
 
-A single key in words: python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for an argument.
+A single key in words: python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for
+an argument.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ def config_schema() -> str:
         target = schema
         for section in sections:
             node = target["properties"][section]
-            target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
-        choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
+            target = schema["$defs"][
+                (node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]
+            ]
+        choices: dict[str, Any] = (
+            {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
+        )
         target["properties"][key] = {"description": alias.description, **choices}
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)  # a file may leave to its base what the run needs
@@ -49,7 +54,9 @@ def config_schema() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(arguments)
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
     sys.stdout.write(config_schema())
     return 0
 

@@ -1,10 +1,15 @@
-"""Write the YAML that another system's configuration becomes here: behind each key the one it was, at the end what has no effect.
+"""Write the YAML that another system's configuration becomes here: behind each key the one it was,
+at the end what has no effect.
 
-    python tools/convert_config.py FILE.yaml [--output OURS.yaml]                   MindFormers' or PaddleFleetX's, by its content
-    python tools/convert_config.py --from megatron FLAGS.txt [--output OURS.yaml]   a file of command-line flags
-    python tools/convert_config.py --from oneflow [--output OURS.yaml] -- --num-layers 24 --hidden-size 1024 ...
+    python tools/convert_config.py FILE.yaml [--output OURS.yaml]
+        MindFormers' or PaddleFleetX's, by its content
+    python tools/convert_config.py --from megatron FLAGS.txt [--output OURS.yaml]
+        a file of command-line flags
+    python tools/convert_config.py --from oneflow [--output OURS.yaml] \\
+            -- --num-layers 24 --hidden-size 1024 ...
 
-Words section.key=value behind FILE change keys of ours. Exit code: 0; 2 for a configuration that cannot be obeyed.
+Words section.key=value behind FILE change keys of ours. Exit code: 0; 2 for a configuration that
+cannot be obeyed.
 """
 
 from __future__ import annotations
@@ -44,21 +49,37 @@ def _convert(args: argparse.Namespace, flags: list[str]) -> str:
     if args.system in COMMAND_LINES:
         if bool(flags) == (args.file is not None):
             raise ConfigError(f"--from {args.system}: give a file of flags, or the flags behind --")
-        return open_flags(args.system, flags or read_flag_file(args.file), args.overrides, str(args.file or "command line")).yaml
+        return open_flags(
+            args.system,
+            flags or read_flag_file(args.file),
+            args.overrides,
+            str(args.file or "command line"),
+        ).yaml
     if args.file is None or flags:
-        raise ConfigError("give the YAML file to convert; flags behind -- are for --from " + " and ".join(COMMAND_LINES))
+        raise ConfigError(
+            "give the YAML file to convert; flags behind -- are for --from "
+            + " and ".join(COMMAND_LINES)
+        )
     opened = open_config(args.file, args.overrides)
     if opened.system is None:
-        raise ConfigError(f"{args.file}: is in the words of this project already; --from says whose flags a file holds")
+        raise ConfigError(
+            f"{args.file}: is in the words of this project already; --from says whose flags a file"
+            " holds"
+        )
     return opened.yaml
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument(
-        "--from", dest="system", choices=("mindformers", "fleetx", "megatron", "oneflow"), help="left out: by the content of FILE"
+        "--from",
+        dest="system",
+        choices=("mindformers", "fleetx", "megatron", "oneflow"),
+        help="left out: by the content of FILE",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="left out: print it")
     return parser

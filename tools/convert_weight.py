@@ -1,10 +1,11 @@
 """Convert weights of GPT-2 between formats, a tensor at a time.
 
-python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf] [--dtype float16] [--verify]
-python tools/convert_weight.py --layers 12 --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
+python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf]
+[--dtype float16] [--verify] python tools/convert_weight.py --layers 12 --torch_path
+pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3, megatron, megatron_core; openai (TensorFlow) and
-fleetx are read only.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3, megatron,
+megatron_core; openai (TensorFlow) and fleetx are read only.
 """
 
 from __future__ import annotations
@@ -70,18 +71,39 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and 143: stopped. But for 0 nothing is left.",
+        epilog="Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and"
+        " 143: stopped. But for 0 nothing is left.",
     )
     add = parser.add_argument
-    add("--from", dest="source_format", choices=FORMATS, metavar="FORMAT", help="found out when left out")
+    add(
+        "--from",
+        dest="source_format",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help="found out when left out",
+    )
     add("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
     add("--input", type=Path, help="folder, or a file of weights beside its config")
     add("--output", type=Path, help="folder, which must not exist or be empty")
     add("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
-    add("--model_parallel", type=int, default=1, metavar="N", help="tensor ranks of a target with a file for each")
+    add(
+        "--model_parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor ranks of a target with a file for each",
+    )
     add("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
-    add("--weights_only", action="store_true", help="leave out the optimizer's state and where training stood")
-    add("--verify", action="store_true", help="read the output back, compare bit for bit, and logits where they run")
+    add(
+        "--weights_only",
+        action="store_true",
+        help="leave out the optimizer's state and where training stood",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="read the output back, compare bit for bit, and logits where they run",
+    )
     add("--layers", type=int, help="number of blocks of the file at --torch_path")
     add("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
     add("--mindspore_path", type=Path, help="the .ckpt to write")
@@ -89,25 +111,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
-    """Return whether the arguments are those of MindFormers' own script. Ends the process where they are neither's."""
+    """Return whether the arguments are those of MindFormers' own script. Ends the process where
+    they are neither's.
+    """
     given = vars(arguments)
     theirs = [given[name] for name in _OF_MINDFORMERS]
     if theirs == [None] * len(theirs):
         if None in (arguments.input, arguments.output, arguments.target_format):
             parser.error("--to, --input and --output are needed")
         return False
-    ours = any(given[name] for name in _OURS) or any(given[name] != value for name, value in _SWITCHES.items())
+    ours = any(given[name] for name in _OURS) or any(
+        given[name] != value for name, value in _SWITCHES.items()
+    )
     if ours or None in theirs or arguments.layers < 1:
-        parser.error("--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing else")
+        parser.error(
+            "--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing"
+            " else"
+        )
     return True
 
 
 def _say(result: ConversionResult, source: Path, target: Path, *, verified: bool) -> None:
     how = ", read back and equal bit for bit" if verified else ""
-    run = "" if result.step is None else f" and the run at step {result.step} with {result.moments} tensors of the optimizer"
-    print(f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{how}")
+    run = (
+        ""
+        if result.step is None
+        else f" and the run at step {result.step} with {result.moments} tensors of the optimizer"
+    )
+    print(
+        f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{how}"
+    )
     if result.logits and result.logits["compared"]:
-        print(f"logits: they differ by {result.logits['largest_difference']:.2g} of {result.logits['largest_logit']:.3g} at most")
+        print(
+            f"logits: they differ by {result.logits['largest_difference']:.2g} of"
+            f" {result.logits['largest_logit']:.3g} at most"
+        )
     elif result.logits:
         print(f"logits: not compared, {result.logits['reason']}")
     names = {why: name for name, why in result.ignored.items()}
@@ -116,5 +154,6 @@ def _say(result: ConversionResult, source: Path, target: Path, *, verified: bool
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # a scheduler's, which else leaves half of the output there
+    # a scheduler's, which else leaves half of the output there
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     run_script(main)

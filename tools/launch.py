@@ -1,14 +1,21 @@
-"""Start the ranks of this host and wait for them: what scripts/run_distribute.sh and scripts/run_standalone.sh call.
+"""Start the ranks of this host and wait for them: what scripts/run_distribute.sh and
+scripts/run_standalone.sh call.
 
-    bash scripts/run_distribute.sh RANK_TABLE CONFIG '[0,8]' train                       the devices 0-7 of this machine
-    bash scripts/run_distribute.sh RANK_TABLE CONFIG '[8,16]' train 32                   the ranks 8-15 of 32, on each machine its own
-    bash scripts/run_distribute.sh none CONFIG '[0,4]' train                             no rank table: GPUs, or processes on CPU
-    bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 --node_rank 1 none CONFIG '[0,4]' train
-    bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                one process
+    bash scripts/run_distribute.sh RANK_TABLE CONFIG '[0,8]' train
+        the devices 0-7 of this machine
+    bash scripts/run_distribute.sh RANK_TABLE CONFIG '[8,16]' train 32
+        the ranks 8-15 of 32, on each machine its own
+    bash scripts/run_distribute.sh none CONFIG '[0,4]' train
+        no rank table: GPUs, or processes on CPU
+    bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 --node_rank 1 \\
+            none CONFIG '[0,4]' train
+    bash scripts/run_standalone.sh CONFIG DEVICE_ID train
+        one process
 
-section.key=value words at the end go to every rank. What rank 0 writes is shown, unless --quiet is given. DRY_RUN=1 before the command
-shows what each rank would get and starts nothing; DETACH=1 returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else
-that of the first rank that failed, 128+n: signal n.
+section.key=value words at the end go to every rank. What rank 0 writes is shown, unless --quiet is
+given. DRY_RUN=1 before the command shows what each rank would get and starts nothing; DETACH=1
+returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else that of the first rank
+that failed, 128+n: signal n.
 """
 
 from __future__ import annotations
@@ -39,11 +46,14 @@ from common.systems.config import accept_foreign_configs
 
 _ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
 
-    bash scripts/run_standalone.sh CONFIG DEVICE_ID train                                on device DEVICE_ID, counted from 0
-    bash scripts/run_standalone.sh CONFIG 0 train train.max_steps=9                      any key of the configuration may follow
+    bash scripts/run_standalone.sh CONFIG DEVICE_ID train
+        on device DEVICE_ID, counted from 0
+    bash scripts/run_standalone.sh CONFIG 0 train train.max_steps=9
+        any key of the configuration may follow
 
-Its log is mf_standalone/mindformer.log in the run folder. DRY_RUN=1 before the command shows what the process would get and starts
-nothing; DETACH=1 returns at once. Exit code 0: it ended well; 2: bad arguments; else its own, 128+n: signal n.
+Its log is mf_standalone/mindformer.log in the run folder. DRY_RUN=1 before the command shows what
+the process would get and starts nothing; DETACH=1 returns at once. Exit code 0: it ended well; 2:
+bad arguments; else its own, 128+n: signal n.
 """
 
 
@@ -54,20 +64,52 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--log_dir", type=Path, metavar="DIR", help="where mf_parallel{rank}/ goes (default: output_dir of the config)")
-    parser.add_argument("--quiet", action="store_true", help="do not show what the first rank writes: progress, losses, results")
-    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # what happens anyway; scripts may still give it
+    parser.add_argument(
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="where mf_parallel{rank}/ goes (default: output_dir of the config)",
+    )
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="do not show what the first rank writes: progress, losses, results",
+    )
+    # what happens anyway; scripts may still give it
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
     if kind == "distribute":
-        parser.add_argument("--master", metavar="IP:PORT", help="where the ranks meet: the host of rank 0, and a port")
-        parser.add_argument("--nnodes", type=whole_numbers.argument(1), metavar="N", help="without a rank table: how many hosts there are")
         parser.add_argument(
-            "--node_rank", type=whole_numbers.argument(), metavar="K", help="without a rank table: which of them this is, from 0"
+            "--master",
+            metavar="IP:PORT",
+            help="where the ranks meet: the host of rank 0, and a port",
         )
-        parser.add_argument("--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first")
-        parser.add_argument("--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait")
-        parser.add_argument("--all_ranks", action="store_true", help="plan shows every rank's variables and command")
-        parser.add_argument("--accelerator", metavar="NAME", help='plan estimates the time of a step on it, such as "Ascend 910A"')
+        parser.add_argument(
+            "--nnodes",
+            type=whole_numbers.argument(1),
+            metavar="N",
+            help="without a rank table: how many hosts there are",
+        )
+        parser.add_argument(
+            "--node_rank",
+            type=whole_numbers.argument(),
+            metavar="K",
+            help="without a rank table: which of them this is, from 0",
+        )
+        parser.add_argument(
+            "--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first"
+        )
+        parser.add_argument(
+            "--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait"
+        )
+        parser.add_argument(
+            "--all_ranks", action="store_true", help="plan shows every rank's variables and command"
+        )
+        parser.add_argument(
+            "--accelerator",
+            metavar="NAME",
+            help='plan estimates the time of a step on it, such as "Ascend 910A"',
+        )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(words)
 
@@ -101,12 +143,16 @@ def launch(kind: str, words: list[str]) -> int:
     argv = (kind, *words)
     accept_foreign_configs()
     if kind == "standalone":
-        return standalone(parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main)
+        return standalone(
+            parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main
+        )
     return distribute(parse_distribute(positional, RUN_MODES, argv=argv, **arguments))
 
 
 def _discard_output() -> None:
-    """Let what standard output still holds go nowhere, so that the interpreter's end does not fail at it and change the exit code."""
+    """Let what standard output still holds go nowhere, so that the interpreter's end does not fail
+    at it and change the exit code.
+    """
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,11 +1,13 @@
-"""Run a command of the project in a container, with its sources, data and accelerators: OneFlow-Benchmark's tool of this name.
+"""Run a command of the project in a container, with its sources, data and accelerators:
+OneFlow-Benchmark's tool of this name.
 
     python tools/launch_container.py --image gpt2-toolkit:cpu --cmd "bash scripts/quickstart.sh"
-    python tools/launch_container.py --image gpt2-toolkit:cuda --devices nvidia --extra-mount /data --cmd "python run_gpt2.py ..."
+    python tools/launch_container.py --image gpt2-toolkit:cuda --devices nvidia \\
+        --extra-mount /data --cmd "python run_gpt2.py ..."
     python tools/launch_container.py --image gpt2-toolkit:cann --devices ascend --dry-run
 
-The images are made by docker build -f containers/KIND.Dockerfile -t gpt2-toolkit:KIND . (cpu, cuda, cann). Exit code: that of docker; 2
-for wrong arguments, and where docker is not installed.
+The images are made by docker build -f containers/KIND.Dockerfile -t gpt2-toolkit:KIND . (cpu, cuda,
+cann). Exit code: that of docker; 2 for wrong arguments, and where docker is not installed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from common.errors import ConfigError, GPT2Error
 from common.interrupts import run_script
 
 ASCEND_DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-ASCEND_MOUNTS = ("/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info", "/etc/hccn.conf")
+ASCEND_MOUNTS = (
+    "/usr/local/Ascend/driver",
+    "/usr/local/dcmi",
+    "/usr/local/bin/npu-smi",
+    "/etc/ascend_install.info",
+    "/etc/hccn.conf",
+)
 """Of the host's driver, read-only. Source: Ascend Docker Runtime's guide, mounting by hand."""
 
 
@@ -36,22 +44,29 @@ def main(arguments: list[str] | None = None) -> int:
             print(shlex.join(command))
             return 0
         if shutil.which(command[0]) is None:
-            raise ConfigError(f"{command[0]} is not installed; install it, or see the command with --dry-run")
+            raise ConfigError(
+                f"{command[0]} is not installed; install it, or see the command with --dry-run"
+            )
     except GPT2Error as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return subprocess.run(command, check=False).returncode  # noqa: S603 - the words of the command line, no shell
+    # the words of the command line, no shell
+    return subprocess.run(command, check=False).returncode  # noqa: S603
 
 
 def docker_command(args: argparse.Namespace) -> list[str]:
-    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no Ascend of this host."""
+    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no
+    Ascend of this host.
+    """
     source = args.src.resolve()
     mounts = [(source, source, "")]
     for text in args.extra_mount:
         host, _, inside = text.partition(":")
         path = Path(host).resolve()
         if not path.exists():
-            raise ConfigError(f"--extra-mount {text}: {path} does not exist; make it, or leave the mount out")
+            raise ConfigError(
+                f"--extra-mount {text}: {path} does not exist; make it, or leave the mount out"
+            )
         mounts.append((path, Path(inside or path), ""))
     if args.wheel is not None:
         if not args.wheel.is_file():
@@ -59,7 +74,17 @@ def docker_command(args: argparse.Namespace) -> list[str]:
         mounts.append((args.wheel.resolve().parent, args.wheel.resolve().parent, ":ro"))
     if not source.is_dir():
         raise ConfigError(f"--src {args.src}: is not a folder; give that of the project")
-    words = [args.program, "run", "--rm", "--network", "host", "--shm-size", args.shm_size, "--ulimit", "memlock=-1"]
+    words = [
+        args.program,
+        "run",
+        "--rm",
+        "--network",
+        "host",
+        "--shm-size",
+        args.shm_size,
+        "--ulimit",
+        "memlock=-1",
+    ]
     words += [] if args.no_interactive else ["-it"]
     words += _devices(args.devices, mounts)
     for name in ("http_proxy", "https_proxy") if args.proxy else ():
@@ -71,32 +96,80 @@ def docker_command(args: argparse.Namespace) -> list[str]:
 
 
 def _devices(kind: str, mounts: list[tuple[Path, Path, str]]) -> list[str]:
-    """Return the words that give the container the host's accelerators; an Ascend's driver is added to ``mounts``."""
+    """Return the words that give the container the host's accelerators; an Ascend's driver is added
+    to ``mounts``.
+    """
     if kind == "none":
         return []
     if kind == "nvidia":
         return ["--gpus", "all", "--ipc", "host", "--cap-add", "SYS_PTRACE"]
-    cards = sorted((path for path in Path("/dev").glob("davinci[0-9]*")), key=lambda path: int(path.name[7:]))
+    cards = sorted(
+        (path for path in Path("/dev").glob("davinci[0-9]*")), key=lambda path: int(path.name[7:])
+    )
     if not cards:
-        raise ConfigError("--devices ascend: this host has no /dev/davinci0; install the driver, or choose --devices none")
+        raise ConfigError(
+            "--devices ascend: this host has no /dev/davinci0; install the driver, or choose"
+            " --devices none"
+        )
     mounts.extend((Path(path), Path(path), ":ro") for path in ASCEND_MOUNTS if Path(path).exists())
     return [word for device in (*map(str, cards), *ASCEND_DEVICES) for word in ("--device", device)]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--image", required=True, metavar="NAME", help="image of the container")
-    parser.add_argument("--cmd", default="bash", metavar="TEXT", help="what bash runs inside (default: a shell)")
-    parser.add_argument("--src", type=Path, default=ROOT, metavar="DIR", help="mounted under its own path, where --cmd starts")
-    parser.add_argument("--devices", choices=("none", "nvidia", "ascend"), default="none", help="accelerators to pass on (default: none)")
-    parser.add_argument("--extra-mount", action="append", default=[], metavar="HOST[:INSIDE]", help="a further folder; may be repeated")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="a package that is installed in the container first")
-    parser.add_argument("--py", help=argparse.SUPPRESS)  # OneFlow's images hold several Pythons, ours hold one
-    parser.add_argument("--shm-size", default="8g", metavar="SIZE", help="shared memory, for the ranks of a host (default: 8g)")
+    parser.add_argument(
+        "--cmd", default="bash", metavar="TEXT", help="what bash runs inside (default: a shell)"
+    )
+    parser.add_argument(
+        "--src",
+        type=Path,
+        default=ROOT,
+        metavar="DIR",
+        help="mounted under its own path, where --cmd starts",
+    )
+    parser.add_argument(
+        "--devices",
+        choices=("none", "nvidia", "ascend"),
+        default="none",
+        help="accelerators to pass on (default: none)",
+    )
+    parser.add_argument(
+        "--extra-mount",
+        action="append",
+        default=[],
+        metavar="HOST[:INSIDE]",
+        help="a further folder; may be repeated",
+    )
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="FILE",
+        help="a package that is installed in the container first",
+    )
+    # OneFlow's images hold several Pythons, ours hold one
+    parser.add_argument("--py", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--shm-size",
+        default="8g",
+        metavar="SIZE",
+        help="shared memory, for the ranks of a host (default: 8g)",
+    )
     parser.add_argument("--proxy", metavar="URL", help="for http and https")
-    parser.add_argument("--no-interactive", action="store_true", help="without a terminal, for jobs")
-    parser.add_argument("--program", default="docker", metavar="NAME", help="docker, podman or nerdctl (default: docker)")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
+    parser.add_argument(
+        "--no-interactive", action="store_true", help="without a terminal, for jobs"
+    )
+    parser.add_argument(
+        "--program",
+        default="docker",
+        metavar="NAME",
+        help="docker, podman or nerdctl (default: docker)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command, and start nothing"
+    )
     return parser
 
 

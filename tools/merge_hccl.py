@@ -1,8 +1,10 @@
 """Merge the rank tables of several machines into one, which each of them then gets a copy of.
 
-    python tools/merge_hccl.py hccl_8p_01234567_10.0.0.1.json hccl_8p_01234567_10.0.0.2.json     hccl_2s_16p.json
+    python tools/merge_hccl.py hccl_8p_01234567_10.0.0.1.json hccl_8p_01234567_10.0.0.2.json
+        hccl_2s_16p.json
 
-Ranks are counted on in the order of the files. Exit code 0: written; 2: bad tables or arguments; 1: the file could not be written.
+Ranks are counted on in the order of the files. Exit code 0: written; 2: bad tables or arguments; 1:
+the file could not be written.
 """
 
 from __future__ import annotations
@@ -24,8 +26,18 @@ from common.files import refuse_to_overwrite
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="rank table of one machine (version 0, 1.0 or 1.2)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="rank table of one machine (version 0, 1.0 or 1.2)",
+    )
     return parser.parse_args(words)
 
 

@@ -1,6 +1,7 @@
 """Compare runs: their metrics, one panel each, as one PNG.
 
-    python tools/plot.py runs/one runs/two --output compare.png [--metric loss,tokens_per_second] [--smoothing 50]
+    python tools/plot.py runs/one runs/two --output compare.png \\
+        [--metric loss,tokens_per_second] [--smoothing 50]
 
 Exit code 0: success; 2: bad arguments or metrics; 1: the picture could not be written.
 """
@@ -24,17 +25,30 @@ from common.whole_numbers import shortened, whole_number
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="plot.py", description="Compare runs as curves over steps.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE.png", help="where the picture goes")
+    parser = argparse.ArgumentParser(
+        prog="plot.py", description="Compare runs as curves over steps.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE.png", help="where the picture goes"
+    )
     parser.add_argument(
         "--metric",
         type=_names,
         default=["loss", "tokens_per_second"],
         metavar="NAME,...",
-        help="keys of metrics.jsonl, one panel each (default: loss,tokens_per_second); loss has the validation loss in it",
+        help="keys of metrics.jsonl, one panel each (default: loss,tokens_per_second); loss has the"
+        " validation loss in it",
     )
-    parser.add_argument("--smoothing", type=_rows, default=0, metavar="ROWS", help="rows that are averaged (default: a fiftieth of a run)")
+    parser.add_argument(
+        "--smoothing",
+        type=_rows,
+        default=0,
+        metavar="ROWS",
+        help="rows that are averaged (default: a fiftieth of a run)",
+    )
     return parser.parse_args(words)
 
 
@@ -52,14 +66,18 @@ def main(words: list[str] | None = None) -> int:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"expected names with commas between, each once, found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected names with commas between, each once, found {text!r}"
+        )
     return names
 
 
 def _rows(text: str) -> int:
     number = whole_number(text)
     if not number:
-        raise argparse.ArgumentTypeError(f"expected a number of rows, 1 or more, found {shortened(text)!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number of rows, 1 or more, found {shortened(text)!r}"
+        )
     return number
 
 

@@ -1,10 +1,15 @@
-"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}, or into MindSpore's MindRecord.
+"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}, or
+into MindSpore's MindRecord.
 
-    python tools/preprocess_data.py --input corpus.txt --output-prefix data/my --vocab-file vocab.json --merge-file merges.txt
-    ... --format fleetx                                           PREFIX_{key}_document{_ids.npy,_idx.npz}, as PaddleFleetX reads
-    ... --format mindrecord --seq-length 1024 [--num-splits N]    PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
+    python tools/preprocess_data.py --input corpus.txt --output-prefix data/my \\
+            --vocab-file vocab.json --merge-file merges.txt
+    ... --format fleetx
+        PREFIX_{key}_document{_ids.npy,_idx.npz}, as PaddleFleetX reads
+    ... --format mindrecord --seq-length 1024 [--num-splits N]
+        PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
 
-Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by Ctrl-C and SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
+Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -54,9 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _options(arguments)
         limit_tokenizer_threads()
-        gc.disable()  # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
+        # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
+        gc.disable()
         if arguments.format == "mindrecord":
-            seq_length, shards = arguments.seq_length or DEFAULT_SEQ_LENGTH, arguments.num_splits or 1
+            seq_length, shards = (
+                arguments.seq_length or DEFAULT_SEQ_LENGTH,
+                arguments.num_splits or 1,
+            )
             sets, progress = preprocess_mindrecord(options, seq_length, shards, display)
             files = f"{'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
         else:
@@ -80,40 +89,88 @@ def main(argv: list[str] | None = None) -> int:
 def _set(found: RecordSet, seq_length: int) -> str:
     files = found.files
     names = str(found.target) if len(files) == 1 else f"{files[0]} ... {files[-1].name}"
-    return f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left over at the end"
+    return (
+        f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left"
+        " over at the end"
+    )
 
 
 def _counts(done: Progress) -> str:
-    return f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents skipped, {done.seconds:.1f} s ({done.rates()})"
+    return (
+        f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents"
+        f" skipped, {done.seconds:.1f} s ({done.rates()})"
+    )
 
 
 def _how_split(options: PreprocessOptions, prefix: Path) -> str:
-    """Return what separated the documents of plain text, which a count of documents does not tell."""
+    """Return what separated the documents of plain text, which a count of documents does not
+    tell.
+    """
     metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
-    if metadata is None or all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
+    if metadata is None or all(
+        source.format != CorpusFormat.TEXT.value for source in metadata.sources
+    ):
         return ""
     others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
-    return f"\nplain text: {_SEPARATORS[options.documents]} (--documents {options.documents.value}; the others: {others})"
+    return (
+        f"\nplain text: {_SEPARATORS[options.documents]} (--documents"
+        f" {options.documents.value}; the others: {others})"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Abbreviations off: Megatron's users write --vocab and --json-key, which are aliases here and not guesses.
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help=".txt, .jsonl, .json (array), each also .gz")
-    group.add_argument("--input-format", choices=[item.value for item in CorpusFormat], help="do not judge the format by content")
-    group.add_argument("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="keys to extract, one output each")
-    group.add_argument(
-        "--documents", choices=[rule.value for rule in DocumentRule], default="blank_line", help="what separates documents in plain text"
+    # Abbreviations off: Megatron's users write --vocab and --json-key, which are aliases here and
+    # not guesses.
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    group.add_argument("--split-sentences", action="store_true", help="one sequence per sentence, written as _sentence")
-    group.add_argument("--keep-newlines", action="store_true", help="with --split-sentences: keep the white space between sentences")
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help=".txt, .jsonl, .json (array), each also .gz",
+    )
+    group.add_argument(
+        "--input-format",
+        choices=[item.value for item in CorpusFormat],
+        help="do not judge the format by content",
+    )
+    group.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys to extract, one output each",
+    )
+    group.add_argument(
+        "--documents",
+        choices=[rule.value for rule in DocumentRule],
+        default="blank_line",
+        help="what separates documents in plain text",
+    )
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="one sequence per sentence, written as _sentence",
+    )
+    group.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences: keep the white space between sentences",
+    )
     group.add_argument(
         "--max-document-mib",
         type=int,
         default=DOCUMENT_BYTES >> 20,
         metavar="N",
-        help=f"refuse a document of more MiB: it is held in memory whole, several times (default: {DOCUMENT_BYTES >> 20})",
+        help="refuse a document of more MiB: it is held in memory whole, several times (default:"
+        f" {DOCUMENT_BYTES >> 20})",
     )
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
@@ -122,56 +179,109 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help=f"kind of tokenizer: {', '.join(sorted(TOKENIZERS))} (byte-level BPE; default)",
     )
-    group.add_argument("--vocab-file", "--vocab", required=True, type=Path, metavar="FILE", help="vocab.json, or a folder with both files")
+    group.add_argument(
+        "--vocab-file",
+        "--vocab",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="vocab.json, or a folder with both files",
+    )
     group.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt")
     group.add_argument(
         "--tokenizer-backend",
         choices=("auto", "gigatoken", "tiktoken", "tokenizers"),
         default="auto",
-        help="library that does the work; all give the same ids; auto takes the fastest that is installed (default: auto)",
+        help="library that does the work; all give the same ids; auto takes the fastest that is"
+        " installed (default: auto)",
     )
     group.add_argument(
-        "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="put <|endoftext|> behind each document (default: on)"
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put <|endoftext|> behind each document (default: on)",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
     group.add_argument(
-        "--format", choices=("indexed", "fleetx", "mindrecord"), default="indexed", help="default: indexed, a .bin/.idx pair"
+        "--format",
+        choices=("indexed", "fleetx", "mindrecord"),
+        default="indexed",
+        help="default: indexed, a .bin/.idx pair",
     )
-    group.add_argument("--seq-length", type=int, metavar="N", help="mindrecord: rows of N + 1 tokens that share one (default: 1024)")
-    group.add_argument("--num-splits", type=int, metavar="N", help="mindrecord: files to spread the rows over (default: 1)")
-    group.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="only mmap is written")
+    group.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="mindrecord: rows of N + 1 tokens that share one (default: 1024)",
+    )
+    group.add_argument(
+        "--num-splits",
+        type=int,
+        metavar="N",
+        help="mindrecord: files to spread the rows over (default: 1)",
+    )
+    group.add_argument(
+        "--dataset-impl",
+        choices=("lazy", "cached", "mmap"),
+        default="mmap",
+        help="only mmap is written",
+    )
     group = parser.add_argument_group("run")
-    group.add_argument("--workers", type=int, default=1, help="processes; the output does not depend on it (default: 1)")
-    group.add_argument("--log-interval", type=int, default=10000, metavar="N", help="documents between progress lines (default: 10000)")
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes; the output does not depend on it (default: 1)",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=10000,
+        metavar="N",
+        help="documents between progress lines (default: 10000)",
+    )
     return parser
 
 
 def _options(args: argparse.Namespace) -> PreprocessOptions:
     mindrecord = args.format == "mindrecord"
-    small = [name for name in ("seq_length", "num_splits") if (value := getattr(args, name)) is not None and value < 1]
+    small = [
+        name
+        for name in ("seq_length", "num_splits")
+        if (value := getattr(args, name)) is not None and value < 1
+    ]
     refusals = (
         (
             args.dataset_impl != "mmap",
-            f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and cached in 2023, and whatever reads "
-            "them reads mmap too; leave the option out",
+            f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and"
+            " cached in 2023, and whatever reads them reads mmap too; leave the option out",
         ),
-        (args.max_document_mib < 1, f"--max-document-mib={args.max_document_mib}: expected 1 or more"),
+        (
+            args.max_document_mib < 1,
+            f"--max-document-mib={args.max_document_mib}: expected 1 or more",
+        ),
         (
             args.keep_newlines and not args.split_sentences,
-            "--keep-newlines only means something with --split-sentences; without it newlines are always kept",
+            "--keep-newlines only means something with --split-sentences; without it newlines are"
+            " always kept",
         ),
         (
             mindrecord and args.split_sentences,
-            "--split-sentences with --format mindrecord: rows of equal length know no sentences; leave one of them out",
+            "--split-sentences with --format mindrecord: rows of equal length know no sentences;"
+            " leave one of them out",
         ),
         (
             mindrecord and small,
-            "".join(f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more" for name in small[:1]),
+            "".join(
+                f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more"
+                for name in small[:1]
+            ),
         ),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),
-            "--seq-length and --num-splits only mean something with --format mindrecord; a .bin/.idx pair suits every length",
+            "--seq-length and --num-splits only mean something with --format mindrecord; a"
+            " .bin/.idx pair suits every length",
         ),
     )
     for refused, message in refusals:
@@ -181,7 +291,10 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         tokenizer=TokenizerChoice(
-            kind=args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file, backend=args.tokenizer_backend
+            kind=args.tokenizer_type,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            backend=args.tokenizer_backend,
         ),
         json_keys=tuple(args.json_keys),
         format="fleetx" if args.format == "fleetx" else "indexed",
@@ -209,7 +322,10 @@ class _Display:
         elif progress.documents >= self._next:
             self._next = (progress.documents // self._interval + 1) * self._interval
             share = 100 * progress.read_bytes / max(1, progress.total_bytes)
-            print(f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})", file=sys.stderr)
+            print(
+                f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})",
+                file=sys.stderr,
+            )
 
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:

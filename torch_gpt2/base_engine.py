@@ -67,7 +67,8 @@ class BaseEngine(engine.Engine):
             self._restore_generators(saved)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(
-                f"{reader.folder}: the state of the random generators is broken ({error}); use another checkpoint"
+                f"{reader.folder}: the state of the random generators is broken ({error}); use"
+                " another checkpoint"
             ) from None
         self.step = state.step
         return state

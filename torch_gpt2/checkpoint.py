@@ -40,7 +40,11 @@ def moments_on_host(
         state = optimizer.state.get(tensor, {})
         steps = int(state.get("step", steps))
         if name in pieces:
-            moments |= {f"{name}.{part}": _cut(state[part], pieces[name]) for part in parts if state.get(part) is not None}
+            moments |= {
+                f"{name}.{part}": _cut(state[part], pieces[name])
+                for part in parts
+                if state.get(part) is not None
+            }
     return moments, steps
 
 

@@ -58,7 +58,9 @@ class TorchDevice:
     @property
     def profiler(self) -> Any:
         """torch.profiler, or what Ascend's adapter has in its place."""
-        return torch.profiler if self.kind != "npu" else importlib.import_module("torch_npu").profiler
+        return (
+            torch.profiler if self.kind != "npu" else importlib.import_module("torch_npu").profiler
+        )
 
     def supports(self, float_name: str) -> bool:
         if float_name != "bfloat16" or self.kind == "cpu":
@@ -87,12 +89,19 @@ class TorchDevice:
         states = {"cpu": torch.get_rng_state()}
         if self.kind != "cpu":
             states[self.kind] = self.module.get_rng_state()
-        return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
+        return {
+            kind: base64.b64encode(state.numpy().tobytes()).decode()
+            for kind, state in states.items()
+        }
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Restore what is there for this kind of device; a run that moved to another kind starts new dropout masks."""
+        """Restore what is there for this kind of device; a run that moved to another kind starts
+        new dropout masks.
+        """
         for kind, text in state.items():
-            tensor = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+            tensor = torch.frombuffer(
+                bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8
+            )
             if kind == "cpu":
                 torch.set_rng_state(tensor)
             elif kind == self.kind:
@@ -102,11 +111,18 @@ class TorchDevice:
 def open_device(config: ResolvedRun, process: Process = ALONE) -> TorchDevice:
     """The device of a process, checked against the config. Raises ConfigError or DeviceError."""
     unassigned = process.world_size > 1 and process.device_id is None
-    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads, perhaps_alone=unassigned)
+    device = select_device(
+        config.device,
+        index=device_index(config, process),
+        threads=config.runtime.threads,
+        perhaps_alone=unassigned,
+    )
     check_support(config, device)
     if config.context.max_device_memory:
         limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
-        device.module.set_per_process_memory_fraction(min(1.0, limit / device.module.mem_get_info()[1]))
+        device.module.set_per_process_memory_fraction(
+            min(1.0, limit / device.module.mem_get_info()[1])
+        )
     if config.train.deterministic:
         if device.kind == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -114,9 +130,13 @@ def open_device(config: ResolvedRun, process: Process = ALONE) -> TorchDevice:
     return device
 
 
-def select_device(kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False) -> TorchDevice:
-    """The device asked for; ``auto`` takes an accelerator if there is one, and looks for an NPU where CANN is set up.
-    perhaps_alone: where there is but one, it is that one, since some launchers hide the devices of the other ranks.
+def select_device(
+    kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False
+) -> TorchDevice:
+    """The device asked for; ``auto`` takes an accelerator if there is one, and looks for an NPU
+    where CANN is set up.
+    perhaps_alone: where there is but one, it is that one, since some launchers hide the devices of
+    the other ranks.
 
     Raises DeviceError when it is not there, saying why as far as torch tells.
     """
@@ -130,14 +150,22 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None, perh
     if kind == "npu":
         _import_npu()
     elif not torch.cuda.is_available():
-        build = f"torch {torch.__version__} is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}"
-        raise DeviceError(f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu")
+        build = (
+            f"torch {torch.__version__} is built"
+            f" {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}"
+        )
+        raise DeviceError(
+            f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu"
+        )
     module = getattr(torch, kind)
     count = module.device_count()
     if perhaps_alone and count == 1:
         index = 0
     if index >= count:
-        raise DeviceError(f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or choose others")
+        raise DeviceError(
+            f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or"
+            " choose others"
+        )
     module.set_device(index)
     return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
 
@@ -147,10 +175,15 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
     with naming_auto(config, device.kind, "GPU or NPU"):
         check_device_id(config, device.kind)
         if device.kind == "cpu" and config.context.max_device_memory:
-            raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
+            raise ConfigError(
+                "context.max_device_memory is for accelerators; leave it out on a CPU"
+            )
         for part, float_name in config.precision.model_dump().items():
             if not device.supports(float_name):
-                raise DeviceError(f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic loss scale, or float32")
+                raise DeviceError(
+                    f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
+                    " loss scale, or float32"
+                )
 
 
 def _has_npu() -> bool:
@@ -159,7 +192,9 @@ def _has_npu() -> bool:
 
 
 def _takes_npu() -> bool:
-    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded, so that it is left alone."""
+    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded, so that it is left
+    alone.
+    """
     if not any(map(os.environ.get, _CANN)):
         return _has_npu()
     try:
@@ -174,12 +209,15 @@ def _import_npu() -> None:
         return
     if importlib.util.find_spec("torch_npu") is None:
         raise DeviceError(
-            "device=npu: torch_npu is not installed; install the release that matches this torch, and CANN, or set backend=mindspore"
+            "device=npu: torch_npu is not installed; install the release that matches this torch,"
+            " and CANN, or set backend=mindspore"
         )
     try:
         importlib.import_module("torch_npu")  # registers torch.npu
     except (ImportError, OSError, RuntimeError) as error:
-        raise DeviceError(f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first") from None
+        raise DeviceError(
+            f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first"
+        ) from None
     if not _has_npu():
         raise DeviceError("device=npu: torch_npu is installed but sees no NPU; check npu-smi info")
 

@@ -1,4 +1,6 @@
-"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their gradients."""
+"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -57,31 +59,45 @@ class Engine(BaseEngine):
         super().__init__(config, device, process, world, manifest_extra)
         self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
-        parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+        parameters = {
+            name: parameter for part in self.parts for name, parameter in part.named_parameters()
+        }
         self.master = MasterWeights(parameters, DTYPES[config.precision.reduction])
-        self.optimizer = build_optimizer(self.master.tensors, config.optimizer, fused=device.fused_optimizer)
+        self.optimizer = build_optimizer(
+            self.master.tensors, config.optimizer, fused=device.fused_optimizer
+        )
         self._lent: Snapshot | None = None
         """What the checkpoint writer may still be reading."""
-        self._loss_sum = torch.compile(self.model.loss_sum) if config.train.compile else self.model.loss_sum
-        self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
+        self._loss_sum = (
+            torch.compile(self.model.loss_sum) if config.train.compile else self.model.loss_sum
+        )
+        self._data_parallel = replicate(
+            self.parts, self._loss_sum, config, self.world, device, self.master.tensors
+        )
         self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         """Which part of each parameter this rank holds."""
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
 
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
         for part in self.parts:
             part.train()
         return [self._train_step(next(batches).tokens, limits) for _ in range(steps)]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
-        return sum_losses(self.parts, loss_sum, batches, self.device, self.world, has_loss=self._has_loss)
+        return sum_losses(
+            self.parts, loss_sum, batches, self.device, self.world, has_loss=self._has_loss
+        )
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
+        have the same.
+        """
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     @property
@@ -102,7 +118,11 @@ class Engine(BaseEngine):
         generators = self.world.gather(self.device.rng_state())
         if self.world.rank and not self.is_sharded:
             return None
-        owned = {name: true_slice(name, self.pieces[name], self.config.model) for name in self.master.tensors if self.owns(name)}
+        owned = {
+            name: true_slice(name, self.pieces[name], self.config.model)
+            for name in self.master.tensors
+            if self.owns(name)
+        }
         parts = STATE_NAMES[self.config.optimizer.name]
         moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned)
         rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
@@ -124,7 +144,12 @@ class Engine(BaseEngine):
 
     def norm_of_moments(self) -> float:
         parts = STATE_NAMES[self.config.optimizer.name]
-        found = [local_shard(state[part]) for state in self.optimizer.state.values() for part in parts if state.get(part) is not None]
+        found = [
+            local_shard(state[part])
+            for state in self.optimizer.state.values()
+            for part in parts
+            if state.get(part) is not None
+        ]
         return global_norm(found).item() if found else 0.0
 
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
@@ -159,7 +184,9 @@ class Engine(BaseEngine):
         finite = math.isfinite(norm) and math.isfinite(loss)
         applied = finite and not limits.exceeded(loss, norm)
         if applied:
-            scale_gradients(list(gradients.values()), clip_factor(norm, self.config.optimizer.clip_grad) / scale)
+            scale_gradients(
+                list(gradients.values()), clip_factor(norm, self.config.optimizer.clip_grad) / scale
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             if self._lent is not None:
@@ -168,16 +195,23 @@ class Engine(BaseEngine):
             self._data_parallel.update(self.optimizer.step)
             self.master.write_back()
         self.loss_scale.update(finite)
-        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
+        return StepResult(
+            loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied
+        )
 
     def _accumulate_gradients(self, tokens: Tokens, scale: float) -> float:
-        """Mean loss of the global batch; its gradient, times ``scale``, is left in the parameters."""
+        """Mean loss of the global batch; its gradient, times ``scale``, is left in the
+        parameters.
+        """
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
         predicted = samples * (tokens.shape[1] - 1)
         if self._pipeline is not None:
             ids, targets = inputs_and_targets(tokens, self.device)
             with self._data_parallel.micro_batch(last=True):
-                total = self._pipeline.step(ids, targets, lambda loss: loss * (scale / predicted)) / scale
+                total = (
+                    self._pipeline.step(ids, targets, lambda loss: loss * (scale / predicted))
+                    / scale
+                )
             return self.world.sum(total.item() if self._has_loss else 0.0)[0]
         total = torch.zeros((), device=self.device.torch_device)
         starts = range(0, tokens.shape[0], micro)

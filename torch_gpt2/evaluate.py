@@ -9,7 +9,15 @@ from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
-from common.evaluation import RowBatch, Scorer, TokenScores, ValidationTask, open_task, report, score_rows
+from common.evaluation import (
+    RowBatch,
+    Scorer,
+    TokenScores,
+    ValidationTask,
+    open_task,
+    report,
+    score_rows,
+)
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slices_of_rank
 from common.planner.room import check_memory
@@ -37,15 +45,38 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
         parts = build_parts(config, device, world)
-        parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-        load_weights(parameters, config.model, checkpoint, slices_of_rank(config, topology, world.at, parameters))
+        parameters = {
+            name: parameter for part in parts for name, parameter in part.named_parameters()
+        }
+        load_weights(
+            parameters,
+            config.model,
+            checkpoint,
+            slices_of_rank(config, topology, world.at, parameters),
+        )
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
-            loss_sum, has_loss = (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
-            figures = sum_losses(parts, loss_sum, task.windows(), device, world, has_loss=has_loss and world.at.tensor == 0)
+            loss_sum, has_loss = (
+                (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
+            )
+            figures = sum_losses(
+                parts,
+                loss_sum,
+                task.windows(),
+                device,
+                world,
+                has_loss=has_loss and world.at.tensor == 0,
+            )
             result = task.result(*figures)
         else:
-            result = task.result(score_rows(task.rows, make_scorer(parts[0], device), config.evaluation.batch_size, task.unit))
+            result = task.result(
+                score_rows(
+                    task.rows,
+                    make_scorer(parts[0], device),
+                    config.evaluation.batch_size,
+                    task.unit,
+                )
+            )
         if world.rank == 0:
             report(config, checkpoint, result)
 
@@ -64,11 +95,14 @@ def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
         losses: list[Tensor] = []
         hits: list[Tensor] = []
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            logits = model.logits(hidden[start : start + ROWS_AT_ONCE])  # (ROWS_AT_ONCE, vocab_size)
+            # (ROWS_AT_ONCE, vocab_size)
+            logits = model.logits(hidden[start : start + ROWS_AT_ONCE])
             target = targets[start : start + ROWS_AT_ONCE]
             losses.append(logits.logsumexp(1) - logits.gather(1, target[:, None])[:, 0])
             hits.append(logits.argmax(1) == target)
-        return TokenScores(losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy())
+        return TokenScores(
+            losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy()
+        )
 
     model.eval()
     return score

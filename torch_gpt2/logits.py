@@ -1,4 +1,6 @@
-"""Logits of the weights in a folder, ours or transformers', to hold converted weights against their source."""
+"""Logits of the weights in a folder, ours or transformers', to hold converted weights against their
+source.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArra
 
 
 @torch.no_grad()
-def hugging_face_logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def hugging_face_logits(
+    folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """Return the logits of a folder in the format of transformers, computed by transformers."""
     from transformers import GPT2LMHeadModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
+    net: Any = GPT2LMHeadModel.from_pretrained(
+        folder if folder.is_dir() else folder.parent, local_files_only=True
+    )
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
     return found

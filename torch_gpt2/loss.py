@@ -21,28 +21,46 @@ class VocabularyShard:
     first: int
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, shard: VocabularyShard | None = None) -> Tensor:
-    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on masked.
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    shard: VocabularyShard | None = None,
+) -> Tensor:
+    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
+    ``vocab_size`` on masked.
 
     hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats.
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a shard every rank of its group returns the
-    whole sum, and the gradient of ``hidden`` is this rank's part of it.
+    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a
+    shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this
+    rank's part of it.
     """
-    # Inside the function gradients are always off, and its needs_input_grad does not know of no_grad either.
+    # Inside the function gradients are always off, and its needs_input_grad does not know of
+    # no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _CrossEntropySum.apply(hidden, weight, targets, vocab_size, wanted, shard)  # type: ignore[no-untyped-call, no-any-return]
+    inputs = (hidden, weight, targets, vocab_size, wanted, shard)
+    return _CrossEntropySum.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, wanted: bool, shard: VocabularyShard | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        wanted: bool,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         first = 0 if shard is None else shard.first
         head = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted else None
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
+        weight_grad = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
+        )
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             logits = (hidden[rows] @ head.t()).float()  # (n, rows of the table)
@@ -58,7 +76,8 @@ class _CrossEntropySum(torch.autograd.Function):
             if hidden_grad is not None and weight_grad is not None:
                 slope = logits.sub_(log_sum).exp_()  # softmax, and minus one at the target
                 slope.scatter_add_(1, target, -here.to(slope.dtype))
-                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
+                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
+                # does not lose them.
                 slope = slope.to(hidden.dtype)
                 hidden_grad[rows] = slope @ head
                 if hidden.dtype == torch.float32:
@@ -74,11 +93,20 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         # autograd rounds the second to the type in which it sums the gradient of the weight
-        return (hidden_grad * grads[0]).to(hidden_grad.dtype), weight_grad * grads[0], None, None, None, None
+        return (
+            (hidden_grad * grads[0]).to(hidden_grad.dtype),
+            weight_grad * grads[0],
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _over_shards(log_sum: Tensor, picked: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """The logarithm of the sum of exponentials over all shards, and the target's logit, which one of them has; (n, 1) each."""
+    """The logarithm of the sum of exponentials over all shards, and the target's logit, which one
+    of them has; (n, 1) each.
+    """
     largest = log_sum.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
     both = torch.cat([(log_sum - largest).exp(), picked], 1)

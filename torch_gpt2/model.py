@@ -1,6 +1,8 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to the token embedding.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to
+the token embedding.
 
-Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from outside.
+Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from
+outside.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(self.norm_dtype), self.bias.to(self.norm_dtype)
-        return F.layer_norm(x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(
+            x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps
+        ).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -58,7 +62,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_size)
-        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, nh, T, hs)
+        # (B, nh, T, hs)
+        q, k, v = (
+            proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y = _maybe_recompute(self.recompute, self.attend, q, k, v)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
@@ -72,7 +79,9 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1
         if self.softmax_dtype == torch.float32:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+            )
         # a softmax below float32 has no fused kernel: write it out
         q = q / math.sqrt(self.head_size)  # before the product, which float16 could not hold
         scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype)  # (B, nh, T, T)
@@ -126,7 +135,9 @@ class GPT2(nn.Module):
         self.wte = nn.Embedding(vocab_rows, config.hidden_size)
         self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
         self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
-        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
+        self.ln_f = LayerNorm(
+            config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Hidden states (B, T, C) after the last layer norm of token ids (B, T)."""
@@ -135,7 +146,11 @@ class GPT2(nn.Module):
 
     def begin(self, ids: Tensor) -> Tensor:
         """What the first block takes: (B, T) -> (B, T, C)."""
-        return F.dropout(self.embed(ids, torch.arange(ids.shape[1], device=ids.device)), self.dropout, self.training)
+        return F.dropout(
+            self.embed(ids, torch.arange(ids.shape[1], device=ids.device)),
+            self.dropout,
+            self.training,
+        )
 
     def blocks(self, x: Tensor) -> Tensor:
         for block in self.h:
@@ -153,7 +168,9 @@ class GPT2(nn.Module):
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy computed from the final hidden states (B, T, C)."""
-        return cross_entropy_sum(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size)
+        return cross_entropy_sum(
+            hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""
@@ -174,7 +191,11 @@ def build_meta_model(config: ResolvedRun) -> GPT2:
 
 
 @torch.no_grad()
-def initialise(tensors: Mapping[str, Tensor], config: ResolvedRun, pieces: Mapping[str, TensorSlice] | None = None) -> None:
+def initialise(
+    tensors: Mapping[str, Tensor],
+    config: ResolvedRun,
+    pieces: Mapping[str, TensorSlice] | None = None,
+) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``.
 
     pieces: the part each one is, if not whole.
@@ -182,12 +203,16 @@ def initialise(tensors: Mapping[str, Tensor], config: ResolvedRun, pieces: Mappi
     for name, shape in padded_shapes(config).items():
         if name in tensors:
             piece = pieces[name] if pieces else slice_of(name, shape)
-            values = initial_rows(config.model, config.seed, name, shape, *piece.rows, columns=piece.columns)
+            values = initial_rows(
+                config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
+            )
             tensors[name].copy_(torch.from_numpy(values))
 
 
 def set_recompute(model: GPT2, mode: str) -> None:
-    """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part (selective), or nothing (none)."""
+    """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part
+    (selective), or nothing (none).
+    """
     model.recompute = mode == "full"
     for module in model.modules():
         if isinstance(module, Attention | MLP):

@@ -36,18 +36,23 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
 
 
 class Decoder:
-    """Implements ``common.generation.generate.Decoder`` with the weights of ``model`` in the form that is fastest for one token a row.
+    """Implements ``common.generation.generate.Decoder`` with the weights of ``model`` in the form
+    that is fastest for one token a row.
 
-    Sequences end at the same column of the caches; those of shorter prompts begin later, and a mask hides what is before. So a step
-    writes one column, and where all prompts are of one length there is no mask.
+    Sequences end at the same column of the caches; those of shorter prompts begin later, and a mask
+    hides what is before. So a step writes one column, and where all prompts are of one length there
+    is no mask.
     """
 
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
         self.rows = rows
         self._model = model.eval()
         self._device = device.torch_device
-        self._layers = [_Layer(block, model.compute_dtype, rows) for block in model.h]  # type: ignore[arg-type]
-        self._head = _Product([model.wte.weight[: model.config.vocab_size]], [], model.compute_dtype, rows)
+        dtype = model.compute_dtype
+        self._layers = [_Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self._head = _Product(
+            [model.wte.weight[: model.config.vocab_size]], [], model.compute_dtype, rows
+        )
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
@@ -55,15 +60,26 @@ class Decoder:
         longest = max(lengths)
         self._begins = [longest - length for length in lengths]
         self._column = 0
-        shape = (len(prompts), config.num_heads, longest + room, config.hidden_size // config.num_heads)
+        shape = (
+            len(prompts),
+            config.num_heads,
+            longest + room,
+            config.hidden_size // config.num_heads,
+        )
         for layer in self._layers:
-            layer.keys, layer.values = (torch.zeros(shape, dtype=self._model.compute_dtype, device=self._device) for _ in range(2))
+            layer.keys, layer.values = (
+                torch.zeros(shape, dtype=self._model.compute_dtype, device=self._device)
+                for _ in range(2)
+            )
         self._mask = None
         if any(self._begins):
             hidden = torch.arange(shape[2])[None] < torch.tensor(self._begins)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self._model.compute_dtype).masked_fill(hidden, float("-inf"))
+            mask = torch.zeros(hidden.shape, dtype=self._model.compute_dtype).masked_fill(
+                hidden, float("-inf")
+            )
             self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
-        # Prompts are filled up on the right, where a causal mask hides the filling from all that counts.
+        # Prompts are filled up on the right, where a causal mask hides the filling from all that
+        # counts.
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
@@ -85,16 +101,29 @@ class Decoder:
             k, v, mask = self._remember(layer, k, v)
             y = layer.block.attn.attend(q, k, v, mask)
             x = x + layer.c_proj(y.transpose(1, 2).flatten(2))
-            x = x + layer.mlp_c_proj(F.gelu(layer.mlp_c_fc(layer.block.ln_2(x)), approximate="tanh"))
+            x = x + layer.mlp_c_proj(
+                F.gelu(layer.mlp_c_fc(layer.block.ln_2(x)), approximate="tanh")
+            )
         self._column += ids.shape[1]
         return x
 
-    def _remember(self, layer: _Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (B, nh, T, hs) of what is new -> all there are to attend to, and which of them not."""
+    def _remember(
+        self, layer: _Layer, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, nh, T, hs) of what is new -> all there are to attend to, and which of
+        them not.
+        """
         if self._column:
             end = self._column + 1
-            layer.keys[:, :, self._column], layer.values[:, :, self._column] = k[:, :, 0], v[:, :, 0]
-            return layer.keys[:, :, :end], layer.values[:, :, :end], None if self._mask is None else self._mask[..., :end]
+            layer.keys[:, :, self._column], layer.values[:, :, self._column] = (
+                k[:, :, 0],
+                v[:, :, 0],
+            )
+            return (
+                layer.keys[:, :, :end],
+                layer.values[:, :, :end],
+                None if self._mask is None else self._mask[..., :end],
+            )
         longest = k.shape[2]
         for row, begin in enumerate(self._begins):
             layer.keys[row, :, begin:longest] = k[row, :, : longest - begin]
@@ -107,14 +136,18 @@ class Decoder:
 
 
 class _Layer:
-    """A block with its products in the form of ``_Product``, q, k and v in one, and its caches (B, nh, K, hs)."""
+    """A block with its products in the form of ``_Product``, q, k and v in one, and its caches (B,
+    nh, K, hs).
+    """
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
         def product(*parts: nn.Linear) -> _Product:
-            return _Product([part.weight for part in parts], [part.bias for part in parts], dtype, rows)
+            return _Product(
+                [part.weight for part in parts], [part.bias for part in parts], dtype, rows
+            )
 
         self.block = block
         self.qkv = product(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)
@@ -124,18 +157,27 @@ class _Layer:
 
     def heads(self, x: Tensor) -> Sequence[Tensor]:
         """q, k and v, (B, nh, T, hs) each."""
-        return self.qkv(self.block.ln_1(x)).view(*x.shape[:2], 3, -1, self.block.attn.head_size).permute(2, 0, 3, 1, 4).unbind(0)
+        return (
+            self.qkv(self.block.ln_1(x))
+            .view(*x.shape[:2], 3, -1, self.block.attn.head_size)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
 
 
 class _Product:
-    """x W^T + b for few rows of x, with the weights of several products one below the other, converted once.
+    """x W^T + b for few rows of x, with the weights of several products one below the other,
+    converted once.
 
-    On a CPU without kernels for a type below float32, the rounded weights are held and multiplied in float32 and the result is rounded,
-    which is what such a kernel does inside. For several rows, oneDNN wants the weights in an order of its own (twice as fast for 8
-    rows); for one, they are read fastest along their longer side.
+    On a CPU without kernels for a type below float32, the rounded weights are held and multiplied
+    in float32 and the result is rounded, which is what such a kernel does inside. For several rows,
+    oneDNN wants the weights in an order of its own (twice as fast for 8 rows); for one, they are
+    read fastest along their longer side.
     """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int) -> None:
+    def __init__(
+        self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int
+    ) -> None:
         on_cpu = weights[0].device.type == "cpu"
         self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
         weight = _joined(weights, dtype).to(self.dtype)  # (out, in)

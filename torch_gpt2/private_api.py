@@ -1,8 +1,8 @@
 """The private interfaces of torch's kernels that this backend uses.
 
-Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package takes half a second. They
-were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names one that is gone. ``PRIVATE`` says what each is
-for, and which public way would replace it.
+Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package
+takes half a second. They were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names
+one that is gone. ``PRIVATE`` says what each is for, and which public way would replace it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import torch
 from torch import Tensor
 
 PRIVATE = {
-    "torch.ops.mkldnn._reorder_linear_weight": "weights in oneDNN's own order, for products of few rows; publicly plain F.linear,"
-    " half as fast for 8 rows, or torch.compile with frozen weights",
+    "torch.ops.mkldnn._reorder_linear_weight": "weights in oneDNN's own order, for products of few"
+    " rows; publicly plain F.linear, half as fast for 8 rows, or torch.compile with frozen"
+    " weights",
     "torch.ops.mkldnn._linear_pointwise": "the product with such weights; likewise",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full speed; publicly the flags of"
-    " torch.cpu.get_capabilities, where a version has it",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full"
+    " speed; publicly the flags of torch.cpu.get_capabilities, where a version has it",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
-    "torch._foreach_norm": "norms of all gradients in a few kernels; publicly torch.nn.utils.get_total_norm, which sums"
-    " tensors of each type apart and so rounds differently",
-    "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a tensor",
+    "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
+    " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
+    " differently",
+    "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a"
+    " tensor",
 }
 """Name -> what it is used for, and what is public instead."""
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of a type at full speed."""
-    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if dtype == torch.float32 or not available:
         return dtype == torch.float32
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -14,13 +14,17 @@ from torch_gpt2.device import TorchDevice
 
 
 def make_trace(config: ResolvedRun, device: TorchDevice) -> Trace:
-    """Traces operators on the host and kernels on the device, with profile.memory allocations too."""
+    """Traces operators on the host and kernels on the device, with profile.memory allocations
+    too.
+    """
     return partial(_trace, device, config.profile.memory)
 
 
 @contextmanager
 def _trace(device: TorchDevice, memory: bool, path: Path) -> Iterator[None]:
-    profiler = device.profiler.profile(activities=device.profiler.supported_activities(), record_shapes=True, profile_memory=memory)
+    profiler = device.profiler.profile(
+        activities=device.profiler.supported_activities(), record_shapes=True, profile_memory=memory
+    )
     profiler.start()
     try:
         yield

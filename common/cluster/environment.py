@@ -1,4 +1,6 @@
-"""Who this process is among those of its run, by the variables of whoever started it. Nothing is started or connected here."""
+"""Who this process is among those of its run, by the variables of whoever started it. Nothing is
+started or connected here.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Process:
     local_rank: int = 0
     """Among those of this host."""
     local_world_size: int = 1
-    """Processes of this host. msrun does not tell it: with several hosts it is a lower bound there."""
+    """Processes of this host. msrun does not tell it: with several hosts it is a lower bound
+    there.
+    """
     device_id: int | None = None
     """The device that was assigned; None where none was: local_rank then."""
     master: str | None = None
@@ -42,9 +46,11 @@ ALONE = Process()
 
 
 def find_process(environ: Mapping[str, str]) -> Process:
-    """Ask each launcher's variables in turn: ours and torchrun's, msrun's, Ascend's, those of MPI, Slurm's. Default: alone.
+    """Ask each launcher's variables in turn: ours and torchrun's, msrun's, Ascend's, those of MPI,
+    Slurm's. Default: alone.
 
-    Raises ConfigError for a value that is no number, for a pair of which one is missing, and where two contradict each other.
+    Raises ConfigError for a value that is no number, for a pair of which one is missing, and where
+    two contradict each other.
     """
     for source in (_torchrun, _msrun, _ascend, _mpirun, _srun):
         process = source(environ)
@@ -55,15 +61,23 @@ def find_process(environ: Mapping[str, str]) -> Process:
 
 
 def announced_world_size(environ: Mapping[str, str]) -> int | None:
-    """Processes of the run as far as any launcher says, for those who only want to know that: a size without a rank is enough.
+    """Processes of the run as far as any launcher says, for those who only want to know that: a
+    size without a rank is enough.
 
     Raises ConfigError where two say something else.
     """
-    sizes = {name: _size(environ, name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)}
+    sizes = {
+        name: _size(environ, name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
+    }
     if environ.get("RANK_TABLE_FILE"):
-        sizes[f"the ranks in RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"] = _table(environ).world_size
+        sizes[f"the ranks in RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"] = _table(
+            environ
+        ).world_size
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())} differ; make them agree")
+        raise ConfigError(
+            f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())}"
+            " differ; make them agree"
+        )
     if sizes:
         return next(iter(sizes.values()))
     found = find_process(environ)
@@ -71,11 +85,13 @@ def announced_world_size(environ: Mapping[str, str]) -> int | None:
 
 
 def torch_variables(process: Process) -> dict[str, str]:
-    """What ``torch.distributed`` reads with ``env://``. Raises ConfigError when nobody said where the processes meet."""
+    """What ``torch.distributed`` reads with ``env://``. Raises ConfigError when nobody said where
+    the processes meet.
+    """
     if process.world_size > 1 and process.master is None:
         raise ConfigError(
-            f"environment: rank {process.rank} of {process.world_size} does not know where to meet the others; set MASTER_ADDR to the"
-            " address of the host of rank 0"
+            f"environment: rank {process.rank} of {process.world_size} does not know where to meet"
+            " the others; set MASTER_ADDR to the address of the host of rank 0"
         )
     return {
         "RANK": str(process.rank),
@@ -88,12 +104,16 @@ def torch_variables(process: Process) -> dict[str, str]:
 
 
 def is_scheduler(environ: Mapping[str, str]) -> bool:
-    """Whether this is the process with which msrun lets the ranks find each other: it starts the same script, but is no rank."""
+    """Whether this is the process with which msrun lets the ranks find each other: it starts the
+    same script, but is no rank.
+    """
     return environ.get("MS_ROLE") == "MS_SCHED"
 
 
 def in_modelarts(environ: Mapping[str, str]) -> bool:
-    """Whether the platform's own path variables are set; users are told not to define names that start with MA_."""
+    """Whether the platform's own path variables are set; users are told not to define names that
+    start with MA_.
+    """
     return any(environ.get(name) for name in _PLATFORM)
 
 
@@ -104,14 +124,19 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     if rank is None:
         return None
-    same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
+    same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (
+        environ["RANK"],
+        environ["WORLD_SIZE"],
+    )
     # of one process they are the same by chance, where the container has RANK_ID=0 and RANK_SIZE=1
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
     return Process(
         rank=rank[0],
         world_size=rank[1],
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_world_size=_size(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else 1,
+        local_world_size=_size(environ, "LOCAL_WORLD_SIZE")
+        if environ.get("LOCAL_WORLD_SIZE")
+        else 1,
         # another launcher's DEVICE_ID may be the container's, the same for all its ranks
         device_id=_optional(environ, "DEVICE_ID") if ours else None,
         master=_master(environ),
@@ -121,7 +146,9 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
 
 
 def _msrun(environ: Mapping[str, str]) -> Process | None:
-    """Variables: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10. DEVICE_ID is the number on the host."""
+    """Variables: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10. DEVICE_ID is
+    the number on the host.
+    """
     if environ.get("MS_ROLE") not in ("MS_WORKER", "MS_SCHED"):
         return None
     world = _size(environ, "MS_WORKER_NUM")
@@ -130,7 +157,10 @@ def _msrun(environ: Mapping[str, str]) -> Process | None:
     if is_scheduler(environ):
         return Process(world_size=world, master=host, port=port, launcher="msrun")
     if not environ.get("MS_NODE_ID"):
-        raise ConfigError("environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on every host")
+        raise ConfigError(
+            "environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on"
+            " every host"
+        )
     rank = _number(environ, "MS_NODE_ID")
     local = _number(environ, "DEVICE_ID", rank)
     together = host is not None and is_loopback(host)
@@ -150,7 +180,10 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
     """RANK_ID with RANK_SIZE, or with the rank table in place of it."""
     has_table = bool(environ.get("RANK_TABLE_FILE"))
     if not has_table and _is_ascend_container(environ):
-        remark = "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: this is taken for a run of one process"
+        remark = (
+            "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: this is taken for a"
+            " run of one process"
+        )
         return Process(device_id=_assigned_device(environ), remarks=(remark,))
     if not has_table:
         pair = _rank_and_size(environ, "RANK_ID", "RANK_SIZE")
@@ -159,12 +192,14 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
     world = _size(environ, "RANK_SIZE") if environ.get("RANK_SIZE") else table.world_size
     if world != table.world_size:
         raise ConfigError(
-            f"environment: RANK_SIZE={world}, but RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {table.world_size}; make them agree"
+            f"environment: RANK_SIZE={world}, but RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"
+            f" holds {table.world_size}; make them agree"
         )
     if not environ.get("RANK_ID") and world > 1:
         raise ConfigError(
-            f"environment: RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {world} ranks, but RANK_ID is not set, which says which of"
-            " them this is; start with scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
+            f"environment: RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {world} ranks, but"
+            " RANK_ID is not set, which says which of them this is; start with"
+            " scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
         )
     rank = _number(environ, "RANK_ID", 0)
     _check_rank(rank, world, "RANK_ID")
@@ -176,7 +211,9 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
         local_rank=[item.rank_id for item in server.devices].index(rank),
         local_world_size=len(server.devices),
         device_id=device.device_id if assigned is None else assigned,
-        master=_master(environ) or _first_worker(environ) or (table.place(0)[0].server_id if len(table.servers) > 1 else LOOPBACK),
+        master=_master(environ)
+        or _first_worker(environ)
+        or (table.place(0)[0].server_id if len(table.servers) > 1 else LOOPBACK),
         port=_port(environ) or DEFAULT_PORT,
         launcher="rank table",
     )
@@ -184,14 +221,21 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
 
 def _is_ascend_container(environ: Mapping[str, str]) -> bool:
     """Whether the variables are those of a container of one host that names a rank 0 of nothing."""
-    return not environ.get("RANK_SIZE") and environ.get("RANK_ID") == "0" and _number(environ, "MA_NUM_HOSTS", 1, least=1) == 1
+    return (
+        not environ.get("RANK_SIZE")
+        and environ.get("RANK_ID") == "0"
+        and _number(environ, "MA_NUM_HOSTS", 1, least=1) == 1
+    )
 
 
 def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process:
     """Equally many on each of MA_NUM_HOSTS hosts, one where that is not said."""
     hosts = _number(environ, "MA_NUM_HOSTS", 1, least=1)
     if world % hosts:
-        raise ConfigError(f"environment: RANK_SIZE={world} ranks are not the same number on each of MA_NUM_HOSTS={hosts} hosts")
+        raise ConfigError(
+            f"environment: RANK_SIZE={world} ranks are not the same number on each of"
+            f" MA_NUM_HOSTS={hosts} hosts"
+        )
     here = world // hosts
     return Process(
         rank=rank,
@@ -207,15 +251,26 @@ def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process
 
 # rank, size, rank on the host, size on the host. Open MPI; MPICH and Intel MPI (hydra); MVAPICH2.
 _MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
 )
 
 
 def _mpirun(environ: Mapping[str, str]) -> Process | None:
     for names in _MPI:
-        # srun --mpi=pmi2 sets PMI_RANK too, without a rank on the host: then Slurm's variables are the ones to read
+        # srun --mpi=pmi2 sets PMI_RANK too, without a rank on the host: then Slurm's variables are
+        # the ones to read
         if not environ.get(names[2]):
             continue
         pair = _rank_and_size(environ, names[0], names[1])
@@ -226,31 +281,55 @@ def _mpirun(environ: Mapping[str, str]) -> Process | None:
         master = _master(environ) or (LOOPBACK if here == world else None)
         if master is None:
             raise ConfigError(
-                f"environment: mpirun started {world} processes, {here} of them here, and MASTER_ADDR is not set; say where they meet:"
-                " mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ... (Open MPI), or -genv MASTER_ADDR HOST_OF_RANK_0 (MPICH, Intel MPI)"
+                f"environment: mpirun started {world} processes, {here} of them here, and"
+                " MASTER_ADDR is not set; say where they meet: mpirun -x"
+                " MASTER_ADDR=HOST_OF_RANK_0 ... (Open MPI), or -genv MASTER_ADDR HOST_OF_RANK_0"
+                " (MPICH, Intel MPI)"
             )
         local = _number(environ, names[2])
         port = _port(environ) or DEFAULT_PORT
-        return Process(rank=rank, world_size=world, local_rank=local, local_world_size=here, master=master, port=port, launcher="mpirun")
+        return Process(
+            rank=rank,
+            world_size=world,
+            local_rank=local,
+            local_world_size=here,
+            master=master,
+            port=port,
+            launcher="mpirun",
+        )
     return None
 
 
 def _check_mpi(environ: Mapping[str, str]) -> None:
-    """Several processes that take themselves for single ones would all write into one folder. Raises ConfigError."""
+    """Several processes that take themselves for single ones would all write into one folder.
+    Raises ConfigError.
+    """
     for rank, size, local_rank, local_size in _MPI:
-        if environ.get(rank) and environ.get(size) and not environ.get(local_rank) and _size(environ, size) > 1:
+        if (
+            environ.get(rank)
+            and environ.get(size)
+            and not environ.get(local_rank)
+            and _size(environ, size) > 1
+        ):
             raise ConfigError(
-                f"environment: {rank}={environ[rank]} and {size}={environ[size]}, but {local_rank} is not set, which says which process"
-                f" of its host this is; set it and {local_size} for each, use a launcher that does, or unset {rank} for one process"
+                f"environment: {rank}={environ[rank]} and {size}={environ[size]}, but {local_rank}"
+                " is not set, which says which process of its host this is; set it and"
+                f" {local_size} for each, use a launcher that does, or unset {rank} for one process"
             )
 
 
-_RESERVED_STEPS = 0xFFFFFFF0  # Slurm's numbers of the batch script, of an interactive shell, of what is outside of steps
+# Slurm's numbers of the batch script, of an interactive shell, of what is outside of steps
+_RESERVED_STEPS = 0xFFFFFFF0
 
 
 def _srun(environ: Mapping[str, str]) -> Process | None:
-    """Only inside a step that srun started: a batch script has SLURM_PROCID=0 as well, but no step. Source: srun(1), sbatch(1)."""
-    if not environ.get("SLURM_STEP_NODELIST") or _number(environ, "SLURM_STEP_ID", _RESERVED_STEPS) >= _RESERVED_STEPS:
+    """Only inside a step that srun started: a batch script has SLURM_PROCID=0 as well, but no step.
+    Source: srun(1), sbatch(1).
+    """
+    if (
+        not environ.get("SLURM_STEP_NODELIST")
+        or _number(environ, "SLURM_STEP_ID", _RESERVED_STEPS) >= _RESERVED_STEPS
+    ):
         return None
     size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     pair = _rank_and_size(environ, "SLURM_PROCID", size)
@@ -265,7 +344,8 @@ def _srun(environ: Mapping[str, str]) -> Process | None:
         local_rank=local,
         local_world_size=counts[node] if node < len(counts) else local + 1,
         master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
-        # above the ports that the system gives out by itself; steps of one job that run side by side do not share one
+        # above the ports that the system gives out by itself; steps of one job that run side by
+        # side do not share one
         port=_port(environ) or 61440 + job % 4095,
         launcher="srun",
     )
@@ -276,12 +356,17 @@ def first_node(nodes: str) -> str:
     first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodes.strip())
     name = re.sub(r"\[(\w+)(?:[-,][\w,-]*)?\]", r"\1", first.group()) if first else ""
     if not name or "[" in name:
-        raise ConfigError(f"environment: SLURM_STEP_NODELIST={nodes}: expected names such as gpu[03-05,9],login1; set MASTER_ADDR")
+        raise ConfigError(
+            f"environment: SLURM_STEP_NODELIST={nodes}: expected names such as gpu[03-05,9],login1;"
+            " set MASTER_ADDR"
+        )
     return name
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form, or of more nodes than a job can have."""
+    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form, or of more nodes than a job can
+    have.
+    """
     found: list[int] = []
     for word in text.split(","):
         part = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
@@ -294,7 +379,9 @@ def _tasks_per_node(text: str) -> list[int]:
 # ---- values ----
 
 
-def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int] | None:
+def _rank_and_size(
+    environ: Mapping[str, str], rank_name: str, size_name: str
+) -> tuple[int, int] | None:
     given = [name for name in (rank_name, size_name) if environ.get(name)]
     if not given:
         return None
@@ -302,7 +389,10 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
         missing = size_name if given == [rank_name] else rank_name
         if given == [size_name]:
             _size(environ, size_name)
-        raise ConfigError(f"environment: {given[0]}={environ[given[0]]}, but {missing} is not set; set both, or unset {given[0]}")
+        raise ConfigError(
+            f"environment: {given[0]}={environ[given[0]]}, but {missing} is not set; set both, or"
+            f" unset {given[0]}"
+        )
     rank, world = _number(environ, rank_name), _size(environ, size_name)
     _check_rank(rank, world, rank_name)
     return rank, world
@@ -310,24 +400,35 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
 
 def _check_rank(rank: int, world: int, name: str) -> None:
     if rank >= world:
-        raise ConfigError(f"environment: {name}={rank}, but there are {world} processes: expected 0 to {world - 1}")
+        raise ConfigError(
+            f"environment: {name}={rank}, but there are {world} processes: expected 0 to"
+            f" {world - 1}"
+        )
 
 
 def _checked(process: Process) -> Process:
     if process.local_rank >= process.local_world_size:
         raise ConfigError(
-            f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK) of {process.local_world_size}"
-            f" (LOCAL_WORLD_SIZE): expected 0 to {process.local_world_size - 1}"
+            f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK)"
+            f" of {process.local_world_size} (LOCAL_WORLD_SIZE): expected 0 to"
+            f" {process.local_world_size - 1}"
         )
     if process.local_world_size > process.world_size:
         raise ConfigError(
-            f"environment: {process.launcher}: {process.local_world_size} processes on this host, but {process.world_size} in all;"
-            " unset what is left of an earlier launch"
+            f"environment: {process.launcher}: {process.local_world_size} processes on this host,"
+            f" but {process.world_size} in all; unset what is left of an earlier launch"
         )
     return process
 
 
-def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None, *, least: int = 0, what: str = "a number") -> int:
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    otherwise: int | None = None,
+    *,
+    least: int = 0,
+    what: str = "a number",
+) -> int:
     text = environ.get(name, "")
     if not text and otherwise is not None:
         return otherwise
@@ -345,7 +446,9 @@ def _optional(environ: Mapping[str, str], name: str) -> int | None:
 def _size(environ: Mapping[str, str], name: str) -> int:
     size = _number(environ, name, least=1, what="the number of processes")
     if size > MOST_RANKS:
-        raise ConfigError(f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at most")
+        raise ConfigError(
+            f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at most"
+        )
     return size
 
 
@@ -370,6 +473,12 @@ def _first_worker(environ: Mapping[str, str]) -> str | None:
 
 
 def _table(environ: Mapping[str, str]) -> RankTable:
-    """RANK_TABLE_FILE; a platform fills it while the processes start, so there it is waited for as long as HCCL waits."""
+    """RANK_TABLE_FILE; a platform fills it while the processes start, so there it is waited for as
+    long as HCCL waits.
+    """
     path = Path(environ["RANK_TABLE_FILE"])
-    return wait_for_table(path, _number(environ, "HCCL_CONNECT_TIMEOUT", 1800)) if in_modelarts(environ) else read_table(path)
+    return (
+        wait_for_table(path, _number(environ, "HCCL_CONNECT_TIMEOUT", 1800))
+        if in_modelarts(environ)
+        else read_table(path)
+    )

@@ -27,15 +27,19 @@ _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
     """Return the Ascend devices that this machine (or container) shows: /dev/davinciN."""
-    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
+    numbers = (
+        whole_number(path.name.removeprefix("davinci"))
+        for path in (root / "dev").glob("davinci[0-9]*")
+    )
     return sorted(number for number in numbers if number is not None)
 
 
 def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[int, str]:
     """Physical device number -> address, for each of ``devices``.
 
-    conf: read this file and do not ask hccn_tool; None: ask ``hccn_tool -i N -ip -g`` when it is on PATH, and read /etc/hccn.conf
-    when it is absent or fails for any device (addresses of the two are never mixed).
+    conf: read this file and do not ask hccn_tool; None: ask ``hccn_tool -i N -ip -g`` when it is on
+    PATH, and read /etc/hccn.conf when it is absent or fails for any device (addresses of the two
+    are never mixed).
     Raises DataError when a device has no address, saying what was tried.
     """
     tried = ""
@@ -53,8 +57,9 @@ def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[i
         if device not in found:
             listed = ", ".join(map(str, sorted(found))) or "none"
             raise DataError(
-                f"{tried}{conf or DEFAULT_CONF}: no line address_{device}=...; devices with an address there: {listed}; "
-                f"add the line, or leave device {device} out of --device_num or --visible_devices"
+                f"{tried}{conf or DEFAULT_CONF}: no line address_{device}=...; devices with an"
+                f" address there: {listed}; add the line, or leave device {device} out of"
+                " --device_num or --visible_devices"
             )
     return {device: found[device] for device in devices}
 
@@ -81,7 +86,10 @@ def _ask(tool: str, device: int) -> str:
         if done.returncode == 0 and colon and key.strip().lower() in ("ipaddr", "ipv6addr"):
             return str(parse_address(value.strip(), shown))
     said = " ".join((done.stderr.decode(errors="replace") + " " + output).split())[:200]
-    raise DataError(f"{shown} ended with code {done.returncode} and no line `ipaddr:ADDRESS`{f': {said}' if said else ''}")
+    raise DataError(
+        f"{shown} ended with code {done.returncode} and no line"
+        f" `ipaddr:ADDRESS`{f': {said}' if said else ''}"
+    )
 
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:
@@ -89,7 +97,9 @@ def _read_conf(conf: Path, tried: str) -> dict[int, str]:
     try:
         lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
     except DataError as error:
-        raise DataError(f"{tried}{error}; name a file with lines such as address_0=192.168.1.10 by --hccn_conf") from None
+        raise DataError(
+            f"{tried}{error}; name a file with lines such as address_0=192.168.1.10 by --hccn_conf"
+        ) from None
     found: dict[tuple[bool, int], str] = {}
     for number, line in enumerate(lines, 1):
         key, _, value = (part.strip() for part in line.partition("="))
@@ -99,6 +109,7 @@ def _read_conf(conf: Path, tried: str) -> dict[int, str]:
         address = str(parse_address(value, f"{conf}, line {number}: {key}"))
         if found.setdefault((match[1] is None, int(match[2])), address) != address:
             raise DataError(
-                f"{conf}, line {number}: {key} has two addresses, {found[match[1] is None, int(match[2])]} and {address}; keep one"
+                f"{conf}, line {number}: {key} has two addresses,"
+                f" {found[match[1] is None, int(match[2])]} and {address}; keep one"
             )
     return {device: found[version_4, device] for version_4, device in sorted(found)}

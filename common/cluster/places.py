@@ -1,4 +1,6 @@
-"""Which rank runs on which device of which host: from a rank table and a range, or from a range alone."""
+"""Which rank runs on which device of which host: from a rank table and a range, or from a range
+alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from common.whole_numbers import MOST_RANKS, spans
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Where a rank runs. local_rank: 0, 1, ... on its host. host: server_id, or an address, or ``node 1`` where none is known."""
+    """Where a rank runs. local_rank: 0, 1, ... on its host. host: server_id, or an address, or
+    ``node 1`` where none is known.
+    """
 
     rank: int
     device_id: int
@@ -24,7 +28,9 @@ class RankPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Those of all ranks, in order, and of which host this is. ``hosts``: that of rank 0 first; ``master``: its address for the others."""
+    """Those of all ranks, in order, and of which host this is. ``hosts``: that of rank 0 first;
+    ``master``: its address for the others.
+    """
 
     all: tuple[RankPlacement, ...]
     own_host: str
@@ -47,42 +53,70 @@ class Placement:
 
 
 def parse_range(text: str) -> range:
-    """``[0,8)``; ``[0,8]`` means the same: the end is exclusive in both. Raises ConfigError with what would be right."""
+    """``[0,8)``; ``[0,8]`` means the same: the end is exclusive in both. Raises ConfigError with
+    what would be right.
+    """
     word = text.strip()
     if re.fullmatch(r"[0-9]*|,", word):
         raise ConfigError(
-            f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]'; "
-            "the shell replaces an unquoted [0,8] by the name of a file 0 or 8 that is here: put it in quotes"
+            f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]'; the shell replaces an"
+            " unquoted [0,8] by the name of a file 0 or 8 that is here: put it in quotes"
         )
     first, comma, last = word[1:-1].partition(",")
     if not comma or word[0] not in "[(" or word[-1] not in ")]":
-        raise ConfigError(f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]', in quotes; its end is exclusive")
+        raise ConfigError(
+            f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]', in quotes; its end is"
+            " exclusive"
+        )
     start, end = first.strip(), last.strip()
     for name, number in (("start_device", start), ("end_device", end)):
         if not re.fullmatch("[0-9]{1,9}", number):
             raise ConfigError(f"{name}={number} is not a number")
     if word[0] == "(":
-        raise ConfigError(f"DEVICE_RANGE is {text!r}: the start belongs to the range; write '[{start},{end})'")
+        raise ConfigError(
+            f"DEVICE_RANGE is {text!r}: the start belongs to the range; write '[{start},{end})'"
+        )
     low, high = sorted((int(start), int(end)))
     if int(start) >= int(end):
-        better = f"'[{low},{high})' is {low} to {high - 1}" if low < high else f"'[{low},{low + 1})' is {low} alone"
+        better = (
+            f"'[{low},{high})' is {low} to {high - 1}"
+            if low < high
+            else f"'[{low},{low + 1})' is {low} alone"
+        )
         raise ConfigError(f"DEVICE_RANGE {word} is empty, because its end is exclusive; {better}")
     return range(low, high)
 
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
-    """Every rank's, in order. A version 2.0 table names networks, not machines: see ``find_places``."""
-    local = {device.rank_id: index for server in table.servers for index, device in enumerate(server.devices)}
+    """Every rank's, in order. A version 2.0 table names networks, not machines: see
+    ``find_places``.
+    """
+    local = {
+        device.rank_id: index
+        for server in table.servers
+        for index, device in enumerate(server.devices)
+    }
     return tuple(
-        RankPlacement(rank=device.rank_id, device_id=device.device_id, local_rank=local[device.rank_id], host=server.server_id)
+        RankPlacement(
+            rank=device.rank_id,
+            device_id=device.device_id,
+            local_rank=local[device.rank_id],
+            host=server.server_id,
+        )
         for server, device in table.places()
     )
 
 
-def place_hosts(places: tuple[RankPlacement, ...], own_host: str, master: str | None = None) -> Placement:
-    """Return a placement whose hosts are known. master: goes before the address of rank 0's host."""
+def place_hosts(
+    places: tuple[RankPlacement, ...], own_host: str, master: str | None = None
+) -> Placement:
+    """Return a placement whose hosts are known. master: goes before the address of rank 0's
+    host.
+    """
     several = len({place.host for place in places}) > 1
-    return Placement(all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK))
+    return Placement(
+        all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK)
+    )
 
 
 def find_places(
@@ -96,12 +130,15 @@ def find_places(
 ) -> Placement:
     """The places of a run, from the words of ``run_distribute.sh``.
 
-    numbers: devices of this machine, or with ``rank_size`` global ranks. master, nodes, node_rank: for several hosts without a table,
-    where every host runs equally many ranks; the last two follow from ``numbers`` when these are ranks. master also goes before the
-    address in a table. Raises ConfigError where two of these contradict each other.
+    numbers: devices of this machine, or with ``rank_size`` global ranks. master, nodes, node_rank:
+    for several hosts without a table, where every host runs equally many ranks; the last two follow
+    from ``numbers`` when these are ranks. master also goes before the address in a table. Raises
+    ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
-        raise ConfigError("--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts")
+        raise ConfigError(
+            "--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts"
+        )
     if table is not None and table.version != "2.0":
         return _in_table(numbers, rank_size, places_of_table(table), master)
     if table is not None:
@@ -116,15 +153,21 @@ def find_places(
     if nodes < 1:
         raise ConfigError(f"--nnodes {nodes}: expected 1 or more")
     if node_rank is None and nodes > 1:
-        raise ConfigError(f"--nnodes {nodes} needs --node_rank: which of them this host is, 0 to {nodes - 1}")
+        raise ConfigError(
+            f"--nnodes {nodes} needs --node_rank: which of them this host is, 0 to {nodes - 1}"
+        )
     own = node_rank or 0
     if not 0 <= own < nodes:
-        raise ConfigError(f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}")
+        raise ConfigError(
+            f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}"
+        )
     hosts = _host_names(nodes, master)
     devices = numbers if rank_size is None else range(len(numbers))
     return Placement(
         all=tuple(
-            RankPlacement(rank=node * len(devices) + local, device_id=device, local_rank=local, host=host)
+            RankPlacement(
+                rank=node * len(devices) + local, device_id=device, local_rank=local, host=host
+            )
             for node, host in enumerate(hosts)
             for local, device in enumerate(devices)
         ),
@@ -133,43 +176,53 @@ def find_places(
     )
 
 
-def _in_table(numbers: range, rank_size: int | None, places: tuple[RankPlacement, ...], master: str | None) -> Placement:
+def _in_table(
+    numbers: range, rank_size: int | None, places: tuple[RankPlacement, ...], master: str | None
+) -> Placement:
     hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
     if rank_size is None:
         held = sorted(place.device_id for place in places)
         if len(hosts) > 1:
             raise ConfigError(
-                f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put RANK_SIZE behind the mode, "
-                f"such as '[0,{len(_of(places, hosts[0]))})' MODE {len(places)}"
+                f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put"
+                f" RANK_SIZE behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE"
+                f" {len(places)}"
             )
         if list(numbers) != held:
             raise ConfigError(
-                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {spans(held, least=3)}; "
-                f"make a table of these devices "
-                f"with tools/hccl_tools.py --device_num '{_shown(numbers)}', or give ranks: '[0,{len(held)})' MODE {len(held)}"
+                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
+                f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
+                f" --device_num '{_shown(numbers)}', or give ranks: '[0,{len(held)})' MODE"
+                f" {len(held)}"
             )
         own = hosts[0]
     else:
         own = places[numbers[0]].host
         here = [place.rank for place in _of(places, own)]
         if here != list(numbers):
-            servers = "; ".join(f"{host} has {spans((place.rank for place in _of(places, host)), least=3)}" for host in hosts)
+            servers = "; ".join(
+                f"{host} has {spans((place.rank for place in _of(places, host)), least=3)}"
+                for host in hosts
+            )
             raise ConfigError(
-                f"the ranks {_shown(numbers)} are not those of one server of the rank table: {servers}; start all ranks of a server at once"
+                f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
+                f" {servers}; start all ranks of a server at once"
             )
     return place_hosts(places, own, master)
 
 
-def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master: str | None) -> Placement:
+def _in_networks(
+    numbers: range, rank_size: int | None, table: RankTable, master: str | None
+) -> Placement:
     """Version 2.0: equally many ranks on each host, as nothing says where a machine ends."""
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
     if rank_size is None:
         if sorted(devices) != list(numbers):
             raise ConfigError(
-                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices {spans(devices, least=3)}; "
-                "put RANK_SIZE behind the mode and give ranks"
+                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
+                f" {spans(devices, least=3)}; put RANK_SIZE behind the mode and give ranks"
             )
         nodes, own, size = 1, 0, len(devices)
     else:
@@ -178,7 +231,9 @@ def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master
     hosts = _host_names(nodes, master)
     return Placement(
         all=tuple(
-            RankPlacement(rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size])
+            RankPlacement(
+                rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size]
+            )
             for rank, device in enumerate(devices)
         ),
         own_host=hosts[own],
@@ -188,34 +243,50 @@ def _in_networks(numbers: range, rank_size: int | None, table: RankTable, master
 
 def _check_size(numbers: range, rank_size: int | None, held: int) -> None:
     if rank_size is not None and rank_size != held:
-        raise ConfigError(f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the table of all machines")
+        raise ConfigError(
+            f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the"
+            " table of all machines"
+        )
     if held > MOST_RANKS or len(numbers) > MOST_RANKS:
         raise ConfigError(
-            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS}; look at the range and at RANK_SIZE"
+            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS};"
+            " look at the range and at RANK_SIZE"
         )
     if rank_size is not None and numbers.stop > held:
-        raise ConfigError(f"the ranks {_shown(numbers)} go past RANK_SIZE={rank_size}; the last range ends with {rank_size}, exclusive")
+        raise ConfigError(
+            f"the ranks {_shown(numbers)} go past RANK_SIZE={rank_size}; the last range ends with"
+            f" {rank_size}, exclusive"
+        )
 
 
-def _node_of_ranks(numbers: range, rank_size: int, nodes: int | None, node_rank: int | None) -> tuple[int, int]:
+def _node_of_ranks(
+    numbers: range, rank_size: int, nodes: int | None, node_rank: int | None
+) -> tuple[int, int]:
     """How many hosts of ``len(numbers)`` ranks there are, and which of them has these."""
     size = len(numbers)
     _check_size(numbers, rank_size, rank_size)
     if rank_size % size or numbers.start % size:
         raise ConfigError(
-            f"the ranks {_shown(numbers)} are no equal part of RANK_SIZE={rank_size}: without a rank table every host runs equally many, "
-            f"such as '[0,{size})', '[{size},{2 * size})', ... of a multiple of {size}"
+            f"the ranks {_shown(numbers)} are no equal part of RANK_SIZE={rank_size}: without a"
+            f" rank table every host runs equally many, such as '[0,{size})',"
+            f" '[{size},{2 * size})', ... of a multiple of {size}"
         )
     found = rank_size // size, numbers.start // size
     for name, given, follows in (("nnodes", nodes, found[0]), ("node_rank", node_rank, found[1])):
         if given is not None and given != follows:
-            raise ConfigError(f"--{name} {given}, but the ranks {_shown(numbers)} of {rank_size} make it {follows}; leave it out")
+            raise ConfigError(
+                f"--{name} {given}, but the ranks {_shown(numbers)} of {rank_size} make it"
+                f" {follows}; leave it out"
+            )
     return found
 
 
 def _host_names(nodes: int, master: str | None) -> list[str]:
     if nodes > 1 and master is None:
-        raise ConfigError(f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0, or a rank table of 1.0")
+        raise ConfigError(
+            f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0,"
+            " or a rank table of 1.0"
+        )
     return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]
 
 

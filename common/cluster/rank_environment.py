@@ -1,4 +1,6 @@
-"""What a rank is started with: its variables, its command, and the network interface that leads to the other hosts."""
+"""What a rank is started with: its variables, its command, and the network interface that leads to
+the other hosts.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,47 @@ from pathlib import Path
 from common.cluster.environment import Process
 from common.cluster.places import Placement, RankPlacement
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, free_port, interface_of, is_ip, own_address
+from common.processes.addresses import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    free_port,
+    interface_of,
+    is_ip,
+    own_address,
+)
 from common.whole_numbers import shortened, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
-FOREIGN = ("RANK_TABLE_FILE", "MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "GROUP_RANK")
-"""Variables of an earlier run in the user's shell that would mislead a rank where it is given none of its own."""
+FOREIGN = (
+    "RANK_TABLE_FILE",
+    "MS_ROLE",
+    "MS_NODE_ID",
+    "MS_WORKER_NUM",
+    "MS_SCHED_HOST",
+    "MS_SCHED_PORT",
+    "GROUP_RANK",
+)
+"""Variables of an earlier run in the user's shell that would mislead a rank where it is given none
+of its own.
+"""
 SCHEDULER = (
     sys.executable,
     "-c",
-    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import start_heartbeat; start_heartbeat();"
-    " import mindspore.communication; mindspore.communication.init()",
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import"
+    " start_heartbeat; start_heartbeat(); import mindspore.communication;"
+    " mindspore.communication.init()",
 )
-"""MindSpore's process that lets the ranks find each other where there is no rank table. Under MS_ROLE=MS_SCHED it ends when they do, and
-as they do with a launcher that dies."""
+"""MindSpore's process that lets the ranks find each other where there is no rank table. Under
+MS_ROLE=MS_SCHED it ends when they do, and as they do with a launcher that dies.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and how the ranks find each other. table: the rank table's absolute path. own_address: of this host, for the others;
-    None where it needs none or none is known. interface: that which holds it. scheduler: MindSpore meets through its scheduler."""
+    """Where and how the ranks find each other. table: the rank table's absolute path. own_address:
+    of this host, for the others; None where it needs none or none is known. interface: that which
+    holds it. scheduler: MindSpore meets through its scheduler.
+    """
 
     address: str = LOOPBACK
     port: int = DEFAULT_PORT
@@ -50,10 +73,12 @@ def make_rendezvous(
     host: str | None = None,
     on_cpu: bool = False,
 ) -> Rendezvous:
-    """For this host; a plan asks for another ``host`` too, whose interface is not known here unless it is this machine's.
+    """For this host; a plan asks for another ``host`` too, whose interface is not known here unless
+    it is this machine's.
 
-    on_cpu: MindSpore reads a rank table on Ascend alone; its processes on CPUs meet through the scheduler. port: else $MASTER_PORT, else
-    a free one, or 29500 where several hosts meet. Raises ConfigError for a MASTER_PORT that is none.
+    on_cpu: MindSpore reads a rank table on Ascend alone; its processes on CPUs meet through the
+    scheduler. port: else $MASTER_PORT, else a free one, or 29500 where several hosts meet. Raises
+    ConfigError for a MASTER_PORT that is none.
     """
     several = len(places.hosts) > 1
     if backend == "mindspore" and on_cpu:
@@ -61,16 +86,35 @@ def make_rendezvous(
     port = port or given_port(environ) or (DEFAULT_PORT if several else free_port())
     own = None
     if several:
-        own = own_address(places.own_host, (places.master, *places.hosts)) if host is None else host if is_ip(host) else None
+        own = (
+            own_address(places.own_host, (places.master, *places.hosts))
+            if host is None
+            else host
+            if is_ip(host)
+            else None
+        )
     interface = interface_of(own) if own else None
     scheduler = backend == "mindspore" and table is None and places.world_size > 1
-    return Rendezvous(address=places.master, port=port, table=table, own_address=own, interface=interface, scheduler=scheduler)
+    return Rendezvous(
+        address=places.master,
+        port=port,
+        table=table,
+        own_address=own,
+        interface=interface,
+        scheduler=scheduler,
+    )
 
 
 def rank_variables(
-    place: RankPlacement, places: Placement, rendezvous: Rendezvous, *, cores: int | None, environ: Mapping[str, str]
+    place: RankPlacement,
+    places: Placement,
+    rendezvous: Rendezvous,
+    *,
+    cores: int | None,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """For MindSpore and for torch, whichever the config names. cores: how many the rank may use; None of a host that is not this.
+    """For MindSpore and for torch, whichever the config names. cores: how many the rank may use;
+    None of a host that is not this.
 
     What only tunes the network or threads is left as the user set it in ``environ``.
     """
@@ -80,8 +124,17 @@ def rank_variables(
     if rendezvous.table is not None:
         found["RANK_TABLE_FILE"] = str(rendezvous.table)
     if rendezvous.scheduler:
-        found |= {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(place.rank), **_scheduler_address(places, rendezvous)}
-    found |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": local_world, "WORLD_SIZE": world}
+        found |= {
+            "MS_ROLE": "MS_WORKER",
+            "MS_NODE_ID": str(place.rank),
+            **_scheduler_address(places, rendezvous),
+        }
+    found |= {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": local_world,
+        "WORLD_SIZE": world,
+    }
     found |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
     if cores is not None:
@@ -97,15 +150,32 @@ def rank_variables(
 
 def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
     """Of MindSpore's scheduler, as msrun sets them."""
-    return {"RANK_ID": "0", "RANK_SIZE": str(places.world_size), "MS_ROLE": "MS_SCHED", **_scheduler_address(places, rendezvous)}
+    return {
+        "RANK_ID": "0",
+        "RANK_SIZE": str(places.world_size),
+        "MS_ROLE": "MS_SCHED",
+        **_scheduler_address(places, rendezvous),
+    }
 
 
 def _scheduler_address(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
-    return {"MS_WORKER_NUM": str(places.world_size), "MS_SCHED_HOST": rendezvous.address, "MS_SCHED_PORT": str(rendezvous.port)}
+    return {
+        "MS_WORKER_NUM": str(places.world_size),
+        "MS_SCHED_HOST": rendezvous.address,
+        "MS_SCHED_PORT": str(rendezvous.port),
+    }
 
 
 def rank_command(config: Path, mode: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    return (sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(config), "--run_mode", mode, *overrides)
+    return (
+        sys.executable,
+        str(ROOT / "run_gpt2.py"),
+        "--config",
+        str(config),
+        "--run_mode",
+        mode,
+        *overrides,
+    )
 
 
 def shell_text(variables: Mapping[str, str], command: Sequence[str]) -> str:
@@ -121,10 +191,15 @@ def given_port(environ: Mapping[str, str]) -> int | None:
 
 
 def parse_port(text: str, where: str) -> int:
-    """Return the port. The one above it is taken too, by the hosts' launchers. Raises ConfigError."""
+    """Return the port. The one above it is taken too, by the hosts' launchers. Raises
+    ConfigError.
+    """
     port = whole_number(text)
     if port is None or not 0 < port < 65535:
-        raise ConfigError(f"{where}: {shortened(text)!r} is no port; expected 1024 to 65534, and the one above it free too")
+        raise ConfigError(
+            f"{where}: {shortened(text)!r} is no port; expected 1024 to 65534, and the one above it"
+            " free too"
+        )
     return port
 
 
@@ -151,4 +226,5 @@ def network_of_one_host(process: Process) -> Mapping[str, str]:
 
 
 def _network(interface: str) -> dict[str, str]:
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: this name, no prefix
+    # =: this name, no prefix
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

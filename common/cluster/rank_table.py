@@ -1,4 +1,6 @@
-"""Which rank runs on which device of which server: the records of an Ascend rank table, and what must hold among them."""
+"""Which rank runs on which device of which server: the records of an Ascend rank table, and what
+must hold among them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, kw_only=True)
 class TableDevice:
-    """One chip. device_ip: address of its network port; None where the table names none (one server needs none).
+    """One chip. device_ip: address of its network port; None where the table names none (one server
+    needs none).
 
-    super_device_id: its number inside a super pod (version 1.2). extra: keys that this project does not know.
+    super_device_id: its number inside a super pod (version 1.2). extra: keys that this project does
+    not know.
     """
 
     rank_id: int
@@ -30,7 +34,9 @@ class TableDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One machine. server_id: usually its IP address; in version 2.0 the name of its innermost network instance."""
+    """One machine. server_id: usually its IP address; in version 2.0 the name of its innermost
+    network instance.
+    """
 
     server_id: str
     devices: tuple[TableDevice, ...]
@@ -40,7 +46,9 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperPod:
-    """Servers whose chips share memory addresses (version 1.2). servers: server_id -> the unknown keys of its entry."""
+    """Servers whose chips share memory addresses (version 1.2). servers: server_id -> the unknown
+    keys of its entry.
+    """
 
     super_pod_id: str
     servers: Mapping[str, Mapping[str, Any]]
@@ -49,9 +57,11 @@ class SuperPod:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTable:
-    """A table in which every rank has its place. version: "0", "1.0", "1.2" or "2.0", as it was read.
+    """A table in which every rank has its place. version: "0", "1.0", "1.2" or "2.0", as it was
+    read.
 
-    Devices are in the order of their ranks, servers in the order of their first rank, whatever the order in the file.
+    Devices are in the order of their ranks, servers in the order of their first rank, whatever the
+    order in the file.
     """
 
     version: str
@@ -70,54 +80,92 @@ class RankTable:
     def place(self, rank: int) -> tuple[Server, TableDevice]:
         """The server and device of ``rank``. Raises DataError when the table has no such rank."""
         if not 0 <= rank < self.world_size:
-            raise DataError(f"rank {rank} is not in the rank table, which holds ranks 0 to {self.world_size - 1}")
+            raise DataError(
+                f"rank {rank} is not in the rank table, which holds ranks 0 to"
+                f" {self.world_size - 1}"
+            )
         return self.places()[rank]
 
 
 def in_rank_order(servers: Iterable[Server]) -> tuple[Server, ...]:
     """The same servers and devices, in the order that RankTable promises."""
-    inside = [replace(server, devices=tuple(sorted(server.devices, key=lambda device: device.rank_id))) for server in servers]
-    return tuple(sorted(inside, key=lambda server: server.devices[0].rank_id if server.devices else -1))
+    inside = [
+        replace(server, devices=tuple(sorted(server.devices, key=lambda device: device.rank_id)))
+        for server in servers
+    ]
+    return tuple(
+        sorted(inside, key=lambda server: server.devices[0].rank_id if server.devices else -1)
+    )
 
 
 def parse_address(text: str, place: str) -> Address:
-    """An IPv4 or IPv6 address that another machine can reach. Raises DataError that opens with ``place``.
+    """An IPv4 or IPv6 address that another machine can reach. Raises DataError that opens with
+    ``place``.
 
     Loopback passes: whether it is an error depends on who asks.
     """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        raise DataError(f"{place}: {text!r} is no IP address; expected one such as 192.168.1.10 or fd00::10") from None
+        raise DataError(
+            f"{place}: {text!r} is no IP address; expected one such as 192.168.1.10 or fd00::10"
+        ) from None
     if address.is_unspecified or address.is_multicast:
-        raise DataError(f"{place}: {text} is not the address of one machine; expected one such as 192.168.1.10 or fd00::10")
+        raise DataError(
+            f"{place}: {text} is not the address of one machine; expected one such as 192.168.1.10"
+            " or fd00::10"
+        )
     return address
 
 
 def validate(table: RankTable, place: str) -> None:
-    """Refuse what the communication library would refuse minutes later. Raises DataError that opens with ``place``.
+    """Refuse what the communication library would refuse minutes later. Raises DataError that opens
+    with ``place``.
 
-    Ranks must be 0, 1, ..., each once; servers, device ids of a server and addresses unique; several servers need addresses that
-    others can reach. Source: the rank table chapters of Huawei's HCCL user guide.
+    Ranks must be 0, 1, ..., each once; servers, device ids of a server and addresses unique;
+    several servers need addresses that others can reach. Source: the rank table chapters of
+    Huawei's HCCL user guide.
     """
     for server in table.servers:
         if not server.devices:
-            raise DataError(f"{place}: server {server.server_id} has no devices; leave it out or add them")
+            raise DataError(
+                f"{place}: server {server.server_id} has no devices; leave it out or add them"
+            )
     if not table.servers:
-        raise DataError(f"{place}: there is no server in the table; make one with tools/hccl_tools.py")
-    _refuse_repeats((server.server_id for server in table.servers), f"{place}: server", "merge its entries into one")
+        raise DataError(
+            f"{place}: there is no server in the table; make one with tools/hccl_tools.py"
+        )
+    _refuse_repeats(
+        (server.server_id for server in table.servers),
+        f"{place}: server",
+        "merge its entries into one",
+    )
     ranks = Counter(device.rank_id for _, device in _pairs(table.servers))
     for rank, times in sorted(ranks.items()):
         if times > 1:
-            holders = [f"device {d.device_id} of {s.server_id}" for s, d in _pairs(table.servers) if d.rank_id == rank]
-            raise DataError(f"{place}: rank {rank} is given {times} times ({', '.join(holders)}); give each device a rank of its own")
+            holders = [
+                f"device {d.device_id} of {s.server_id}"
+                for s, d in _pairs(table.servers)
+                if d.rank_id == rank
+            ]
+            raise DataError(
+                f"{place}: rank {rank} is given {times} times ({', '.join(holders)}); give each"
+                " device a rank of its own"
+            )
     for expected, rank in enumerate(sorted(ranks)):
         if rank != expected:
-            raise DataError(f"{place}: rank {expected} is missing below rank {rank}; {len(ranks)} devices have ranks 0 to {len(ranks) - 1}")
-    if table.version != "2.0":  # there a server is a network instance, which may span machines: local_id is checked when it is read
+            raise DataError(
+                f"{place}: rank {expected} is missing below rank {rank}; {len(ranks)} devices have"
+                f" ranks 0 to {len(ranks) - 1}"
+            )
+    # there a server is a network instance, which may span machines: local_id is checked when it is
+    # read
+    if table.version != "2.0":
         for server in table.servers:
             ids = (device.device_id for device in server.devices)
-            _refuse_repeats(ids, f"{place}: server {server.server_id}: device_id", "list each device once")
+            _refuse_repeats(
+                ids, f"{place}: server {server.server_id}: device_id", "list each device once"
+            )
     _check_addresses(table, place)
     if table.version == "1.2":
         _check_super_pods(table, place)
@@ -128,12 +176,17 @@ def table_warnings(table: RankTable) -> list[str]:
     found = []
     if any(is_loopback(server.server_id) for server in table.servers):
         found.append(
-            f"server_id {table.servers[0].server_id} is a loopback address: fine on this machine alone, "
-            "but the table cannot be merged with others; make it again with --server_ip"
+            f"server_id {table.servers[0].server_id} is a loopback address: fine on this machine"
+            " alone, but the table cannot be merged with others; make it again with --server_ip"
         )
     if len({len(server.devices) for server in table.servers}) > 1:
-        counts = ", ".join(f"{server.server_id} has {len(server.devices)}" for server in table.servers)
-        found.append(f"servers hold different numbers of devices ({counts}); most collectives expect the same number")
+        counts = ", ".join(
+            f"{server.server_id} has {len(server.devices)}" for server in table.servers
+        )
+        found.append(
+            f"servers hold different numbers of devices ({counts}); most collectives expect the"
+            " same number"
+        )
     return found
 
 
@@ -153,38 +206,66 @@ def _check_addresses(table: RankTable, place: str) -> None:
     for server, device in _pairs(table.servers):
         if several and is_loopback(server.server_id):
             raise DataError(
-                f"{place}: server_id {server.server_id} is a loopback address, which other servers cannot reach; "
-                "make that server's table again with tools/hccl_tools.py --server_ip"
+                f"{place}: server_id {server.server_id} is a loopback address, which other servers"
+                " cannot reach; make that server's table again with tools/hccl_tools.py"
+                " --server_ip"
             )
         where = f"{place}: rank {device.rank_id} (device {device.device_id} of {server.server_id})"
         if device.device_ip is None:
             if several and table.version != "2.0":
-                raise DataError(f"{where} has no device_ip, which several servers need; `hccn_tool -i {device.device_id} -ip -g` shows it")
+                raise DataError(
+                    f"{where} has no device_ip, which several servers need; `hccn_tool -i"
+                    f" {device.device_id} -ip -g` shows it"
+                )
             continue
         address = parse_address(device.device_ip, f"{where}: device_ip")
         if address.is_loopback:
-            raise DataError(f"{where}: device_ip {address} is a loopback address; set the device's own with `hccn_tool -i N -ip -s`")
+            raise DataError(
+                f"{where}: device_ip {address} is a loopback address; set the device's own with"
+                " `hccn_tool -i N -ip -s`"
+            )
         if address in seen:
-            raise DataError(f"{where}: device_ip {address} is also that of {seen[address]}; every device needs an address of its own")
+            raise DataError(
+                f"{where}: device_ip {address} is also that of {seen[address]}; every device needs"
+                " an address of its own"
+            )
         seen[address] = f"rank {device.rank_id} (device {device.device_id} of {server.server_id})"
 
 
 def _check_super_pods(table: RankTable, place: str) -> None:
-    _refuse_repeats((pod.super_pod_id for pod in table.super_pods), f"{place}: super_pod_id", "merge its entries into one")
+    _refuse_repeats(
+        (pod.super_pod_id for pod in table.super_pods),
+        f"{place}: super_pod_id",
+        "merge its entries into one",
+    )
     members = [server_id for pod in table.super_pods for server_id in pod.servers]
-    _refuse_repeats(members, f"{place}: super_pod_list: server", "a server belongs to one super pod")
+    _refuse_repeats(
+        members, f"{place}: super_pod_list: server", "a server belongs to one super pod"
+    )
     servers = {server.server_id: server for server in table.servers}
     for server_id in sorted(servers.keys() ^ set(members)):
-        here, there = ("server_list", "super_pod_list") if server_id in servers else ("super_pod_list", "server_list")
-        raise DataError(f"{place}: server {server_id} is in {here} but not in {there}; version 1.2 needs it in both")
+        here, there = (
+            ("server_list", "super_pod_list")
+            if server_id in servers
+            else ("super_pod_list", "server_list")
+        )
+        raise DataError(
+            f"{place}: server {server_id} is in {here} but not in {there}; version 1.2 needs it in"
+            " both"
+        )
     for pod in table.super_pods:
         numbers = []
         for server_id in pod.servers:
             for device in servers[server_id].devices:
                 if device.super_device_id is None:
                     raise DataError(
-                        f"{place}: rank {device.rank_id} has no super_device_id, which version 1.2 needs; "
-                        f"`npu-smi info -t spod-info -i N -c 0` shows it; chips without super pods use version 1.0"
+                        f"{place}: rank {device.rank_id} has no super_device_id, which version 1.2"
+                        " needs; `npu-smi info -t spod-info -i N -c 0` shows it; chips without"
+                        " super pods use version 1.0"
                     )
                 numbers.append(device.super_device_id)
-        _refuse_repeats(numbers, f"{place}: super pod {pod.super_pod_id}: super_device_id", "give each device its own")
+        _refuse_repeats(
+            numbers,
+            f"{place}: super pod {pod.super_pod_id}: super_device_id",
+            "give each device its own",
+        )

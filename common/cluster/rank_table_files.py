@@ -1,4 +1,6 @@
-"""Rank tables as files: every version is read, or waited for; 1.0 and 1.2 are written and merged."""
+"""Rank tables as files: every version is read, or waited for; 1.0 and 1.2 are written and
+merged.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_table import RankTable, Server, SuperPod, TableDevice, in_rank_order, validate
+from common.cluster.rank_table import (
+    RankTable,
+    Server,
+    SuperPod,
+    TableDevice,
+    in_rank_order,
+    validate,
+)
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
@@ -28,9 +37,11 @@ def read_table(path: Path) -> RankTable:
 
 
 def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
-    """Read a table that a platform is about to fill: while it is absent, half written or 'initializing', look again each second.
+    """Read a table that a platform is about to fill: while it is absent, half written or
+    'initializing', look again each second.
 
-    Raises DataError with the last reason after ``limit_seconds``, and at once for a table that is complete and wrong.
+    Raises DataError with the last reason after ``limit_seconds``, and at once for a table that is
+    complete and wrong.
     """
     deadline = time.monotonic() + limit_seconds
     while True:
@@ -44,33 +55,55 @@ def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
 
 
 def to_json(table: RankTable) -> dict[str, Any]:
-    """The table as version 1.0 (also what was version 0) or 1.2, every value a string. Raises DataError for version 2.0."""
+    """The table as version 1.0 (also what was version 0) or 1.2, every value a string. Raises
+    DataError for version 2.0.
+    """
     servers = [
         _entry(
-            {"server_id": server.server_id, "device": [_device(item) for item in server.devices], "host_nic_ip": server.host_nic_ip}, server
+            {
+                "server_id": server.server_id,
+                "device": [_device(item) for item in server.devices],
+                "host_nic_ip": server.host_nic_ip,
+            },
+            server,
         )
         for server in table.servers
     ]
     pods = [
-        _entry({"super_pod_id": pod.super_pod_id, "server_list": [{"server_id": name, **more} for name, more in pod.servers.items()]}, pod)
+        _entry(
+            {
+                "super_pod_id": pod.super_pod_id,
+                "server_list": [{"server_id": name, **more} for name, more in pod.servers.items()],
+            },
+            pod,
+        )
         for pod in table.super_pods
     ]
     version = _written_version(table)
-    body = {"version": version, "server_count": str(len(servers)), "server_list": servers, "super_pod_list": pods or None}
+    body = {
+        "version": version,
+        "server_count": str(len(servers)),
+        "server_list": servers,
+        "super_pod_list": pods or None,
+    }
     return _entry({**body, "status": "completed"}, table)
 
 
 def write_table(table: RankTable, path: Path) -> None:
-    """Write ``to_json``, indented by 4 and without a line end behind it, as Huawei's own tool does. Raises DataError, StorageError."""
+    """Write ``to_json``, indented by 4 and without a line end behind it, as Huawei's own tool does.
+    Raises DataError, StorageError.
+    """
     text = json.dumps(to_json(table), indent=4)
     with atomic_write(path, "w") as file:
         file.write(text)
 
 
 def merge_tables(paths: Sequence[Path]) -> RankTable:
-    """One table of all servers of all files: ranks counted on from file to file, in the order given.
+    """One table of all servers of all files: ranks counted on from file to file, in the order
+    given.
 
-    Raises DataError for a server or an address in two files, versions that differ, and servers with different numbers of devices.
+    Raises DataError for a server or an address in two files, versions that differ, and servers with
+    different numbers of devices.
     """
     tables = [(path, read_table(path)) for path in paths]
     owners: dict[str, Path] = {}
@@ -79,36 +112,65 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         for server, device in table.places():
             if len(tables) > 1 and is_loopback(server.server_id):
                 raise DataError(
-                    f"{path}: server_id {server.server_id} is a loopback address, which other servers cannot reach; "
-                    "make the table again with tools/hccl_tools.py --server_ip"
+                    f"{path}: server_id {server.server_id} is a loopback address, which other"
+                    " servers cannot reach; make the table again with tools/hccl_tools.py"
+                    " --server_ip"
                 )
             other = owners.setdefault(server.server_id, path)
             if other is not path:
-                merged = [str(name) for name, one in tables if len(one.servers) > 1 and name in (path, other)]
-                hint = f"{' and '.join(merged)} holds several servers: an earlier output of a merge? leave it out" if merged else ""
-                raise DataError(f"server {server.server_id} is in {other} and in {path}; {hint or 'name each server once'}")
+                merged = [
+                    str(name)
+                    for name, one in tables
+                    if len(one.servers) > 1 and name in (path, other)
+                ]
+                hint = (
+                    f"{' and '.join(merged)} holds several servers: an earlier output of a merge?"
+                    " leave it out"
+                    if merged
+                    else ""
+                )
+                raise DataError(
+                    f"server {server.server_id} is in {other} and in {path};"
+                    f" {hint or 'name each server once'}"
+                )
             if device.device_ip and addresses.setdefault(device.device_ip, path) is not path:
                 raise DataError(
-                    f"device_ip {device.device_ip} is in {addresses[device.device_ip]} and in {path}; "
-                    "every device of a cluster needs an address of its own"
+                    f"device_ip {device.device_ip} is in {addresses[device.device_ip]} and in"
+                    f" {path}; every device of a cluster needs an address of its own"
                 )
     versions = {path: _written_version(table, f"{path}: ") for path, table in tables}
     if len(set(versions.values())) > 1:
         shown = ", ".join(f"{path} has {version}" for path, version in versions.items())
-        raise DataError(f"the tables are of different versions ({shown}); make them again in one version")
+        raise DataError(
+            f"the tables are of different versions ({shown}); make them again in one version"
+        )
     _refuse_different_counts(tables)
     base, servers = 0, []
     pods: dict[str, SuperPod] = {}
     extra: dict[str, Any] = {}
     for _, table in tables:
         for server in table.servers:
-            servers.append(replace(server, devices=tuple(replace(item, rank_id=base + item.rank_id) for item in server.devices)))
+            servers.append(
+                replace(
+                    server,
+                    devices=tuple(
+                        replace(item, rank_id=base + item.rank_id) for item in server.devices
+                    ),
+                )
+            )
         for pod in table.super_pods:
             known = pods.get(pod.super_pod_id, pod)
-            pods[pod.super_pod_id] = replace(known, servers={**known.servers, **pod.servers}, extra={**known.extra, **pod.extra})
+            pods[pod.super_pod_id] = replace(
+                known, servers={**known.servers, **pod.servers}, extra={**known.extra, **pod.extra}
+            )
         base += table.world_size
         extra |= table.extra
-    result = RankTable(version=versions[paths[0]], servers=in_rank_order(servers), super_pods=tuple(pods.values()), extra=extra)
+    result = RankTable(
+        version=versions[paths[0]],
+        servers=in_rank_order(servers),
+        super_pods=tuple(pods.values()),
+        extra=extra,
+    )
     validate(result, "the merged table")
     return result
 
@@ -116,42 +178,66 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
 def _written_version(table: RankTable, where: str = "") -> str:
     if table.version == "2.0":
         raise DataError(
-            f"{where}a rank table of version 2.0 names no servers and cannot be written as 1.0 or 1.2; "
-            "use the file as it is, or start with msrun"
+            f"{where}a rank table of version 2.0 names no servers and cannot be written as 1.0 or"
+            " 1.2; use the file as it is, or start with msrun"
         )
     return "1.0" if table.version == "0" else table.version
 
 
 def _refuse_different_counts(tables: Sequence[tuple[Path, RankTable]]) -> None:
-    counts = [(len(server.devices), server.server_id, path) for path, table in tables for server in table.servers]
+    counts = [
+        (len(server.devices), server.server_id, path)
+        for path, table in tables
+        for server in table.servers
+    ]
     usual = Counter(count for count, _, _ in counts).most_common(1)[0][0]
-    odd = [f"{path} gives server {server_id} {count}" for count, server_id, path in counts if count != usual]
+    odd = [
+        f"{path} gives server {server_id} {count}"
+        for count, server_id, path in counts
+        if count != usual
+    ]
     if odd:
-        first = next(f"{path} gives server {server_id}" for count, server_id, path in counts if count == usual)
-        raise DataError(f"servers hold different numbers of devices: {first} {usual}, but {'; '.join(odd)}; make those tables again")
+        first = next(
+            f"{path} gives server {server_id}"
+            for count, server_id, path in counts
+            if count == usual
+        )
+        raise DataError(
+            f"servers hold different numbers of devices: {first} {usual}, but {'; '.join(odd)};"
+            " make those tables again"
+        )
 
 
-def _entry(known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice) -> dict[str, Any]:
+def _entry(
+    known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice
+) -> dict[str, Any]:
     """The known keys that have a value, then the others as they were read."""
     entry = {key: value for key, value in known.items() if value is not None}
     return entry | {key: value for key, value in record.extra.items() if key not in entry}
 
 
 def _device(device: TableDevice) -> dict[str, Any]:
-    known = {"device_id": str(device.device_id), "device_ip": device.device_ip, "super_device_id": device.super_device_id}
+    known = {
+        "device_id": str(device.device_id),
+        "device_ip": device.device_ip,
+        "super_device_id": device.super_device_id,
+    }
     return _entry({**known, "rank_id": str(device.rank_id)}, device)
 
 
 def _load(path: Path) -> Any:
     with reading(path, DataError):
         if not path.exists() and not path.is_symlink():
-            raise NotReadyError(f"{path}: there is no such file; make a rank table with tools/hccl_tools.py")
+            raise NotReadyError(
+                f"{path}: there is no such file; make a rank table with tools/hccl_tools.py"
+            )
     text = read_text(path, limit=MAX_JSON_BYTES, error=DataError)
     try:
         return parse_json(text)
     except MalformedError as error:
         if error.line:  # half written, perhaps
             raise NotReadyError(
-                f"{path}, line {error.line}, column {error.column}: no JSON: {error.problem}; make the table again"
+                f"{path}, line {error.line}, column {error.column}: no JSON: {error.problem}; make"
+                " the table again"
             ) from None
         raise DataError(f"{path}: {error}; make the table again") from None

@@ -1,4 +1,5 @@
-"""What the JSON of a rank table says: versions 0 (ModelArts' group_list), 1.0, 1.2 (super pods) and 2.0 (rank_list).
+"""What the JSON of a rank table says: versions 0 (ModelArts' group_list), 1.0, 1.2 (super pods) and
+2.0 (rank_list).
 
 Formats: Huawei's HCCL user guide, and for version 0 the ModelArts training guide.
 """
@@ -20,7 +21,8 @@ class NotReadyError(DataError):
 
 
 def parse_table(data: Any, place: str) -> RankTable:
-    """The records of a table's JSON, not yet validated against each other. Raises DataError: ``place``, the key, what was expected.
+    """The records of a table's JSON, not yet validated against each other. Raises DataError:
+    ``place``, the key, what was expected.
 
     A table that is not completed raises NotReadyError when the platform is still filling it.
     """
@@ -34,17 +36,24 @@ def parse_table(data: Any, place: str) -> RankTable:
     if version in ("1.0", "1.2") and "server_list" in data:
         return _parse_1(data, version, place)
     raise DataError(
-        f"{place}: version {_shown(version)} with the keys {_keys(data)} is no known rank table; expected version 1.0 or 1.2 with "
-        "server_list, 2.0 with rank_list, or group_list; other clusters start without a table, by msrun"
+        f"{place}: version {_shown(version)} with the keys {_keys(data)} is no known rank table;"
+        " expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list; other"
+        " clusters start without a table, by msrun"
     )
 
 
 def _check_status(status: Any, place: str) -> None:
     if status == "initializing":
-        raise NotReadyError(f"{place}: status is 'initializing': the platform has not filled the table yet; try again later")
+        raise NotReadyError(
+            f"{place}: status is 'initializing': the platform has not filled the table yet; try"
+            " again later"
+        )
     if status != "completed":
         found = "is missing" if status is None else f"is {_shown(status)}"
-        raise DataError(f"{place}: status {found}; expected 'completed': what made the table did not finish, make it again")
+        raise DataError(
+            f"{place}: status {found}; expected 'completed': what made the table did not finish,"
+            " make it again"
+        )
 
 
 def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
@@ -52,7 +61,9 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
     for server, where in _items(data, "server_list", place):
         devices = []
         for device, at in _items(server, "device", where):
-            super_device_id = _number(device, "super_device_id", at) if "super_device_id" in device else None
+            super_device_id = (
+                _number(device, "super_device_id", at) if "super_device_id" in device else None
+            )
             devices.append(
                 TableDevice(
                     rank_id=_number(device, "rank_id", at),
@@ -66,14 +77,18 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
             Server(
                 server_id=_text(server, "server_id", where),
                 devices=tuple(devices),
-                host_nic_ip=_text(server, "host_nic_ip", where) if "host_nic_ip" in server else None,
+                host_nic_ip=_text(server, "host_nic_ip", where)
+                if "host_nic_ip" in server
+                else None,
                 extra=_others(server, "server_id", "device", "host_nic_ip"),
             )
         )
     _check_count(data, "server_count", len(servers), "servers in server_list", place, needed=True)
     known = ("version", "status", "server_count", "server_list")
     if version == "1.0":
-        return RankTable(version=version, servers=in_rank_order(servers), extra=_others(data, *known))
+        return RankTable(
+            version=version, servers=in_rank_order(servers), extra=_others(data, *known)
+        )
     pods = []
     for pod, where in _items(data, "super_pod_list", place):
         members: dict[str, Mapping[str, Any]] = {}
@@ -83,16 +98,24 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
                 raise DataError(f"{at}: server {server_id} is there twice; list it once")
             members[server_id] = _others(member, "server_id")
         pods.append(
-            SuperPod(super_pod_id=_text(pod, "super_pod_id", where), servers=members, extra=_others(pod, "super_pod_id", "server_list"))
+            SuperPod(
+                super_pod_id=_text(pod, "super_pod_id", where),
+                servers=members,
+                extra=_others(pod, "super_pod_id", "server_list"),
+            )
         )
     others = _others(data, *known, "super_pod_list")
-    return RankTable(version=version, servers=in_rank_order(servers), super_pods=tuple(pods), extra=others)
+    return RankTable(
+        version=version, servers=in_rank_order(servers), super_pods=tuple(pods), extra=others
+    )
 
 
 def _parse_0(data: dict[str, Any], place: str) -> RankTable:
-    """Groups in file order; in each, instances by rank_id where they have one, else by the number that ends their pod_name.
+    """Groups in file order; in each, instances by rank_id where they have one, else by the number
+    that ends their pod_name.
 
-    An instance of one device with a rank_id is that rank; a device's own rank_id goes before all. Instances of one server are joined.
+    An instance of one device with a rank_id is that rank; a device's own rank_id goes before all.
+    Instances of one server are joined.
     """
     groups = _items(data, "group_list", place)
     _check_count(data, "group_count", len(groups), "groups in group_list", place)
@@ -105,7 +128,10 @@ def _parse_0(data: dict[str, Any], place: str) -> RankTable:
         _check_count(group, "device_count", devices, "devices in its instances", where)
         extra |= _others(group, "group_name", "device_count", "instance_count", "instance_list")
         ordered += _in_order(instances)
-    ranked = [len(_items(instance, "devices", at)) == 1 and "rank_id" in instance for instance, at in ordered]
+    ranked = [
+        len(_items(instance, "devices", at)) == 1 and "rank_id" in instance
+        for instance, at in ordered
+    ]
     servers: dict[str, Server] = {}
     rank = 0
     for instance, where in ordered:
@@ -125,7 +151,9 @@ def _parse_0(data: dict[str, Any], place: str) -> RankTable:
             rank += 1
         before = servers.get(server_id, Server(server_id=server_id, devices=()))
         others = _others(instance, "pod_name", "server_id", "devices", "rank_id")
-        servers[server_id] = replace(before, devices=(*before.devices, *found), extra={**before.extra, **others})
+        servers[server_id] = replace(
+            before, devices=(*before.devices, *found), extra={**before.extra, **others}
+        )
     return RankTable(version="0", servers=in_rank_order(servers.values()), extra=extra)
 
 
@@ -134,16 +162,21 @@ def _in_order(instances: list[tuple[dict[str, Any], str]]) -> list[tuple[dict[st
     if any(with_rank):
         if not all(with_rank):
             raise DataError(
-                f"{instances[with_rank.index(False)][1]}: rank_id is missing, which other instances have; give it to all or none"
+                f"{instances[with_rank.index(False)][1]}: rank_id is missing, which other instances"
+                " have; give it to all or none"
             )
         return sorted(instances, key=lambda item: _number(item[0], "rank_id", item[1]))
-    suffixes = [re.search(r"([0-9]{1,18})$", str(instance.get("pod_name", ""))) for instance, _ in instances]
+    suffixes = [
+        re.search(r"([0-9]{1,18})$", str(instance.get("pod_name", ""))) for instance, _ in instances
+    ]
     keys = [(0, int(match[1])) if match else (1, index) for index, match in enumerate(suffixes)]
     return [instances[index] for index in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
 def _parse_2(data: dict[str, Any], place: str) -> RankTable:
-    """The server of a rank is its network instance on the first layer, and its address the first one there."""
+    """The server of a rank is its network instance on the first layer, and its address the first
+    one there.
+    """
     servers: dict[str, Server] = {}
     local_ids: set[tuple[str, int]] = set()
     entries = _items(data, "rank_list", place)
@@ -151,12 +184,17 @@ def _parse_2(data: dict[str, Any], place: str) -> RankTable:
     for entry, where in entries:
         levels = _items(entry, "level_list", where)
         if not levels:
-            raise DataError(f"{where}.level_list: is empty; expected the networks that reach the rank")
+            raise DataError(
+                f"{where}.level_list: is empty; expected the networks that reach the rank"
+            )
         level, at = min(levels, key=lambda item: _number(item[0], "net_layer", item[1]))
         name = _text(level, "net_instance_id", at)
         local_id = _number(entry, "local_id", where)
         if (name, local_id) in local_ids:
-            raise DataError(f"{where}: local_id {local_id} is there twice in the network instance {name}; number its ranks 0, 1, ...")
+            raise DataError(
+                f"{where}: local_id {local_id} is there twice in the network instance {name};"
+                " number its ranks 0, 1, ..."
+            )
         local_ids.add((name, local_id))
         addresses = [
             _text(item, "addr", item_at)
@@ -188,13 +226,18 @@ def _items(data: Mapping[str, Any], key: str, place: str) -> list[tuple[dict[str
     value = _present(data, key, place)
     if not isinstance(value, list):
         raise DataError(f"{place}: {key}: found {_shown(value)}; expected a list")
-    return [(_mapping(item, f"{place}: {key}[{index}]"), f"{place}: {key}[{index}]") for index, item in enumerate(value)]
+    return [
+        (_mapping(item, f"{place}: {key}[{index}]"), f"{place}: {key}[{index}]")
+        for index, item in enumerate(value)
+    ]
 
 
 def _text(data: Mapping[str, Any], key: str, place: str) -> str:
     value = _present(data, key, place)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise DataError(f"{place}: {key}: found {_shown(value)}; expected printable text that is not empty")
+        raise DataError(
+            f"{place}: {key}: found {_shown(value)}; expected printable text that is not empty"
+        )
     return value.strip()
 
 
@@ -202,13 +245,19 @@ def _number(data: Mapping[str, Any], key: str, place: str) -> int:
     value = _present(data, key, place)
     text = value.strip() if isinstance(value, str) else str(value) if type(value) is int else ""
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise DataError(f"{place}: {key}: found {_shown(value)}; expected a whole number, 0 or more")
+        raise DataError(
+            f"{place}: {key}: found {_shown(value)}; expected a whole number, 0 or more"
+        )
     return int(text)
 
 
-def _check_count(data: Mapping[str, Any], key: str, found: int, what: str, place: str, *, needed: bool = False) -> None:
+def _check_count(
+    data: Mapping[str, Any], key: str, found: int, what: str, place: str, *, needed: bool = False
+) -> None:
     if (needed or key in data) and (said := _number(data, key, place)) != found:
-        raise DataError(f"{place}: {key} is {said}, but there are {found} {what}; make the table again")
+        raise DataError(
+            f"{place}: {key} is {said}, but there are {found} {what}; make the table again"
+        )
 
 
 def _present(data: Mapping[str, Any], key: str, place: str) -> Any:

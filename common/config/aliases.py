@@ -30,37 +30,50 @@ _NAMES: dict[Path_, tuple[Path_, Callable[[Any], Any]]] = {
     **{
         ("parallel_config", name): (("parallel", name), _same)
         for name in (
-            "data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num", "vocab_emb_dp", "gradient_aggregation_group",
+            "data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num", "vocab_emb_dp",
+            "gradient_aggregation_group",
         )
     },
     ("parallel_config", "use_seq_parallel"): (("parallel", "sequence_parallel"), _same),
     ("parallel_config", "optimizer_shard"): (("parallel", "enable_parallel_optimizer"), _same),
-    ("parallel", "strategy_ckpt_save_file"): (("parallel", "strategy_ckpt_config", "save_file"), _same),
+    ("parallel", "strategy_ckpt_save_file"): (("parallel", "strategy_ckpt_config", "save_file"),
+    _same),
     ("micro_batch_interleave_num",): (("parallel", "micro_batch_interleave_num"), _same),
     ("recompute_config", "recompute"): (("train", "recompute"), _recompute),
     **{
         ("recompute_config", name): (("train", name), _same)
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute",
+        "recompute_slice_activation")
     },
 }  # fmt: skip
 """Their path -> ours, and what the value becomes."""
 
-_FIXED: dict[Path_, Any] = {("parallel_config", "expert_parallel"): 1, ("parallel", "loss_repeated_mean"): True}
+_FIXED: dict[Path_, Any] = {
+    ("parallel_config", "expert_parallel"): 1,
+    ("parallel", "loss_repeated_mean"): True,
+}
 """Keys with one value here, which need no place."""
 
 
 def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
-    """Our path and value of theirs; any other as it is; None for one that says what is so anyway. Raises ConfigError for what is not so."""
+    """Our path and value of theirs; any other as it is; None for one that says what is so anyway.
+    Raises ConfigError for what is not so.
+    """
     if path in _FIXED:
         if value != _FIXED[path]:
-            raise ConfigError(f"{where}: {_dotted(path)}={value}: this version has {_FIXED[path]} alone; set that, or leave the key out")
+            raise ConfigError(
+                f"{where}: {_dotted(path)}={value}: this version has {_FIXED[path]} alone; set"
+                " that, or leave the key out"
+            )
         return None
     name, change = _NAMES.get(path, (path, _same))
     return name, change(value)
 
 
 def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
-    """Move what one file says under MindFormers' names to ours, in place. Raises ConfigError where it says both and they differ."""
+    """Move what one file says under MindFormers' names to ours, in place. Raises ConfigError where
+    it says both and they differ.
+    """
     for path in (*_NAMES, *_FIXED):
         section = _section(tree, path[:-1])
         if section is None or path[-1] not in section:
@@ -79,18 +92,28 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
             require_mapping(target, f"{sources.get(name[:depth], '?')}: {_dotted(name[:depth])}")
         if key in target and target[key] != value:
             raise ConfigError(
-                f"{where}: {_dotted(path)}={value} is another name for {_dotted(name)}={target[key]}"
-                f" ({sources.get(name, '?')}); keep one of them"
+                f"{where}: {_dotted(path)}={value} is another name for"
+                f" {_dotted(name)}={target[key]} ({sources.get(name, '?')}); keep one of them"
             )
         target[key] = value
         sources[name] = where
     for heading in ("parallel_config", "recompute_config"):
         rest = tree.get(heading)
-        for key in () if rest is None else require_mapping(rest, f"{sources.get((heading,), '?')}: {heading}"):
+        for key in (
+            ()
+            if rest is None
+            else require_mapping(rest, f"{sources.get((heading,), '?')}: {heading}")
+        ):
             known = [str(path[1]) for path in (*_NAMES, *_FIXED) if path[0] == heading]
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {heading}.{near[0]}?" if near else f"expected one of {', '.join(known)}"
-            raise ConfigError(f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}")
+            hint = (
+                f"did you mean {heading}.{near[0]}?"
+                if near
+                else f"expected one of {', '.join(known)}"
+            )
+            raise ConfigError(
+                f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +122,9 @@ class Alias:
 
     ours: str
     merge: Callable[[Any, Any], Any]
-    """Their value and ours (None where it is left out) -> ours. Raises ValueError for a contradiction."""
+    """Their value and ours (None where it is left out) -> ours. Raises ValueError for a
+    contradiction.
+    """
     values: tuple[Any, ...] = ()
     """Values that it takes; empty where they are checked as those of our key."""
     meaning: str = ""
@@ -123,7 +148,10 @@ def _optimizer_is_split(theirs: bool, ours: Any) -> Any:
 
 def _gradients_are_split(theirs: bool, ours: Any) -> Any:
     if theirs and not ours:
-        raise ValueError("contradict each other; set parallel.enable_parallel_optimizer=true, or leave the second out")
+        raise ValueError(
+            "contradict each other; set parallel.enable_parallel_optimizer=true, or leave the"
+            " second out"
+        )
     return max(ours, 2) if theirs and _is_stage(ours) else ours
 
 
@@ -133,7 +161,10 @@ def _is_stage(value: Any) -> bool:
 
 def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
     if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
-        raise ValueError("do not go together: gradients are of the mean over the global batch; leave the second out")
+        raise ValueError(
+            "do not go together: gradients are of the mean over the global batch; leave the second"
+            " out"
+        )
     return ours
 
 
@@ -183,8 +214,13 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
         theirs = section.pop(path[-1], None) if section is not None else None
         if theirs is None:
             continue
-        if alias.values and not any(type(theirs) is type(value) and theirs == value for value in alias.values):
-            raise ConfigError(f"{_places(sources, path)}{name}: expected {' or '.join(map(_shown, alias.values))}, found {theirs!r}")
+        if alias.values and not any(
+            type(theirs) is type(value) and theirs == value for value in alias.values
+        ):
+            raise ConfigError(
+                f"{_places(sources, path)}{name}: expected"
+                f" {' or '.join(map(_shown, alias.values))}, found {theirs!r}"
+            )
         for depth in range(1, len(ours)):
             target = _section(tree, ours[: depth - 1])
             if target is not None:
@@ -197,7 +233,9 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             merged = alias.merge(theirs, written)
         except ValueError as fault:
             said = f"{alias.ours}={_shown(written)}" if written is not None else f"no {alias.ours}"
-            raise ConfigError(f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}") from None
+            raise ConfigError(
+                f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}"
+            ) from None
         if merged != written:
             target[ours[-1]] = merged
             if path in sources:

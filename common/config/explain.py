@@ -1,4 +1,6 @@
-"""A key of the configuration as text: its type, default, allowed values and meaning, from the schema."""
+"""A key of the configuration as text: its type, default, allowed values and meaning, from the
+schema.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,46 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 
 _WIDTH = 100
-_BASE = {"type": "text or list", "default": "none", "meaning": "Files that this one builds on, in order; its own values win."}
+_BASE = {
+    "type": "text or list",
+    "default": "none",
+    "meaning": "Files that this one builds on, in order; its own values win.",
+}
 
 
 def explain_key(asked: str) -> str:
-    """The text for a key, a section, or another system's name of either. Raises ConfigError for what is none of these."""
+    """The text for a key, a section, or another system's name of either. Raises ConfigError for
+    what is none of these.
+    """
     if asked == "base":
         return _of_key("base", _BASE)
     keys = schema_keys()
     if asked in keys:
         return _explained(asked)
     name = asked.rpartition(".")[2]
-    alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
+    alias = next(
+        (alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None
+    )
     if alias is not None:
-        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
+        return (
+            f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
+        )
     here = HERE_IN.get(asked) or HERE.get(name)
     if here is not None:
-        found = [word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys]
-        return "\n".join([f"{asked} is here: {here}", *("\n" + _explained(key).rstrip() for key in found), ""])
+        found = [
+            word
+            for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here))
+            if word in keys
+        ]
+        return "\n".join(
+            [f"{asked} is here: {here}", *("\n" + _explained(key).rstrip() for key in found), ""]
+        )
     same = nearest_keys(asked) if "." not in asked else []
     if same and all(key.rpartition(".")[2] == asked for key in same):
         return "\n".join(map(_explained, same))
-    raise ConfigError(f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(_sections())}")
+    raise ConfigError(
+        f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(_sections())}"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -54,15 +74,25 @@ def _explained(key: str) -> str:
     section = _section_of(node, root)
     if section is None:
         return _of_key(key, _facts(node, root))
-    lines = [f"{key} (a section)", *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH)]
+    lines = [
+        f"{key} (a section)",
+        *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH),
+    ]
     forms = [form for form in _types(node, root) if form != "section"]
     if forms:
         lines.append(f"also written as: {' or '.join(forms)}")
     width = max(map(len, section["properties"])) + 2
     for name, child in section["properties"].items():
         meaning = _text(child.get("description", "")) or "A section of its own."
-        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2))
-    return "\n".join([*lines, f"One of them in full: --explain {key}.{next(iter(section['properties']))}", ""])
+        lines += textwrap.wrap(
+            meaning,
+            _WIDTH,
+            initial_indent=f"  {name:<{width}}",
+            subsequent_indent=" " * (width + 2),
+        )
+    return "\n".join(
+        [*lines, f"One of them in full: --explain {key}.{next(iter(section['properties']))}", ""]
+    )
 
 
 def _node(key: str) -> dict[str, Any]:
@@ -97,14 +127,19 @@ def _options(node: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, A
 def _of_key(key: str, facts: dict[str, str]) -> str:
     lines = [key]
     for name, text in facts.items():
-        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11
+        )
     return "\n".join([*lines, ""])
 
 
 def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     allowed = [text for option in _options(node, root) if (text := _allowed(option))]
     default = "none: it must be given" if "default" not in node else _literal(node["default"])
-    facts = {"type": " or ".join(_types(node, root)), "default": "left out" if default == "null" else default}
+    facts = {
+        "type": " or ".join(_types(node, root)),
+        "default": "left out" if default == "null" else default,
+    }
     if allowed:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
@@ -112,7 +147,13 @@ def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     return facts | {"meaning": _text(node.get("description", ""))}
 
 
-_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
+_NAMES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "array": "list",
+}
 
 
 def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:
@@ -138,7 +179,12 @@ def _allowed(option: dict[str, Any]) -> str:
         return ", ".join(map(_literal, option["enum"]))
     bounds = [
         f"{word} {_literal(option[name])}"
-        for name, word in (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"))
+        for name, word in (
+            ("minimum", "at least"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "at most"),
+            ("exclusiveMaximum", "below"),
+        )
         if name in option
     ]
     return ", ".join(bounds)

@@ -1,6 +1,8 @@
-"""What other systems call our keys, for people who come from there. Data only: ``common.config.hints`` reads it.
+"""What other systems call our keys, for people who come from there. Data only:
+``common.config.hints`` reads it.
 
-The names are those of nanoGPT, Hugging Face's Trainer, LitGPT, Megatron-LM and DeepSpeed, PaddleFleetX, MindFormers and GPT2-Chinese.
+The names are those of nanoGPT, Hugging Face's Trainer, LitGPT, Megatron-LM and DeepSpeed,
+PaddleFleetX, MindFormers and GPT2-Chinese.
 """
 
 from __future__ import annotations
@@ -181,7 +183,8 @@ HERE: dict[str, str] = {
     "save_checkpoint_steps": "checkpoint.interval",
     "save_freq": "checkpoint.interval",
     "save_load": "checkpoint.interval, checkpoint.resume and output_dir",
-    "callbacks": "checkpoint.interval, checkpoint.keep, checkpoint.ckpt_prefix and logging.interval",
+    "callbacks": "checkpoint.interval, checkpoint.keep, checkpoint.ckpt_prefix and"
+    " logging.interval",
     "save_total_limit": "checkpoint.keep",
     "keep_checkpoint_max": "checkpoint.keep",
     "prefix": "predict.prompt or checkpoint.ckpt_prefix",
@@ -278,7 +281,9 @@ HERE: dict[str, str] = {
     "_base_": "base",
     "defaults": "base",
 }
-"""Their name -> our key, several keys, a key with its value, or an option of the command line; what is in brackets explains."""
+"""Their name -> our key, several keys, a key with its value, or an option of the command line; what
+is in brackets explains.
+"""
 
 HERE_IN: dict[str, str] = {
     "data.batch_size": "train.micro_batch_size",
@@ -323,10 +328,13 @@ ABSENT: dict[str, str] = {
     "trainer": "there is one trainer; leave it out",
     "use_parallel": "the launcher decides it: bash scripts/run_distribute.sh; leave it out",
     "local_rank": "the launcher sets it; leave it out",
-    "only_save_strategy": "strategy files are written by every run with parallel.parallel_mode=1 or 2; leave it out",
+    "only_save_strategy": "strategy files are written by every run with parallel.parallel_mode=1 or"
+    " 2; leave it out",
     "auto_trans_ckpt": "checkpoints are read in every layout; leave it out",
-    "wandb_log": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl hold the figures",
-    "wandb": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl hold the figures",
+    "wandb_log": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl"
+    " hold the figures",
+    "wandb": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl hold"
+    " the figures",
     "bias": "GPT-2 has biases; leave it out",
     "model_type": "every model is a GPT-2; leave it out",
     "architectures": "every model is a GPT-2; leave it out",

@@ -1,4 +1,6 @@
-"""From YAML files and ``section.key=value`` words to a RunConfig, with errors that name file, line and key."""
+"""From YAML files and ``section.key=value`` words to a RunConfig, with errors that name file, line
+and key.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,18 @@ from common.paths import looked_in
 from common.structured_files import MAX_DEPTH, MalformedError
 from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
-# Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
-_SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {("precision",): expand_precision, ("data", "tokenizer"): expand_tokenizer}
+# Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
+# instead of replacing it.
+_SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
+    ("precision",): expand_precision,
+    ("data", "tokenizer"): expand_tokenizer,
+}
 
 _Read = tuple[dict[str, Any], Sources]
 
 foreign_readers: list[Callable[[Path, Sequence[str]], _Read | None]] = []
-"""Readers of configurations in other systems' words, tried first; each returns None for a file that is not its own.
+"""Readers of configurations in other systems' words, tried first; each returns None for a file that
+is not its own.
 
 ``common.systems.config.accept_foreign_configs`` adds one; the entry scripts call it.
 """
@@ -44,7 +51,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
-    """Return what the files and the command line say, not yet checked, and where each key was read."""
+    """Return what the files and the command line say, not yet checked, and where each key was
+    read.
+    """
     for reader in foreign_readers:
         if (found := reader(Path(path), overrides)) is not None:
             return found
@@ -90,7 +99,9 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parse_scalar(text: str, where: str) -> Any:
-    """A YAML value from the command line. Text that is no number, boolean, null, list or mapping stays text."""
+    """A YAML value from the command line. Text that is no number, boolean, null, list or mapping
+    stays text.
+    """
     if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
         return text
     try:
@@ -103,26 +114,44 @@ def parse_scalar(text: str, where: str) -> Any:
 
 
 def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Read]) -> _Read:
-    """Return what a file and its bases say. ``known`` holds what was read so far, by real path, so that each file is read once."""
+    """Return what a file and its bases say. ``known`` holds what was read so far, by real path, so
+    that each file is read once.
+    """
     real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # which read_yaml refuses
     if real in parents:
         raise ConfigError(f"{path}: base files include each other: {' -> '.join((*parents, real))}")
     if real in known:
         return known[real]
     if len(parents) >= MAX_DEPTH:
-        raise ConfigError(f"{path}: base files name each other over more than {MAX_DEPTH} levels; put their keys into fewer files")
+        raise ConfigError(
+            f"{path}: base files name each other over more than {MAX_DEPTH} levels; put their keys"
+            " into fewer files"
+        )
     own, own_sources = read_yaml(path)
     rename_keys(own, own_sources)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases) or len(bases) > MAX_DEPTH:
-        found = f"{len(bases)} entries" if isinstance(bases, list) and len(bases) > MAX_DEPTH else repr(bases)[:80]
-        raise ConfigError(f"{own_sources.get(('base',), path)}: base: expected a list of at most {MAX_DEPTH} files, found {found}")
+    if (
+        not isinstance(bases, list)
+        or not all(isinstance(base, str) for base in bases)
+        or len(bases) > MAX_DEPTH
+    ):
+        found = (
+            f"{len(bases)} entries"
+            if isinstance(bases, list) and len(bases) > MAX_DEPTH
+            else repr(bases)[:80]
+        )
+        raise ConfigError(
+            f"{own_sources.get(('base',), path)}: base: expected a list of at most {MAX_DEPTH}"
+            f" files, found {found}"
+        )
     tree: dict[str, Any] = {}
     sources: Sources = {}
     for base in bases:
         if "\0" not in base and not os.path.lexists(path.parent / base):
-            raise ConfigError(f"{own_sources.get(('base',), path)}: base: {_absent(path.parent / base)}")
+            raise ConfigError(
+                f"{own_sources.get(('base',), path)}: base: {_absent(path.parent / base)}"
+            )
         base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, real), known)
         _merge(tree, base_tree)
         sources |= base_sources
@@ -132,7 +161,9 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
 
 
 def read_yaml(path: Path) -> _Read:
-    """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises ConfigError, also for a key given twice."""
+    """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises
+    ConfigError, also for a key given twice.
+    """
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
     tree, lines = read_yaml_lines(path)
@@ -144,7 +175,9 @@ def _absent(path: Path) -> str:
     with reading(path, ConfigError):  # the name may be too long
         names = [other.name for other in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    return f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else f"{looked_in(path)}; check the path")
+    return f"{path}: no such file" + (
+        f"; did you mean {path.parent / near[0]}?" if near else f"{looked_in(path)}; check the path"
+    )
 
 
 def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -> None:
@@ -191,10 +224,19 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
 
 
 def _takes_text(path: Path_, text: str) -> bool:
-    """True for fields of text (or one text of a list), so that a prompt of ``42`` or ``Once: upon`` arrives as it was typed."""
+    """True for fields of text (or one text of a list), so that a prompt of ``42`` or ``Once: upon``
+    arrives as it was typed.
+    """
     annotation = _annotation(path)
-    options = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
-    options = {typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options}
+    options = (
+        set(typing.get_args(annotation))
+        if isinstance(annotation, types.UnionType)
+        else {annotation}
+    )
+    options = {
+        typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option
+        for option in options
+    }
     if text in ("null", "~") or not options <= {str, list[str], type(None)}:
         return False
     return list[str] not in options or not text.lstrip().startswith("[")
@@ -204,7 +246,10 @@ def _annotation(path: Path_) -> Any:
     model: Any = RunConfig
     annotation: Any = None
     for key in path:
-        if not (isinstance(model, type) and issubclass(model, BaseModel)) or key not in model.model_fields:
+        if (
+            not (isinstance(model, type) and issubclass(model, BaseModel))
+            or key not in model.model_fields
+        ):
             return None
         annotation = model.model_fields[str(key)].annotation
         model = annotation

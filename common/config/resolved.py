@@ -80,7 +80,9 @@ def as_section(kind: type[_Section], section: Section, values: dict[str, Any]) -
 
 
 def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:
-    """Return the run as this kind. A mapping in ``changes`` updates a section, any other value replaces one."""
+    """Return the run as this kind. A mapping in ``changes`` updates a section, any other value
+    replaces one.
+    """
     values: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         old, new = getattr(config, name), changes.get(name, {})

@@ -1,4 +1,5 @@
-"""The one schema of a run. Every key of every YAML is a field here, documented under its definition.
+"""The one schema of a run. Every key of every YAML is a field here, documented under its
+definition.
 
 A config is data: frozen, strict, with unknown keys refused. Values that follow from others
 (the data-parallel size, the accumulation, the inner size of the MLP) are None until
@@ -25,7 +26,10 @@ FLOAT32_LEAST, FLOAT32_MOST, FLOAT32_BELOW_ONE = 2.0**-126, (2 - 2.0**-23) * 2.0
 def _in_float32(value: float) -> float:
     """Refuse what the arithmetic of the devices would round to 0 or to infinity."""
     if value and not FLOAT32_LEAST <= value <= FLOAT32_MOST:
-        raise ValueError(f"{value!r} is beyond float32, which holds {FLOAT32_LEAST:.4g} to {FLOAT32_MOST:.4g}; give a number in between")
+        raise ValueError(
+            f"{value!r} is beyond float32, which holds {FLOAT32_LEAST:.4g} to {FLOAT32_MOST:.4g};"
+            " give a number in between"
+        )
     return value
 
 
@@ -37,14 +41,30 @@ def _below_one(value: float) -> float:
 
 Positive32 = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)]
+Fraction = Annotated[
+    float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)
+]
 
 _FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 PRECISION_PRESETS: dict[str, dict[str, str]] = {
-    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32"),
-    "bf16": {"parameters": "float32", "compute": "bfloat16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"},
-    "fp16": {"parameters": "float32", "compute": "float16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"},
+    "float32": dict.fromkeys(
+        ("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32"
+    ),
+    "bf16": {
+        "parameters": "float32",
+        "compute": "bfloat16",
+        "reduction": "float32",
+        "softmax": "float32",
+        "layer_norm": "float32",
+    },
+    "fp16": {
+        "parameters": "float32",
+        "compute": "float16",
+        "reduction": "float32",
+        "softmax": "float32",
+        "layer_norm": "float32",
+    },
 }
 
 
@@ -55,7 +75,9 @@ COMPILED = Field(json_schema_extra={"backend": "mindspore", "parallel_mode": "1 
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     def changed(self, mark: str) -> list[str]:
         """Return the keys with this mark that have another value than their default."""
@@ -75,15 +97,20 @@ FloatName = Annotated[Float, BeforeValidator(_float_name)]
 
 
 class PrecisionConfig(Section):
-    """Number types of the parts of a step. O1 is the preset fp16; O2 is fp16 with parameters float16;
-    pure fp16 is O2 with softmax and layer_norm float16 too."""
+    """Number types of the parts of a step. O1 is the preset fp16; O2 is fp16 with parameters
+    float16; pure fp16 is O2 with softmax and layer_norm float16 too.
+    """
 
     parameters: FloatName = "float32"
-    """Type in which the model holds its weights. Below float32, the optimizer keeps and updates a float32 copy."""
+    """Type in which the model holds its weights. Below float32, the optimizer keeps and updates a
+    float32 copy.
+    """
     compute: FloatName = "float32"
     """Type of activations and matrix products."""
     reduction: FloatName = "float32"
-    """Type in which gradients are summed over micro batches (for weights below float32) and over data-parallel ranks."""
+    """Type in which gradients are summed over micro batches (for weights below float32) and over
+    data-parallel ranks.
+    """
     softmax: FloatName = "float32"
     """Type of the attention softmax. float32 costs nothing with fused attention."""
     layer_norm: FloatName = "float32"
@@ -100,13 +127,17 @@ class ModelConfig(Section):
     seq_length: Count
     """Tokens in a training window."""
     vocab_size: Count
-    """True number of token ids. A size that is already padded to a multiple of 128 is understood when the tokenizer is smaller."""
+    """True number of token ids. A size that is already padded to a multiple of 128 is understood
+    when the tokenizer is smaller.
+    """
     ffn_hidden_size: Count | None = None
     """Inner width of the MLP; 4 x hidden_size when left out."""
     max_positions: Count | None = None
     """Rows of the position table; seq_length when left out."""
     dropout: Fraction = 0.0
-    """Dropout of the embedding, attention weights and residual branches, unless the next three say otherwise."""
+    """Dropout of the embedding, attention weights and residual branches, unless the next three say
+    otherwise.
+    """
     embedding_dropout: Fraction | None = None
     """Dropout after the sum of token and position embeddings."""
     attention_dropout: Fraction | None = None
@@ -116,9 +147,13 @@ class ModelConfig(Section):
     layer_norm_epsilon: Positive32 = 1e-5
     """Added to the variance inside layer norms."""
     initializer_range: Positive32 = 0.02
-    """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x num_layers)."""
+    """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x
+    num_layers).
+    """
     vocab_multiple: Count = 128
-    """The embedding table is padded to a multiple of this times parallel.model_parallel; padded logits are masked."""
+    """The embedding table is padded to a multiple of this times parallel.model_parallel; padded
+    logits are masked.
+    """
 
 
 class TrainConfig(Section):
@@ -135,15 +170,25 @@ class TrainConfig(Section):
     accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: of attention and the MLP's inner part (selective) or of whole blocks (full)."""
+    """Activations recomputed in the backward pass: of attention and the MLP's inner part
+    (selective) or of whole blocks (full).
+    """
     mp_comm_recompute: Annotated[bool, COMPILED] = True
-    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: repeat the communication too."""
+    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: repeat the
+    communication too.
+    """
     parallel_optimizer_comm_recompute: Annotated[bool, MINDSPORE] = False
-    """A switch of MindFormers' that MindSpore 2.10 takes no notice of: true is refused. parallel.zero_stage=3 is what it did."""
+    """A switch of MindFormers' that MindSpore 2.10 takes no notice of: true is refused.
+    parallel.zero_stage=3 is what it did.
+    """
     recompute_slice_activation: Annotated[bool, COMPILED] = False
-    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: split what is kept over the tensor-parallel ranks."""
+    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: split what is kept
+    over the tensor-parallel ranks.
+    """
     sink_size: Annotated[int, Field(gt=0, le=100), MINDSPORE] = 1
-    """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits for them."""
+    """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits
+    for them.
+    """
     compile: bool = False
     """Compile the model (torch.compile); the first step then takes about a minute."""
     deterministic: bool = False
@@ -151,7 +196,9 @@ class TrainConfig(Section):
     max_skipped_steps: Count = 50
     """Stop after this many skipped steps in a row."""
     skip_outliers: bool = False
-    """Skip the update of a step whose loss or gradient norm is an outlier by logging.outlier_deviations."""
+    """Skip the update of a step whose loss or gradient norm is an outlier by
+    logging.outlier_deviations.
+    """
 
 
 class LossScaleConfig(Section):
@@ -204,7 +251,9 @@ class TokenizerConfig(Section):
     type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
     """Kind of tokenizer."""
     folder: Text | None = None
-    """Folder with vocab.json and merges.txt (or encoder.json and vocab.bpe), instead of the two files."""
+    """Folder with vocab.json and merges.txt (or encoder.json and vocab.bpe), instead of the two
+    files.
+    """
     vocab_file: Text | None = None
     """vocab.json or encoder.json."""
     merge_file: Text | None = None
@@ -230,7 +279,9 @@ def expand_tokenizer(value: Any) -> Any:
 
 def _prefix_or_weight(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise ValueError(f"expected the prefix of a .bin/.idx pair, a MindRecord, or a weight, found {value!r}")
+        raise ValueError(
+            f"expected the prefix of a .bin/.idx pair, a MindRecord, or a weight, found {value!r}"
+        )
     return value
 
 
@@ -242,14 +293,29 @@ DataPrefixes = Annotated[
 
 class DataConfig(Section):
     train: DataPrefixes | None = None
-    """Prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, a MindRecord (file, one of its shards, or folder), or a blend of
-    these: [weight, prefix, weight, prefix, ...]."""
+    """Prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, a MindRecord (file, one of
+    its shards, or folder), or a blend of these: [weight, prefix, weight, prefix, ...].
+    """
     validation: DataPrefixes | None = None
-    """Prefix, MindRecord or blend used whole for validation; data.train is then used whole for training, and the split for nothing."""
-    split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
-    """Weights of the training, validation and test parts of the documents (of a MindRecord: of its rows)."""
-    tokenizer: Annotated[TokenizerConfig, BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig)] | None = None
-    """The tokenizer, or the folder of its files. Training can do without; text in or out needs it."""
+    """Prefix, MindRecord or blend used whole for validation; data.train is then used whole for
+    training, and the split for nothing.
+    """
+    split: Annotated[
+        str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])
+    ] = "949,50,1"
+    """Weights of the training, validation and test parts of the documents (of a MindRecord: of its
+    rows).
+    """
+    tokenizer: (
+        Annotated[
+            TokenizerConfig,
+            BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig),
+        ]
+        | None
+    ) = None
+    """The tokenizer, or the folder of its files. Training can do without; text in or out needs
+    it.
+    """
     shuffle: bool = True
     """Shuffle documents and windows anew in every epoch."""
     index_cache: Text | None = None
@@ -272,21 +338,29 @@ PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybri
 
 
 def _parallel_mode(value: Any) -> Any:
-    return PARALLEL_MODES[value] if type(value) is int and value in range(len(PARALLEL_MODES)) else value
+    return (
+        PARALLEL_MODES[value]
+        if type(value) is int and value in range(len(PARALLEL_MODES))
+        else value
+    )
 
 
 class ParallelOptimizerConfig(Section):
     """How MindSpore's compiler splits the optimizer (zero_stage)."""
 
     parallel_optimizer_threshold: NonNegative = 64
-    """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay whole."""
+    """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay
+    whole.
+    """
 
 
 class StrategyFileConfig(Section):
     """Files in which MindSpore's compiler writes how each parameter was split."""
 
     save_file: Text | None = None
-    """Where to write; ``{rank}`` in it is the rank. strategy/ckpt_strategy_rank_{rank}.ckpt in output_dir when left out."""
+    """Where to write; ``{rank}`` in it is the rank. strategy/ckpt_strategy_rank_{rank}.ckpt in
+    output_dir when left out.
+    """
     load_file: Text | None = None
     """Splits to take instead of ours, with auto_parallel."""
     only_trainable_params: bool = False
@@ -295,52 +369,87 @@ class StrategyFileConfig(Section):
 
 class ParallelConfig(Section):
     data_parallel: Count | None = None
-    """Ranks that see different samples, ZeRO's included; derived from the number of processes when left out."""
+    """Ranks that see different samples, ZeRO's included; derived from the number of processes when
+    left out.
+    """
     model_parallel: Count = 1
     """Ranks that split every layer (tensor parallel)."""
     pipeline_stage: Count = 1
     """Ranks that split the stack of layers (pipeline parallel)."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
-    """Order of forward and backward passes over the stages; the last three give each rank several stages (virtual_stages)."""
+    pipeline_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"
+    ] = "1f1b"
+    """Order of forward and backward passes over the stages; the last three give each rank several
+    stages (virtual_stages).
+    """
     virtual_stages: Count | None = None
-    """Pieces of the model on each pipeline rank: 2 with the interleaved schedules unless said otherwise, 1 with the others."""
+    """Pieces of the model on each pipeline rank: 2 with the interleaved schedules unless said
+    otherwise, 1 with the others.
+    """
     stage_layers: list[Count] | None = None
     """Layers of each stage in order, where they are not to be equally many."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too."""
+    """ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters
+    too.
+    """
     shard_size: Count | None = None
-    """Data-parallel ranks over which zero_stage splits; copies in between (hybrid sharding). All of them when left out."""
+    """Data-parallel ranks over which zero_stage splits; copies in between (hybrid sharding). All of
+    them when left out.
+    """
     strategy: Literal["ddp", "parameter_server", "horovod"] = "ddp"
-    """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on one that updates and hands out
-    the weights (DataParallel), horovod does as ddp with Horovod."""
+    """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on
+    one that updates and hands out the weights (DataParallel), horovod does as ddp with Horovod.
+    """
     parallel_mode: Annotated[
         Annotated[
             Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"],
             BeforeValidator(
                 _parallel_mode,
-                json_schema_input_type=Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel", 0, 1, 2, 3],
+                json_schema_input_type=Literal[
+                    "data_parallel",
+                    "semi_auto_parallel",
+                    "auto_parallel",
+                    "hybrid_parallel",
+                    0,
+                    1,
+                    2,
+                    3,
+                ],
             ),
         ]
         | None,
         MINDSPORE,
     ] = None
-    """On MindSpore, who splits the work: data_parallel (0) and hybrid_parallel (3) our own collectives, semi_auto_parallel (1) MindSpore's
-    compiler after our plan, auto_parallel (2) the compiler alone. 1 and 2 are for Ascend; left out, 1 there and 3 elsewhere."""
-    parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = ParallelOptimizerConfig()
+    """On MindSpore, who splits the work: data_parallel (0) and hybrid_parallel (3) our own
+    collectives, semi_auto_parallel (1) MindSpore's compiler after our plan, auto_parallel (2) the
+    compiler alone. 1 and 2 are for Ascend; left out, 1 there and 3 elsewhere.
+    """
+    parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = (
+        ParallelOptimizerConfig()
+    )
     """Of modes 1 and 2."""
     vocab_emb_dp: Annotated[bool, COMPILED] = False
-    """In modes 1 and 2: every tensor-parallel rank holds the whole embedding table; with a pipeline the ranks split it all the same."""
+    """In modes 1 and 2: every tensor-parallel rank holds the whole embedding table; with a pipeline
+    the ranks split it all the same.
+    """
     gradient_aggregation_group: Annotated[Count, COMPILED] = 4
     """In modes 1 and 2: groups of neighbouring blocks whose gradients are communicated at once."""
     full_batch: Annotated[bool | None, COMPILED] = None
-    """In modes 1 and 2: every rank reads the whole batch (true, also when left out), or only what its data-parallel rank sees."""
+    """In modes 1 and 2: every rank reads the whole batch (true, also when left out), or only what
+    its data-parallel rank sees.
+    """
     enable_alltoall: Annotated[bool, COMPILED] = False
     """In modes 1 and 2: the compiler may change layouts by AllToAll."""
-    search_mode: Annotated[Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None, COMPILED] = None
-    """How auto_parallel looks for splits. sharding_propagation, also when left out, starts from our plan; a run ends at its start where one
-    of the others finds other parts of parameters than the plan's, which checkpoints and the gradient norm need."""
+    search_mode: Annotated[
+        Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None,
+        COMPILED,
+    ] = None
+    """How auto_parallel looks for splits. sharding_propagation, also when left out, starts from our
+    plan; a run ends at its start where one of the others finds other parts of parameters than the
+    plan's, which checkpoints and the gradient norm need.
+    """
     micro_batch_interleave_num: Annotated[Count, COMPILED] = 1
     """In modes 1 and 2: parts of a micro batch whose communication and computation overlap."""
     strategy_ckpt_config: Annotated[StrategyFileConfig, COMPILED] = StrategyFileConfig()
@@ -356,22 +465,34 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: NonNegative = 3
     """Newest checkpoints that stay on disk; 0 keeps all."""
-    resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)] = "auto"
-    """auto continues the run in output_dir if there is one; latest insists that there is; never insists that there is
-    none; anything else is the folder of a checkpoint or of a run."""
+    resume: Annotated[
+        str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)
+    ] = "auto"
+    """auto continues the run in output_dir if there is one; latest insists that there is; never
+    insists that there is none; anything else is the folder of a checkpoint or of a run.
+    """
     init_from: Text | None = None
     """Weights to start from (finetune): the folder of a checkpoint or of a run."""
     load: Text | None = None
-    """Weights to evaluate or generate with; the newest of output_dir when left out, else init_from."""
-    ckpt_prefix: Annotated[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE] = None
-    """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank}, as MindFormers names them."""
+    """Weights to evaluate or generate with; the newest of output_dir when left out, else
+    init_from.
+    """
+    ckpt_prefix: Annotated[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE
+    ] = None
+    """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank},
+    as MindFormers names them.
+    """
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
 
 
 def _strategy(value: Any) -> Any:
     if isinstance(value, str) and value not in ("greedy", "sampling"):
-        raise ValueError(f"{value!r}: expected greedy or sampling; beam search and others are not in this version")
+        raise ValueError(
+            f"{value!r}: expected greedy or sampling; beam search and others are not in this"
+            " version"
+        )
     return value
 
 
@@ -380,14 +501,22 @@ def _top_p(value: Any) -> Any:
 
 
 class PredictConfig(Section):
-    prompt: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field(default_factory=list)
+    prompt: Annotated[
+        list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+    ] = Field(default_factory=list)
     """One prompt or a list of them; <|endoftext|> in it is that token."""
     prompt_file: Text | None = None
-    """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt (or text)."""
+    """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt
+    (or text).
+    """
     output_file: Text | None = None
-    """Also write the results here: plain text, with an empty line after each, where the name ends in .txt; else one JSON object a line."""
+    """Also write the results here: plain text, with an empty line after each, where the name ends
+    in .txt; else one JSON object a line.
+    """
     stream: bool = True
-    """Print tokens as they come, where standard output is a terminal and one sequence is generated at a time."""
+    """Print tokens as they come, where standard output is a terminal and one sequence is generated
+    at a time.
+    """
     strategy: Annotated[Literal["greedy", "sampling"], BeforeValidator(_strategy)] = "greedy"
     """greedy takes the most probable token; sampling draws one."""
     num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
@@ -397,7 +526,9 @@ class PredictConfig(Section):
     min_new_tokens: NonNegative = 0
     """The end-of-text token is not chosen before this many new tokens."""
     max_new_tokens: Count | None = None
-    """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left out."""
+    """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left
+    out.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
@@ -405,7 +536,9 @@ class PredictConfig(Section):
     top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is 0."""
+    """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is
+    0.
+    """
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
     stop_at_end_of_text: bool = True
@@ -415,10 +548,14 @@ class PredictConfig(Section):
     def _agree(self) -> Self:
         if self.num_sequences > 1 and self.strategy == "greedy":
             raise ValueError(
-                f"num_sequences={self.num_sequences}: greedy has one continuation, they would all be equal; set strategy=sampling"
+                f"num_sequences={self.num_sequences}: greedy has one continuation, they would all"
+                " be equal; set strategy=sampling"
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower the first")
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is above"
+                f" max_new_tokens={self.max_new_tokens}; lower the first"
+            )
         return self
 
 
@@ -426,27 +563,36 @@ class EvaluationConfig(Section):
     """What --run_mode eval measures."""
 
     task: Literal["validation", "text", "lambada"] = "validation"
-    """validation: the validation windows of the data; text: perplexity of a file; lambada: the last word of each passage of a file."""
+    """validation: the validation windows of the data; text: perplexity of a file; lambada: the last
+    word of each passage of a file.
+    """
     file: Text | None = None
-    """Of text: plain text (WikiText, Penn Treebank), or .jsonl with the field text, one document a line. Of lambada: .jsonl with the
-    field text. Either may be gzipped."""
+    """Of text: plain text (WikiText, Penn Treebank), or .jsonl with the field text, one document a
+    line. Of lambada: .jsonl with the field text. Either may be gzipped.
+    """
     detokenize: Literal["none", "wikitext"] = "none"
-    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do; words are counted before."""
+    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do; words are
+    counted before.
+    """
     stride: Count | None = None
-    """Tokens between the starts of the windows over a text: each token is scored once, with more than model.seq_length - stride
-    tokens before it. model.seq_length (no overlap) when left out."""
+    """Tokens between the starts of the windows over a text: each token is scored once, with more
+    than model.seq_length - stride tokens before it. model.seq_length (no overlap) when left out.
+    """
     batch_size: Count = 8
     """Windows, or passages, at once. validation has validation.micro_batch_size."""
     max_samples: NonNegative = 0
-    """Windows of text or passages of lambada, always the first ones; 0 is all. validation has validation.max_samples."""
+    """Windows of text or passages of lambada, always the first ones; 0 is all. validation has
+    validation.max_samples.
+    """
 
 
 class ExportConfig(Section):
     """What --run_mode export writes of a checkpoint."""
 
     format: Literal["safetensors", "mindir"] | None = None
-    """safetensors: its weights as one file, whichever ranks wrote it, on either backend; mindir: a program, on MindSpore. When left out,
-    mindir on mindspore and safetensors on torch."""
+    """safetensors: its weights as one file, whichever ranks wrote it, on either backend; mindir: a
+    program, on MindSpore. When left out, mindir on mindspore and safetensors on torch.
+    """
     batch_size: Annotated[Count | None, MINDSPORE] = None
     """Of mindir: sequences at once that the files take; any number when left out."""
 
@@ -455,15 +601,21 @@ class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
     hash_interval: Annotated[int, Field(ge=0)] = 100
-    """Steps between log lines with the hash of all samples read so far, equal under every layout and on both frameworks; 0: none.
-    metrics.jsonl has it for every step."""
+    """Steps between log lines with the hash of all samples read so far, equal under every layout
+    and on both frameworks; 0: none. metrics.jsonl has it for every step.
+    """
     style: Literal["gpt2", "megatron", "fleetx", "mindformers"] = "gpt2"
-    """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's, PaddleFleetX's or MindFormers';
-    metrics.jsonl is the same in all."""
+    """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's,
+    PaddleFleetX's or MindFormers'; metrics.jsonl is the same in all.
+    """
     outlier_deviations: NonNegative32 = 0.0
-    """Warn when a loss or gradient norm lies this many standard deviations above the mean of the steps before; 0 is off, 6 is usual."""
+    """Warn when a loss or gradient norm lies this many standard deviations above the mean of the
+    steps before; 0 is off, 6 is usual.
+    """
     outlier_window: Annotated[int, Field(ge=8, le=10_000)] = 128
-    """Steps over which mean and deviation are taken, outliers included; there are no warnings before half of it has passed."""
+    """Steps over which mean and deviation are taken, outliers included; there are no warnings
+    before half of it has passed.
+    """
     tensorboard: bool = True
     """Write TensorBoard events."""
     plot: bool = True
@@ -471,8 +623,9 @@ class LoggingConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A trace of the operators of some steps, by the framework's own profiler, as profile/steps_FIRST_LAST_rank_RANK.json.gz of the
-    run folder, for Perfetto or TensorBoard."""
+    """A trace of the operators of some steps, by the framework's own profiler, as
+    profile/steps_FIRST_LAST_rank_RANK.json.gz of the run folder, for Perfetto or TensorBoard.
+    """
 
     start: Count | None = None
     """First step to trace; nothing is traced when left out."""
@@ -487,7 +640,11 @@ def _mode(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    if not isinstance(value, str) or not re.fullmatch(r"\d+(\.\d+)?GB", value, re.ASCII) or not 0 < float(value[:-2]) <= 1e6:
+    if (
+        not isinstance(value, str)
+        or not re.fullmatch(r"\d+(\.\d+)?GB", value, re.ASCII)
+        or not 0 < float(value[:-2]) <= 1e6
+    ):
         raise ValueError(f"expected a size such as 30GB, found {value!r}")
     return value
 
@@ -496,7 +653,9 @@ class DeepSpeedConfig(Section):
     """Of engine deepspeed alone."""
 
     config_file: Text | None = None
-    """A ds_config.json of your own, merged with the settings that follow from this file; contradictions are refused."""
+    """A ds_config.json of your own, merged with the settings that follow from this file;
+    contradictions are refused.
+    """
     offload_optimizer: bool = False
     """Keep the optimizer's state and update in host memory."""
     offload_parameters: bool = False
@@ -506,7 +665,9 @@ class DeepSpeedConfig(Section):
 
 
 class ContextConfig(Section):
-    """How the device is used, in MindFormers' words. On torch, device_id and max_device_memory only."""
+    """How the device is used, in MindFormers' words. On torch, device_id and max_device_memory
+    only.
+    """
 
     mode: Annotated[
         Literal["graph", "pynative"],
@@ -534,8 +695,9 @@ class RuntimeConfig(Section):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """CPU threads of the framework; its own choice when left out."""
     stall_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 3600.0
-    """Seconds in which every rank must get on: a rank of a launched run that takes longer for one step, for its start or for one
-    message to the others has failed."""
+    """Seconds in which every rank must get on: a rank of a launched run that takes longer for one
+    step, for its start or for one message to the others has failed.
+    """
 
 
 class RunConfig(Section):
@@ -546,13 +708,18 @@ class RunConfig(Section):
     engine: Literal["native", "deepspeed"] = "native"
     """What makes a training step on torch: our own engine, or DeepSpeed's."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the Ascend."""
+    """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the
+    Ascend.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of initial weights, data order, dropout and sampling."""
     output_dir: Text
     """The run folder."""
     precision: Annotated[
-        PrecisionConfig, BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig)
+        PrecisionConfig,
+        BeforeValidator(
+            lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig
+        ),
     ] = PrecisionConfig()
     """float32, bf16, fp16, or a mapping of types."""
     model: ModelConfig

@@ -1,4 +1,6 @@
-"""Any format of GPT-2 weights into any other: checked by name and shape, written as a stream into a folder that is whole or absent."""
+"""Any format of GPT-2 weights into any other: checked by name and shape, written as a stream into a
+folder that is whole or absent.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from typing import Any
 from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, reading, refuse_to_overwrite, whole_folder
+from common.files import (
+    atomic_write,
+    clean_up,
+    fsync_folder,
+    reading,
+    refuse_to_overwrite,
+    whole_folder,
+)
 from common.log import progress_bar
 from common.systems.hugging_face.read import open_without_config
 from common.systems.hugging_face.tokenizer import put_tokenizer, without_tokenizer
@@ -33,9 +42,16 @@ def _require_source(path: Path) -> None:
         return
     parent = path.absolute().parent
     if not parent.is_dir():
-        raise ConfigError(f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a file of weights")
+        raise ConfigError(
+            f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a"
+            " file of weights"
+        )
     near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=3)
-    hint = f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else "give a path; nothing is downloaded"
+    hint = (
+        f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?"
+        if near
+        else "give a path; nothing is downloaded"
+    )
     raise ConfigError(f"{path}: does not exist in {parent}; {hint}")
 
 
@@ -66,17 +82,23 @@ def convert(
     pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
 ) -> ConversionResult:
-    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and where training stood. verify: read the
-    target back and compare bit for bit, and by ``runners`` (of formats) the logits of both. model_parallel, pipeline_stage: ranks of a
-    target that has a file for each.
+    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and
+    where training stood. verify: read the target back and compare bit for bit, and by ``runners``
+    (of formats) the logits of both. model_parallel, pipeline_stage: ranks of a target that has a
+    file for each.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
     target = target.resolve()  # a link stays, and leads to what is written
     if target == Path.cwd():
-        raise ConfigError(f"{target}: --output is the folder that you are in, and it is replaced whole; give the name of one inside it")
+        raise ConfigError(
+            f"{target}: --output is the folder that you are in, and it is replaced whole; give the"
+            " name of one inside it"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
+        raise ConfigError(
+            f"{target}: exists and is not empty; choose another --output, or move it away"
+        )
     _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
     with ExitStack() as stack:
@@ -89,18 +111,34 @@ def convert(
             weights = weights.without_run()
         put_tokenizer(temporary, weights)
         weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
-        size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
+        size = sum(
+            tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values())
+        )
         reads = model_parallel + verify  # each tensor rank's part is cut out of the whole
-        bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
+        bar = stack.enter_context(
+            progress_bar(total=size * reads, unit="B", description=target.name)
+        )
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
-        counts = {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
-        report: dict[str, Any] = {"from": source_format, "to": target_format, "input": str(source), "dtype": dtype, "tensors": counts}
+        counts = {
+            "weights": len(weights.tensors),
+            "optimizer": len(weights.moments),
+            "left_out": len(weights.ignored),
+        }
+        report: dict[str, Any] = {
+            "from": source_format,
+            "to": target_format,
+            "input": str(source),
+            "dtype": dtype,
+            "tensors": counts,
+        }
         report |= {"ignored": dict(weights.ignored), "crc32": sums}
         if verify:
             with FORMATS[target_format].open(temporary) as written:
                 report["sha256"] = _compare(weights, written)
-                report["logits"] = compare_logits(runners or {}, weights, source_format, written, target_format)
+                report["logits"] = compare_logits(
+                    runners or {}, weights, source_format, written, target_format
+                )
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         step = None if weights.run is None else weights.run["state"]["step"]
@@ -114,32 +152,45 @@ def convert(
         )
 
 
-def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Weights, str | None], dict[str, int]]:
+def _writer(
+    target_format: str, tensor: int, stages: int
+) -> Callable[[Path, Weights, str | None], dict[str, int]]:
     format = FORMATS[target_format]
     if min(tensor, stages) < 1:
-        raise ConfigError(f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more")
+        raise ConfigError(
+            f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more"
+        )
     if (tensor, stages) == (1, 1):
         if format.write is None:
-            raise ConfigError(f"--to {target_format}: this format is read only; say --to hf, which other programs know")
+            raise ConfigError(
+                f"--to {target_format}: this format is read only; say --to hf, which other programs"
+                " know"
+            )
         return format.write
     shards = format.write_shards
     if shards is None:
         sharded = " and ".join(name for name, format in FORMATS.items() if format.write_shards)
         raise ConfigError(
-            f"--model_parallel={tensor} --pipeline_stage={stages}: {target_format} is one model for any layout; leave them out"
-            f" (only {sharded} have a file for each rank)"
+            f"--model_parallel={tensor} --pipeline_stage={stages}: {target_format} is one model for"
+            f" any layout; leave them out (only {sharded} have a file for each rank)"
         )
     return lambda folder, weights, dtype: shards(folder, weights, dtype, tensor, stages)
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
-    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as its convert_weight.py did.
+    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as
+    its convert_weight.py did.
 
-    Raises CheckpointError, also where the file has another number of layers, and StorageError; ``target`` is then as it was.
+    Raises CheckpointError, also where the file has another number of layers, and StorageError;
+    ``target`` is then as it was.
     """
     _require_source(source)
     target = target.resolve()
-    shards = source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}") if source.name.endswith(".index.json") else ()
+    shards = (
+        source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}")
+        if source.name.endswith(".index.json")
+        else ()
+    )
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
     temporary = target.with_name(f".{target.name}.tmp")
     with open_without_config(source, layers) as weights:
@@ -150,21 +201,38 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Conve
             fsync_folder(target.parent)
         except OSError as error:
             reason = error.strerror or error
-            raise StorageError(f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path") from error
+            raise StorageError(
+                f"{target}: could not be written: {reason}; make room there, or choose another"
+                " --mindspore_path"
+            ) from error
         finally:
             temporary.unlink(missing_ok=True)
-        return ConversionResult(source_format="hf", parameters=len(weights.tensors), moments=0, step=None, ignored=weights.ignored)
+        return ConversionResult(
+            source_format="hf",
+            parameters=len(weights.tensors),
+            moments=0,
+            step=None,
+            ignored=weights.ignored,
+        )
 
 
 def _folder(target: Path) -> AbstractContextManager[Path]:
-    return whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
+    return whole_folder(
+        target, what="the weights", remedy="make room there, or choose another --output"
+    )
 
 
 def _compare(weights: Weights, written: Weights) -> dict[str, str]:
-    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the source's bit for bit, and the run too."""
+    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the
+    source's bit for bit, and the run too.
+    """
     there, expected = {**written.tensors, **written.moments}, {**weights.tensors, **weights.moments}
     wrong = ["the list of tensors"] if there.keys() != expected.keys() else []
-    wrong += ["where training stood"] if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True) else []
+    wrong += (
+        ["where training stood"]
+        if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True)
+        else []
+    )
     sums = {}
     for name in there.keys() & expected.keys():
         found, source = there[name], expected[name]
@@ -172,5 +240,7 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
         if sums[name] != hashlib.sha256(bytes_of(source.load_as(found.dtype))).hexdigest():
             wrong.append(name)
     if wrong:
-        raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")
+        raise CheckpointError(
+            f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}"
+        )
     return {name: sums[name] for name in there}

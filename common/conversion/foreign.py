@@ -1,4 +1,6 @@
-"""The message for a path that is not a checkpoint of this project: what is there, and the commands that convert it."""
+"""The message for a path that is not a checkpoint of this project: what is there, and the commands
+that convert it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ _TOOL = Path("tools") / "convert_weight.py"
 
 def explained(error: NoCheckpointError) -> CheckpointError:
     """Return the error that says what is there instead of a checkpoint, and what to do about it."""
-    return CheckpointError(f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}")
+    return CheckpointError(
+        f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}"
+    )
 
 
 def explain(where: Path, why: str) -> str:
-    """Say what is at ``where``, which holds no checkpoint, and what to do about it. why: the key that names it, or its purpose."""
+    """Say what is at ``where``, which holds no checkpoint, and what to do about it. why: the key
+    that names it, or its purpose.
+    """
     if not where.exists():
         return _absent(where, why)
     try:
@@ -39,7 +45,10 @@ def explain(where: Path, why: str) -> str:
     output = _free_folder(where)
     say = f"it is {FORMATS[format].title}"
     if first:
-        say += f", without the {MODEL_YAML} that tells the number of heads; check the number below, write the file"
+        say += (
+            f", without the {MODEL_YAML} that tells the number of heads; check the number"
+            " below, write the file"
+        )
         return f"{say} and convert:\n  {first}\n{_convert(where, output, why, format)}"
     return f"{say}; convert it first:\n{_convert(where, output, why, format)}"
 
@@ -49,8 +58,9 @@ def _absent(where: Path, why: str) -> str:
     if _key(why) is None or not _is_name(where):
         return say
     return (
-        f"{say}. Nothing is downloaded by name: get the model's folder (config.json, model.safetensors) from Hugging Face, then convert it:"
-        f"\n{_convert(Path(where.name), _free_folder(where), why, 'hf')}"
+        f"{say}. Nothing is downloaded by name: get the model's folder (config.json,"
+        " model.safetensors) from Hugging Face, then convert"
+        f" it:\n{_convert(Path(where.name), _free_folder(where), why, 'hf')}"
     )
 
 
@@ -72,8 +82,19 @@ def _convert(where: Path, output: Path, why: str, format: str) -> str:
     key = _key(why)
     if key == "checkpoint.resume" and not FORMATS[format].holds_run:
         key = "checkpoint.init_from"
-    command = ["python", str(tool), "--to", "torch_gpt2", "--input", str(where), "--output", str(output)]
-    return f"  {shlex.join(command)}\n" + (f"then give {key}={output}" if key else f"and give {output} instead")
+    command = [
+        "python",
+        str(tool),
+        "--to",
+        "torch_gpt2",
+        "--input",
+        str(where),
+        "--output",
+        str(output),
+    ]
+    return f"  {shlex.join(command)}\n" + (
+        f"then give {key}={output}" if key else f"and give {output} instead"
+    )
 
 
 def _free_folder(where: Path) -> Path:

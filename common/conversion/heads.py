@@ -17,12 +17,15 @@ _NARROW_HEAD_WIDTHS = (16, 32, 64)
 
 
 def warn_of_heads(path: Path, model: ResolvedModel) -> None:
-    """Any number of heads that divides the width fits the shapes: a wrong one shows in nothing but how unusual it is."""
+    """Any number of heads that divides the width fits the shapes: a wrong one shows in nothing but
+    how unusual it is.
+    """
     width, heads = model.hidden_size, model.num_heads
     sizes = _NARROW_HEAD_WIDTHS if width < _NARROW else _HEAD_WIDTHS
     usual = _USUAL_HEADS.get(width) or tuple(width // size for size in sizes if width % size == 0)
     if usual and heads not in usual:
         LOG.warning(
-            f"{path}: its config says {heads} heads, where a GPT-2 of width {width} has {' or '.join(map(str, usual))}; any number that"
-            " divides the width fits the tensors, and a wrong one makes another model of them: compare with how it was trained"
+            f"{path}: its config says {heads} heads, where a GPT-2 of width {width} has"
+            f" {' or '.join(map(str, usual))}; any number that divides the width fits the tensors,"
+            " and a wrong one makes another model of them: compare with how it was trained"
         )

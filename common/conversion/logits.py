@@ -1,4 +1,6 @@
-"""Whether two folders of weights are one function: logits of the same tokens, each computed by a framework that opens the folder."""
+"""Whether two folders of weights are one function: logits of the same tokens, each computed by a
+framework that opens the folder.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,23 @@ Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[n
 NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
 """Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
-"""The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong order of heads is off by its size."""
+"""The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong
+order of heads is off by its size.
+"""
 _COPIES = 3
 """Times the weights that a framework holds while it opens them."""
 
 
 def compare_logits(
-    runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
+    runners: Mapping[str, Runner],
+    source: Weights,
+    source_format: str,
+    target: Weights,
+    target_format: str,
 ) -> dict[str, Any]:
-    """Return what the report says of the comparison. Raises CheckpointError if the logits differ."""
+    """Return what the report says of the comparison. Raises CheckpointError if the logits
+    differ.
+    """
     needed = _COPIES * 4 * count_parameters(source.model)
     available = psutil.virtual_memory().available
     missing = sorted({source_format, target_format} - runners.keys())
@@ -41,24 +51,39 @@ def compare_logits(
     if missing:
         reason = "; ".join(map(_why_not, missing))
     elif source.path.is_file():
-        reason = f"frameworks open folders, where they may prefer another file to {source.path.name}"
+        reason = (
+            f"frameworks open folders, where they may prefer another file to {source.path.name}"
+        )
     elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
         reason = "the types of the weights differ"
     elif needed > available:
-        reason = f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
+        reason = (
+            f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
+        )
     if reason:
         return {"compared": False, "reason": reason}
-    ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions, 32)))
-    expected, found = (_run(runners, format, weights, ids) for format, weights in ((source_format, source), (target_format, target)))
+    ids = np.random.default_rng(0).integers(
+        0, source.model.vocab_size, (2, min(source.model.max_positions, 32))
+    )
+    expected, found = (
+        _run(runners, format, weights, ids)
+        for format, weights in ((source_format, source), (target_format, target))
+    )
     if not np.isfinite(expected).all():
         return {"compared": False, "reason": "those of the source are not finite"}
     largest, difference = float(np.abs(expected).max()), float(np.abs(found - expected).max())
     if not difference <= TOLERANCE * largest:  # NaN too
         raise CheckpointError(
-            f"{target.path}: its logits ({target_format}) differ by {difference:.3g} from those of {source.path} ({source_format}), whose"
-            f" largest is {largest:.3g}; expected {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
+            f"{target.path}: its logits ({target_format}) differ by {difference:.3g} from those of"
+            f" {source.path} ({source_format}), whose largest is {largest:.3g}; expected"
+            f" {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
         )
-    return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
+    return {
+        "compared": True,
+        "tokens": list(ids.shape),
+        "largest_difference": difference,
+        "largest_logit": largest,
+    }
 
 
 def _why_not(format: str) -> str:
@@ -68,7 +93,9 @@ def _why_not(format: str) -> str:
     return f"nothing computes the logits of {format}: the tensors alone were compared"
 
 
-def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _run(
+    runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
     try:
         return runners[format](weights.path, weights.model, ids)
     except GPT2Error:
@@ -76,12 +103,17 @@ def _run(runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDAr
     except Exception as error:  # whatever a framework raises
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{weights.path}: the framework that runs {format} fails with it: {reason}; convert without --verify, or mend what it says"
+            f"{weights.path}: the framework that runs {format} fails with it: {reason}; convert"
+            " without --verify, or mend what it says"
         ) from error
 
 
 def config_of(model: ResolvedModel, folder: Path) -> ResolvedRun:
     """What a backend needs to open a model on a CPU."""
-    needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
+    needed = {
+        "output_dir": str(folder),
+        "train": {"micro_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+    }
     tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}
     return resolve_config(build_config(tree))

@@ -1,4 +1,6 @@
-"""The frameworks of this machine that compute logits of a folder of weights, for ``compare_logits``."""
+"""The frameworks of this machine that compute logits of a folder of weights, for
+``compare_logits``.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,16 @@ def installed_runners() -> dict[str, Runner]:
     """Return by format what computes its logits; a framework is imported when it is called."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
     return {
-        format: partial(_run, *place) for format, place in _PLACES.items() if all(importlib.util.find_spec(name) for name in NEEDED[format])
+        format: partial(_run, *place)
+        for format, place in _PLACES.items()
+        if all(importlib.util.find_spec(name) for name in NEEDED[format])
     }
 
 
-def _run(module: str, function: str, folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(folder, model, ids)
+def _run(
+    module: str, function: str, folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(
+        folder, model, ids
+    )
     return logits

@@ -1,4 +1,6 @@
-"""Text to token files to batches: the path of the data, up to the arrays that a backend turns into tensors."""
+"""Text to token files to batches: the path of the data, up to the arrays that a backend turns into
+tensors.
+"""
 
 from common.dataset.blend import Blend, open_samples, parse_blend, require_data
 from common.dataset.indexed import IndexedDataset, token_dtype

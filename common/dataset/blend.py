@@ -1,4 +1,6 @@
-"""Several data sets in fixed proportions: which one sample n comes from is an O(1), endless, pure function of n."""
+"""Several data sets in fixed proportions: which one sample n comes from is an O(1), endless, pure
+function of n.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,35 @@ PERIOD = 10_000
 
 
 class Blend:
-    """Samples of several data sets by weight, spread evenly: after any n samples each count is within 1 of its share.
+    """Samples of several data sets by weight, spread evenly: after any n samples each count is
+    within 1 of its share.
 
-    The weights are rounded to multiples of 1 / period by largest remainder; the pattern of one period then repeats.
+    The weights are rounded to multiples of 1 / period by largest remainder; the pattern of one
+    period then repeats.
     Raises DataError for weights that are not positive, or too small for the period.
     """
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], period: int = PERIOD) -> None:
+    def __init__(
+        self, datasets: Sequence[Samples], weights: Sequence[float], period: int = PERIOD
+    ) -> None:
         if not datasets or len(datasets) != len(weights):
-            raise DataError(f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight for each")
+            raise DataError(
+                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight"
+                " for each"
+            )
         lengths = sorted({dataset.seq_length for dataset in datasets})
         if len(lengths) > 1:
-            raise DataError(f"the data sets of a blend have different seq_length: {lengths}; open all with the same")
+            raise DataError(
+                f"the data sets of a blend have different seq_length: {lengths}; open all with the"
+                " same"
+            )
         self.datasets = tuple(datasets)
         self.period = period
         names = [str(dataset.source(0)) for dataset in datasets]
         self._counts = np.array(quantise(weights, period, names), dtype=np.int64)
         self._pattern = interleave(self._counts.tolist())
-        self._rank = np.zeros(period, dtype=np.int64)  # how many of the same data set come before, within the period
+        # how many of the same data set come before, within the period
+        self._rank = np.zeros(period, dtype=np.int64)
         for number in range(len(datasets)):
             mine = np.flatnonzero(self._pattern == number)
             self._rank[mine] = np.arange(len(mine))
@@ -60,16 +73,24 @@ class Blend:
         first_repeats = []
         for number, dataset in enumerate(self.datasets):
             periods, rank = divmod(dataset.samples_per_epoch, int(self._counts[number]))
-            first_repeats.append(periods * self.period + int(np.flatnonzero(self._pattern == number)[rank]))
+            first_repeats.append(
+                periods * self.period + int(np.flatnonzero(self._pattern == number)[rank])
+            )
         return min(first_repeats)
 
     @property
     def fingerprint(self) -> str:
-        parts = [self.period, self._counts.tolist(), [dataset.fingerprint for dataset in self.datasets]]
+        parts = [
+            self.period,
+            self._counts.tolist(),
+            [dataset.fingerprint for dataset in self.datasets],
+        ]
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """(n,) sample numbers -> (n,) numbers of the data sets and (n,) sample numbers within them."""
+        """(n,) sample numbers -> (n,) numbers of the data sets and (n,) sample numbers within
+        them.
+        """
         periods, places = np.divmod(np.asarray(ids, dtype=np.int64), self.period)
         numbers = self._pattern[places]
         return numbers, periods * self._counts[numbers] + self._rank[places]
@@ -84,7 +105,9 @@ class Blend:
         return out
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window within it."""
+        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window within
+        it.
+        """
         numbers, inner = self.locate(ids)
         result = np.empty((len(numbers), 2), dtype=np.int64)
         result[:, 0] = numbers
@@ -99,12 +122,20 @@ class Blend:
 
 
 def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> list[int]:
-    """Counts that add up to ``period`` in proportion to ``weights``, by largest remainder. Raises DataError."""
+    """Counts that add up to ``period`` in proportion to ``weights``, by largest remainder. Raises
+    DataError.
+    """
     for weight, name in zip(weights, names, strict=True):
         if not math.isfinite(weight) or weight <= 0:
-            raise DataError(f"the weight of {name} is {weight:g}, expected a number > 0; leave out a data set that should not be read")
+            raise DataError(
+                f"the weight of {name} is {weight:g}, expected a number > 0; leave out a data set"
+                " that should not be read"
+            )
     if not math.isfinite(sum(weights)):
-        raise DataError(f"the weights of {', '.join(names)} add up to more than a float holds; give smaller numbers")
+        raise DataError(
+            f"the weights of {', '.join(names)} add up to more than a float holds; give smaller"
+            " numbers"
+        )
     exact = [weight / math.fsum(weights) * period for weight in weights]
     counts = [math.floor(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda n: (counts[n] - exact[n], n))
@@ -113,18 +144,21 @@ def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> lis
     for count, weight, name in zip(counts, weights, names, strict=True):
         if count == 0:
             raise DataError(
-                f"the weight of {name} is {weight:g} of {math.fsum(weights):g}, less than half a sample in {period}: it would never be "
-                "read; raise the weight or leave the data set out"
+                f"the weight of {name} is {weight:g} of {math.fsum(weights):g}, less than half a"
+                f" sample in {period}: it would never be read; raise the weight or leave the data"
+                " set out"
             )
     return counts
 
 
 def interleave(counts: Sequence[int]) -> Ids:
-    """(sum of counts,) data set numbers, each spread evenly: in every prefix each count is within 1 of its share.
+    """(sum of counts,) data set numbers, each spread evenly: in every prefix each count is within 1
+    of its share.
 
-    Earliest deadline first: the j-th sample of data set d belongs into places floor(j * P / c) ... ceil((j + 1) * P / c) - 1.
-    Such a schedule always exists (Baruah et al. 1996, "Proportionate progress"). Taking the data set with the largest deficit
-    is simpler, but leaves these bounds from three data sets on.
+    Earliest deadline first: the j-th sample of data set d belongs into places floor(j * P / c) ...
+    ceil((j + 1) * P / c) - 1. Such a schedule always exists (Baruah et al. 1996, "Proportionate
+    progress"). Taking the data set with the largest deficit is simpler, but leaves these bounds
+    from three data sets on.
     """
     period = sum(counts)
     pattern = np.empty(period, dtype=np.int64)
@@ -145,7 +179,9 @@ def interleave(counts: Sequence[int]) -> Ids:
 
 
 def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
-    """``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` -> (weight, prefix) pairs. Raises DataError."""
+    """``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` -> (weight, prefix) pairs. Raises
+    DataError.
+    """
     if len(data) == 1:
         return ((1.0, data[0]),)
     form = "expected PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -156,16 +192,23 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
         try:
             pairs.append((float(text), prefix))
         except ValueError:
-            raise DataError(f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}") from None
+            raise DataError(
+                f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}"
+            ) from None
     prefixes = [prefix for _, prefix in pairs]
     twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
     if twice is not None:
-        raise DataError(f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of its weights")
+        raise DataError(
+            f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of"
+            " its weights"
+        )
     return tuple(pairs)
 
 
 def require_data(prefix: str) -> None:
-    """Raise DataError unless the files of a data set are there, in one of the formats that ``open_samples`` reads."""
+    """Raise DataError unless the files of a data set are there, in one of the formats that
+    ``open_samples`` reads.
+    """
     if is_mindrecord(prefix):
         find_files(prefix)
     elif find_fleetx(prefix) is None:
@@ -190,7 +233,14 @@ def open_samples(
 
     def open_one(prefix: str) -> Samples:
         if is_mindrecord(prefix):
-            return MindRecordSamples(prefix, split=split, seq_length=seq_length, seed=seed, split_weights=split_weights, shuffle=shuffle)
+            return MindRecordSamples(
+                prefix,
+                split=split,
+                seq_length=seq_length,
+                seed=seed,
+                split_weights=split_weights,
+                shuffle=shuffle,
+            )
         return GPTDataset(
             prefix if find_fleetx(prefix) is None else FleetXDataset(prefix),
             split=split,

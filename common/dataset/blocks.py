@@ -1,4 +1,6 @@
-"""Cut a corpus into blocks of a few MB at document borders. A block can be parsed and tokenized with no knowledge of the others."""
+"""Cut a corpus into blocks of a few MB at document borders. A block can be parsed and tokenized
+with no knowledge of the others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 
 class MissingKeyError(DataError):
-    """An item without the key asked for. problem: the message without its advice, which is preprocessing's."""
+    """An item without the key asked for. problem: the message without its advice, which is
+    preprocessing's.
+    """
 
     @property
     def problem(self) -> str:
@@ -43,8 +47,9 @@ class DocumentRule(enum.Enum):
 class Block:
     """Whole documents of one file.
 
-    data: bytes of a text or of JSON Lines; for an array one tuple of texts, in the order of the keys, per item.
-    first_line (from 1) and offset (bytes of uncompressed text) are where data starts; read_bytes: taken from disk for it.
+    data: bytes of a text or of JSON Lines; for an array one tuple of texts, in the order of the
+    keys, per item. first_line (from 1) and offset (bytes of uncompressed text) are where data
+    starts; read_bytes: taken from disk for it.
     """
 
     path: Path
@@ -61,12 +66,17 @@ class _LargeDocument(Exception):
 
 
 def read_blocks(
-    corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int = BLOCK_BYTES, document_bytes: int = DOCUMENT_BYTES
+    corpus: Corpus,
+    rule: DocumentRule,
+    keys: tuple[str, ...],
+    block_bytes: int = BLOCK_BYTES,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> Iterator[Block]:
-    """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``: always the whole file).
+    """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``:
+    always the whole file).
 
-    Raises DataError for a broken array, an item without its key (MissingKeyError), a broken gzip stream, and where a document has
-    more than ``document_bytes``.
+    Raises DataError for a broken array, an item without its key (MissingKeyError), a broken gzip
+    stream, and where a document has more than ``document_bytes``.
     """
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
@@ -93,15 +103,23 @@ def read_blocks(
                     line += data.count(b"\n")
                     offset += len(data)
         except _LargeDocument:
-            remedy = ", say with --documents what separates its documents" if corpus.format is CorpusFormat.TEXT else ""
+            remedy = (
+                ", say with --documents what separates its documents"
+                if corpus.format is CorpusFormat.TEXT
+                else ""
+            )
             raise DataError(
-                f"{corpus.path}: the document that begins in line {line} has more than {document_bytes / 2**20:g} MiB, and is held in"
-                f" memory whole; divide it{remedy}, or allow more: --max-document-mib N"
+                f"{corpus.path}: the document that begins in line {line} has more than"
+                f" {document_bytes / 2**20:g} MiB, and is held in memory whole; divide it{remedy},"
+                " or allow more: --max-document-mib N"
             ) from None
 
 
-def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1) -> tuple[str, ...]:
-    """The text under each key of a parsed item; an item that is a string itself stands for the key ``text``.
+def texts_of(
+    item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1
+) -> tuple[str, ...]:
+    """The text under each key of a parsed item; an item that is a string itself stands for the key
+    ``text``.
 
     Raises DataError naming the place and the keys that are there.
     """
@@ -110,16 +128,27 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
         if keys == ("text",):
             check_words(item, where)
             return (item,)
-        raise DataError(f"{where}: the item is a string and has no keys, but --json-keys asks for {', '.join(keys)}; leave --json-keys out")
+        raise DataError(
+            f"{where}: the item is a string and has no keys, but --json-keys asks for"
+            f" {', '.join(keys)}; leave --json-keys out"
+        )
     if not isinstance(item, dict):
-        raise DataError(f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}}; mend or remove it')
+        raise DataError(
+            f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}};'
+            " mend or remove it"
+        )
     texts = []
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
+            raise MissingKeyError(
+                f"{where}: the key {key!r} is missing, the keys present are {present}"
+            )
         if not isinstance(item[key], str):
-            raise DataError(f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or remove this item")
+            raise DataError(
+                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or"
+                " remove this item"
+            )
         check_words(item[key], where)
         texts.append(item[key])
     return tuple(texts)
@@ -128,7 +157,14 @@ def texts_of(item: Any, keys: tuple[str, ...], path: Path, line: int, column: in
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    return {bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object", str: "a string"}[type(value)]
+    return {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        dict: "an object",
+        str: "a string",
+    }[type(value)]
 
 
 def _array_blocks(
@@ -148,9 +184,12 @@ def _array_blocks(
         yield items
 
 
-def _byte_blocks(file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int) -> Iterator[bytes]:
+def _byte_blocks(
+    file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
+) -> Iterator[bytes]:
     rest = b""
-    while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):  # doubling keeps one huge document linear
+    # doubling keeps one huge document linear
+    while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):
         buffer = rest + chunk if rest else chunk
         border = last_border(buffer)
         if border:
@@ -168,7 +207,8 @@ def _after_line(buffer: bytes) -> int:
 
 def _after_blank_line(buffer: bytes) -> int:
     unix = buffer.rfind(b"\n\n")
-    windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1  # the search for one byte is ten times as fast
+    # the search for one byte is ten times as fast
+    windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1
     if unix >= 0 or windows >= 0:
         return max(unix + 2, windows + 3)
     border = 0  # blank lines made of spaces: rare, so the slow search comes last

@@ -1,4 +1,6 @@
-"""Which kind of corpus a file is, decided by its content: plain text, JSON Lines or a JSON array, each also gzipped."""
+"""Which kind of corpus a file is, decided by its content: plain text, JSON Lines or a JSON array,
+each also gzipped.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Corpus:
 
     @contextmanager
     def open(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-        """(text, raw): the uncompressed bytes, and the file on disk whose position tells the progress.
+        """(text, raw): the uncompressed bytes, and the file on disk whose position tells the
+        progress.
 
         Raises DataError when the gzip stream breaks inside the block.
         """
@@ -56,14 +59,18 @@ class Corpus:
 
 
 def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
-    """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the judgement.
+    """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the
+    judgement.
 
-    Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list of texts.
+    Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list
+    of texts.
     """
     path = Path(path)
     with reading(path, DataError):
         if path.is_dir():
-            raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
+            raise DataError(
+                f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt"
+            )
         if not path.exists():
             raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
@@ -74,19 +81,33 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
     if complete and not head.strip():
         raise DataError(f"{path}: is empty; a corpus needs text")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+        raise DataError(
+            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; convert it:"
+            " iconv -f UTF-16 -t UTF-8"
+        )
     name = path.with_suffix("") if path.suffix == ".gz" else path
-    chosen = forced or _judge(path, head.decode("utf-8", "ignore"), complete, name.suffix.lower() in _JSON_NAMES)
+    chosen = forced or _judge(
+        path, head.decode("utf-8", "ignore"), complete, name.suffix.lower() in _JSON_NAMES
+    )
     why = "as asked" if forced else "by content"
     if not forced and (chosen is CorpusFormat.TEXT) == (name.suffix.lower() in _JSON_NAMES):
-        _log.warning("%s: read as %s (by content), although its name says %r", path, _WORDS[chosen], name.suffix)
+        _log.warning(
+            "%s: read as %s (by content), although its name says %r",
+            path,
+            _WORDS[chosen],
+            name.suffix,
+        )
     else:
-        _log.info("%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else "")
+        _log.info(
+            "%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else ""
+        )
     return Corpus(path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped)
 
 
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:
-    """A file is JSON when its first item parses as JSON; a name that says JSON makes a broken first item an error, not text."""
+    """A file is JSON when its first item parses as JSON; a name that says JSON makes a broken first
+    item an error, not text.
+    """
     text = head.lstrip("\ufeff \t\r\n")
     if text.startswith("["):
         return CorpusFormat.ARRAY if named_json or _is_array(text, complete) else CorpusFormat.TEXT
@@ -96,8 +117,9 @@ def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFor
             return CorpusFormat.JSONL
         if complete and _parses(text):
             raise DataError(
-                f"{path}: is one JSON object over several lines, expected an array of texts or one object per line; "
-                'write ["text", ...] or {"text": "..."} on a line of its own for each document'
+                f"{path}: is one JSON object over several lines, expected an array of texts or one"
+                ' object per line; write ["text", ...] or {"text": "..."} on a line of its own'
+                " for each document"
             )
         return CorpusFormat.JSONL if named_json else CorpusFormat.TEXT
     return CorpusFormat.TEXT
@@ -129,4 +151,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip -t") from None
+        raise DataError(
+            f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip"
+            " -t"
+        ) from None

@@ -17,7 +17,9 @@ _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """texts: those that hold more than white space, in order. empty: how many did not. size: bytes of text."""
+    """texts: those that hold more than white space, in order. empty: how many did not. size: bytes
+    of text.
+    """
 
     texts: list[str]
     empty: int
@@ -53,7 +55,8 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
         if not pieces[-1].strip():
             pieces.pop()  # what follows the last mark of a block is no document
     else:
-        if _SPACES_ONLY.search(data):  # rare; else a split on two newlines finds the same borders several times as fast
+        # rare; else a split on two newlines finds the same borders several times as fast
+        if _SPACES_ONLY.search(data):
             text = _BLANK_LINES.sub("\n\n", text)
         pieces = [part.strip("\n") for part in text.split("\n\n")]
     texts = [piece for piece in pieces if piece and not piece.isspace()]
@@ -63,7 +66,8 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
 
 def _place(block: Block, word: str) -> str:
     assert isinstance(block.data, bytes)
-    return f"{block.path}: line {block.first_line + block.data[: block.data.find(word.encode())].count(10)}"
+    line = block.first_line + block.data[: block.data.find(word.encode())].count(10)
+    return f"{block.path}: line {line}"
 
 
 def _from_strings(texts: list[str]) -> Documents:
@@ -71,7 +75,8 @@ def _from_strings(texts: list[str]) -> Documents:
     try:
         size = len("".join(kept).encode())
     except UnicodeEncodeError:
-        # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place, as a decoder would do.
+        # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
+        # as a decoder would do.
         kept = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in kept]
         size = len("".join(kept).encode())
     return Documents(texts=kept, empty=len(texts) - len(kept), size=size)
@@ -87,7 +92,9 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
             item = parse_json_line(line)
         except MalformedError as error:
             where = f"{block.path}: line {number}, column {error.column or 1}"
-            raise DataError(f"{where}: {error.problem}; expected one JSON object per line, mend or remove it") from None
+            raise DataError(
+                f"{where}: {error.problem}; expected one JSON object per line, mend or remove it"
+            ) from None
         items.append(texts_of(item, keys, block.path, number))
     return items
 
@@ -100,6 +107,7 @@ def _decode(block: Block, data: bytes) -> str:
         line = block.first_line + data.count(b"\n", 0, error.start)
         column = len(data[line_start : error.start].decode()) + 1
         raise DataError(
-            f"{block.path}: line {line}, column {column}: byte {block.offset + error.start} is not UTF-8 "
-            f"(0x{data[error.start]:02x}, {error.reason}); convert the file, for example: iconv -f GB18030 -t UTF-8"
+            f"{block.path}: line {line}, column {column}: byte {block.offset + error.start} is not"
+            f" UTF-8 (0x{data[error.start]:02x}, {error.reason}); convert the file, for example:"
+            " iconv -f GB18030 -t UTF-8"
         ) from None

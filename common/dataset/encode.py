@@ -1,4 +1,6 @@
-"""Documents -> token ids with their boundaries, in bulk: nothing here runs once per document but the tokenizer."""
+"""Documents -> token ids with their boundaries, in bulk: nothing here runs once per document but
+the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingRules:
-    """keys: the JSON keys, one output each. frame: put the tokenizer's document frame (GPT-2: end-of-text behind) around documents."""
+    """keys: the JSON keys, one output each. frame: put the tokenizer's document frame (GPT-2:
+    end-of-text behind) around documents.
+    """
 
     keys: tuple[str, ...]
     frame: bool
@@ -28,7 +32,8 @@ class EncodingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,) sequences of each.
+    """tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,)
+    sequences of each.
 
     empty: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from disk.
     """
@@ -46,10 +51,15 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
 
     Raises DataError naming file, line and column.
     """
-    return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
+    return [
+        _encode(documents, tokenizer, rules, block.read_bytes)
+        for documents in documents_of(block, rules.keys)
+    ]
 
 
-def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
+def _encode(
+    documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int
+) -> EncodedBlock:
     texts, counts = documents.texts, np.ones(len(documents.texts), dtype=np.int64)
     if rules.sentences:
         texts, counts = _sentences_of(documents, rules.keep_newlines)
@@ -67,7 +77,9 @@ def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, re
     )
 
 
-def _sentences_of(documents: Documents, keep_newlines: bool) -> tuple[list[str], npt.NDArray[np.int64]]:
+def _sentences_of(
+    documents: Documents, keep_newlines: bool
+) -> tuple[list[str], npt.NDArray[np.int64]]:
     """The sentences of all documents, and how many each document has."""
     sentences: list[str] = []
     counts = []
@@ -79,7 +91,9 @@ def _sentences_of(documents: Documents, keep_newlines: bool) -> tuple[list[str],
 
 
 def _frame(ids: _Ids, sizes: _Sizes, counts: _Sizes, framing: Framing) -> tuple[_Ids, _Sizes]:
-    """Put the prefix before the first sequence of each document and the suffix behind its last one."""
+    """Put the prefix before the first sequence of each document and the suffix behind its last
+    one.
+    """
     ends = np.cumsum(counts)
     first, last = ends - counts, ends - 1
     framed = sizes.copy()

@@ -1,7 +1,9 @@
-"""The order of one epoch: documents shuffled into a stream, the stream cut into windows, the windows shuffled.
+"""The order of one epoch: documents shuffled into a stream, the stream cut into windows, the
+windows shuffled.
 
-Window w of an epoch covers tokens w * seq_length ... (w + 1) * seq_length of the stream, both ends included: neighbours share a
-token, the last target of one being the first input of the next. The order is a pure function of (split, seed, epoch).
+Window w of an epoch covers tokens w * seq_length ... (w + 1) * seq_length of the stream, both ends
+included: neighbours share a token, the last target of one being the first input of the next. The
+order is a pure function of (split, seed, epoch).
 """
 
 from __future__ import annotations
@@ -38,10 +40,13 @@ class EpochIndex:
     shuffle: _Index | None
 
 
-def shuffled_epoch(offsets: npt.NDArray[np.int64], seq_length: int, seed: int, epoch: int, split: str) -> EpochIndex:
+def shuffled_epoch(
+    offsets: npt.NDArray[np.int64], seq_length: int, seed: int, epoch: int, split: str
+) -> EpochIndex:
     """The shuffled order of one epoch.
 
-    offsets: (d + 1,) token offsets of the split's documents in the .bin. Needs at least seq_length + 1 tokens.
+    offsets: (d + 1,) token offsets of the split's documents in the .bin. Needs at least seq_length
+    + 1 tokens.
     Memory while building: 36 bytes per document, 24 per window.
     """
     order = permutation(len(offsets) - 1, f"documents/{split}/{seed}/{epoch}")
@@ -52,12 +57,17 @@ def shuffled_epoch(offsets: npt.NDArray[np.int64], seq_length: int, seed: int, e
     windows = window_count(int(stream[-1]), seq_length)
     first_piece = _first_pieces(stream, windows, seq_length)
     return EpochIndex(
-        sources=sources, stream=stream, first_piece=first_piece, shuffle=permutation(windows, f"windows/{split}/{seed}/{epoch}")
+        sources=sources,
+        stream=stream,
+        first_piece=first_piece,
+        shuffle=permutation(windows, f"windows/{split}/{seed}/{epoch}"),
     )
 
 
 def ordered_epoch(offsets: npt.NDArray[np.int64], seq_length: int) -> EpochIndex:
-    """Documents and windows in file order: the stream is one piece, since documents lie one after the other in the .bin."""
+    """Documents and windows in file order: the stream is one piece, since documents lie one after
+    the other in the .bin.
+    """
     first, total = int(offsets[0]), int(offsets[-1] - offsets[0])
     return EpochIndex(
         sources=np.array([first], dtype=np.int64),
@@ -68,16 +78,23 @@ def ordered_epoch(offsets: npt.NDArray[np.int64], seq_length: int) -> EpochIndex
 
 
 def is_epoch_of(index: EpochIndex, offsets: npt.NDArray[np.int64], seq_length: int) -> bool:
-    """Whether a shuffled order that was read has the sizes of this split, and all that it points to lies within it.
+    """Whether a shuffled order that was read has the sizes of this split, and all that it points to
+    lies within it.
 
-    The arguments are those of ``shuffled_epoch``. This does not tell whether the order is the right one.
+    The arguments are those of ``shuffled_epoch``. This does not tell whether the order is the right
+    one.
     """
     first, end, documents = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
     windows = window_count(end - first, seq_length)
     if index.shuffle is None:
         return False
     arrays = (index.sources, index.stream, index.first_piece, index.shuffle)
-    if [array.shape for array in arrays] != [(documents,), (documents + 1,), (windows + 1,), (windows,)]:
+    if [array.shape for array in arrays] != [
+        (documents,),
+        (documents + 1,),
+        (windows + 1,),
+        (windows,),
+    ]:
         return False
     if any(array.dtype not in (np.dtype("<i4"), np.dtype("<i8")) for array in arrays):
         return False
@@ -98,21 +115,29 @@ def _within(values: npt.NDArray[Any], low: int, high: int) -> bool:
 
 def _rises(values: npt.NDArray[Any]) -> bool:
     """In parts: the differences need not exist all at once."""
-    return all(bool((np.diff(values[start : start + _CHUNK + 1]) >= 0).all()) for start in range(0, len(values), _CHUNK))
+    return all(
+        bool((np.diff(values[start : start + _CHUNK + 1]) >= 0).all())
+        for start in range(0, len(values), _CHUNK)
+    )
 
 
 def window_count(tokens: int, seq_length: int) -> int:
-    """Windows of seq_length + 1 tokens that overlap by one; a remainder of less than seq_length tokens is left over."""
+    """Windows of seq_length + 1 tokens that overlap by one; a remainder of less than seq_length
+    tokens is left over.
+    """
     return max(0, (tokens - 1) // seq_length)
 
 
 def permutation(n: int, purpose: str) -> _Index:
     """A permutation of 0 ... n - 1 that depends on nothing but ``purpose``.
 
-    Sorted raw Philox words, not ``Generator.permutation``: numpy keeps the words stable between versions, but not its
-    permutations (NEP 19), and a run must find the same order after an upgrade.
+    Sorted raw Philox words, not ``Generator.permutation``: numpy keeps the words stable between
+    versions, but not its permutations (NEP 19), and a run must find the same order after an
+    upgrade.
     """
-    key = np.frombuffer(hashlib.blake2b(purpose.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
+    key = np.frombuffer(
+        hashlib.blake2b(purpose.encode(), digest_size=16).digest(), dtype="<u8"
+    ).astype(np.uint64)
     words = np.random.Philox(key=key).random_raw(n)
     return narrow(np.argsort(words, kind="stable"))
 
@@ -126,8 +151,11 @@ def narrow(values: npt.NDArray[np.intp]) -> _Index:
 
 
 def _first_pieces(stream: npt.NDArray[np.int64], windows: int, seq_length: int) -> _Index:
-    pieces: _Index = np.empty(windows + 1, dtype=np.int32 if len(stream) <= _INT32_MAX else np.int64)
-    for start in range(0, windows + 1, _CHUNK):  # in parts: the positions need not exist all at once
+    pieces: _Index = np.empty(
+        windows + 1, dtype=np.int32 if len(stream) <= _INT32_MAX else np.int64
+    )
+    # in parts: the positions need not exist all at once
+    for start in range(0, windows + 1, _CHUNK):
         positions = np.arange(start, min(start + _CHUNK, windows + 1), dtype=np.int64) * seq_length
         pieces[start : start + _CHUNK] = np.searchsorted(stream, positions, side="right") - 1
     return pieces

@@ -2,10 +2,12 @@
 
     PREFIX_ids.npy   (tokens,) uint16 or int32: the tokens of all sentences, one after the other
     PREFIX_idx.npz   lens (sentences,) int32: tokens of each
-                     docs (documents + 1,) int64: the first sentence of each document, and their number; may be absent
+                     docs (documents + 1,) int64: the first sentence of each document, and their
+                     number; may be absent
 
-The older form is one file, PREFIX_ids.npz, with the arrays ids and lens. Without docs each sentence is a document.
-Source: PaddleFleetX release/2.4, ppfleetx/data/data_tools/gpt/preprocess_data.py and ppfleetx/data/dataset/gpt_dataset.py.
+The older form is one file, PREFIX_ids.npz, with the arrays ids and lens. Without docs each sentence
+is a document. Source: PaddleFleetX release/2.4, ppfleetx/data/data_tools/gpt/preprocess_data.py and
+ppfleetx/data/dataset/gpt_dataset.py.
 """
 
 from __future__ import annotations
@@ -40,16 +42,22 @@ def fleetx_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def find_fleetx(path: str | Path) -> Path | None:
-    """Return the prefix of FleetX's files: ``path`` is it, one of the files, or a folder with one set. None: another format.
+    """Return the prefix of FleetX's files: ``path`` is it, one of the files, or a folder with one
+    set. None: another format.
 
     Raises DataError for a folder of several sets, and where one file of two is missing.
     """
     path = Path(path)
     if path.is_dir():
-        names = sorted({entry.name.removesuffix(end) for end in (INDEX, OLD) for entry in path.glob(f"*{end}")})
+        names = sorted(
+            {entry.name.removesuffix(end) for end in (INDEX, OLD) for entry in path.glob(f"*{end}")}
+        )
         if len(names) > 1:
             several = " ".join(f"1 {path / name}" for name in names[:5])
-            raise DataError(f"{path}: holds {len(names)} sets of FleetX's token files; name one, or a blend of weights: {several}")
+            raise DataError(
+                f"{path}: holds {len(names)} sets of FleetX's token files; name one, or a blend of"
+                f" weights: {several}"
+            )
         return path / names[0] if names else None
     for end in (IDS, INDEX, OLD):
         path = path.with_name(path.name.removesuffix(end)) if path.name.endswith(end) else path
@@ -75,7 +83,10 @@ class FleetXDataset(TokenFiles):
     def __init__(self, prefix: str | Path) -> None:
         found = find_fleetx(prefix)
         if found is None:
-            raise DataError(f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of FleetX's token files")
+            raise DataError(
+                f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of"
+                " FleetX's token files"
+            )
         self.prefix = found
         old = with_extension(found, OLD)
         self._index_path = old if old.exists() else with_extension(found, INDEX)
@@ -87,10 +98,15 @@ class FleetXDataset(TokenFiles):
         np.cumsum(lens, out=sentences[1:])
         if int(sentences[-1]) != len(self.tokens):
             raise DataError(
-                f"{self._index_path}: lens adds up to {int(sentences[-1])} tokens, but {self._ids_path.name} holds {len(self.tokens)};"
-                " the two do not belong together, copy or preprocess both again"
+                f"{self._index_path}: lens adds up to {int(sentences[-1])} tokens, but"
+                f" {self._ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
+                " copy or preprocess both again"
             )
-        self._offsets = sentences if documents is None else sentences[self._require_documents(documents, len(lens))]
+        self._offsets = (
+            sentences
+            if documents is None
+            else sentences[self._require_documents(documents, len(lens))]
+        )
         self.content_key = content_key(self._offsets, self.tokens)
 
     def __reduce__(self) -> tuple[type[FleetXDataset], tuple[str]]:
@@ -108,21 +124,32 @@ class FleetXDataset(TokenFiles):
             raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
         if int(lens.min()) < 0:
             at = int(np.argmax(lens < 0))
-            raise DataError(f"{self._index_path}: lens[{at}] is {int(lens[at])}, expected 0 or more; the file is corrupt, preprocess again")
+            raise DataError(
+                f"{self._index_path}: lens[{at}] is {int(lens[at])}, expected 0 or more; the file"
+                " is corrupt, preprocess again"
+            )
 
     def _require_documents(self, documents: npt.NDArray[Any], sentences: int) -> npt.NDArray[Any]:
-        if len(documents) < 2 or int(documents[0]) or int(documents[-1]) != sentences or (np.diff(documents) < 0).any():
+        if (
+            len(documents) < 2
+            or int(documents[0])
+            or int(documents[-1]) != sentences
+            or (np.diff(documents) < 0).any()
+        ):
             raise DataError(
-                f"{self._index_path}: docs must rise from 0 to the {sentences} entries of lens, found {documents[:3].tolist()} ..."
-                f" {documents[-1:].tolist()}; the file is corrupt, preprocess again"
+                f"{self._index_path}: docs must rise from 0 to the {sentences} entries of lens,"
+                f" found {documents[:3].tolist()} ... {documents[-1:].tolist()}; the file is"
+                " corrupt, preprocess again"
             )
         return documents
 
 
 class FleetXWriter:
-    """A context manager like IndexedWriter: leaving it normally publishes both files, leaving it by an exception leaves nothing.
+    """A context manager like IndexedWriter: leaving it normally publishes both files, leaving it by
+    an exception leaves nothing.
 
-    prefix: what the names begin with. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save and numpy.savez.
+    prefix: what the names begin with. dtype: see ``fleetx_dtype``. The bytes equal those of
+    numpy.save and numpy.savez.
     Memory: 4 bytes per sequence and 4 per document. Raises StorageError when the disk refuses.
     """
 
@@ -140,8 +167,11 @@ class FleetXWriter:
         self._write_header()
         return self
 
-    def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]) -> None:
-        """Append whole documents: the tokens, the tokens per sequence and the sequences per document.
+    def append(
+        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
+    ) -> None:
+        """Append whole documents: the tokens, the tokens per sequence and the sequences per
+        document.
 
         Raises DataError where a token does not fit the dtype.
         """
@@ -150,7 +180,10 @@ class FleetXWriter:
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
                 wrong = low if low < limits.min else high
-                raise DataError(f"{self.prefix}: token id {wrong} does not fit {self.dtype.name}; check the vocabulary files")
+                raise DataError(
+                    f"{self.prefix}: token id {wrong} does not fit {self.dtype.name}; check the"
+                    " vocabulary files"
+                )
             self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._sizes.append(np.asarray(sizes, dtype=np.int32))
         self._documents.append(np.asarray(documents, dtype=np.int32))
@@ -158,13 +191,19 @@ class FleetXWriter:
         self.sequence_count += len(sizes)
         self.document_count += len(documents)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
         self._file.seek(0)
         self._write_header()
-        # The old index goes first: a crash between the renames leaves no set of files, never a wrong one.
+        # The old index goes first: a crash between the renames leaves no set of files, never a
+        # wrong one.
         for extension in (INDEX, METADATA_EXTENSION):
             with_extension(self.prefix, extension).unlink(missing_ok=True)
         self._stack.close()
@@ -172,11 +211,21 @@ class FleetXWriter:
         if self._documents:
             np.cumsum(np.concatenate(self._documents), out=documents[1:])
         with atomic_write(with_extension(self.prefix, INDEX)) as file:
-            np.savez(file, lens=np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32), docs=documents)
+            np.savez(
+                file,
+                lens=np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32),
+                docs=documents,
+            )
 
     def _write_header(self) -> None:
-        """Write the header of the .npy, which keeps its length whatever the number of tokens (numpy leaves room for 21 digits)."""
-        header = {"descr": _npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.token_count,)}
+        """Write the header of the .npy, which keeps its length whatever the number of tokens (numpy
+        leaves room for 21 digits).
+        """
+        header = {
+            "descr": _npy.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (self.token_count,),
+        }
         _npy.write_array_header_1_0(self._file, header)
 
 
@@ -190,23 +239,34 @@ def _map_npy(path: Path) -> npt.NDArray[Any]:
 
 
 def _map_member(path: Path, name: str) -> npt.NDArray[Any]:
-    """Return a 1-D array of integers of an .npz: mapped where it is stored uncompressed, as numpy.savez does."""
+    """Return a 1-D array of integers of an .npz: mapped where it is stored uncompressed, as
+    numpy.savez does.
+    """
     with _open_npz(path) as (file, archive):
         info = _require_member(path, archive, name)
         if info.compress_type != zipfile.ZIP_STORED:
             return _unpack(path, archive, info, MOST_UNPACKED)
         file.seek(info.header_offset + 26)
         lengths = file.read(4)
-        start = info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        start = (
+            info.header_offset
+            + 30
+            + int.from_bytes(lengths[:2], "little")
+            + int.from_bytes(lengths[2:], "little")
+        )
         return _map(path, file, start, start + info.file_size)
 
 
 def _read_members(path: Path, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    """Return lens and docs, compared with their checksums, of at most ``most`` entries. None: the file has no docs."""
+    """Return lens and docs, compared with their checksums, of at most ``most`` entries. None: the
+    file has no docs.
+    """
     with _open_npz(path) as (_, archive):
         lens = _unpack(path, archive, _require_member(path, archive, "lens"), most)
         has_documents = "docs.npy" in archive.namelist()
-        return lens, _unpack(path, archive, archive.getinfo("docs.npy"), most) if has_documents else None
+        return lens, _unpack(
+            path, archive, archive.getinfo("docs.npy"), most
+        ) if has_documents else None
 
 
 @contextmanager
@@ -221,18 +281,28 @@ def _open_npz(path: Path) -> Iterator[tuple[IO[bytes], zipfile.ZipFile]]:
 def _require_member(path: Path, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     names = archive.namelist()
     if f"{name}.npy" not in names:
-        raise DataError(f"{path}: holds {', '.join(names)[:80] or 'nothing'}, expected the array {name}")
+        raise DataError(
+            f"{path}: holds {', '.join(names)[:80] or 'nothing'}, expected the array {name}"
+        )
     return archive.getinfo(f"{name}.npy")
 
 
-def _unpack(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> npt.NDArray[Any]:
+def _unpack(
+    path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int
+) -> npt.NDArray[Any]:
     with archive.open(info) as packed:
         dtype, count = _read_header(packed)
         if count > most:
-            raise DataError(f"{path}: {info.filename} has {count} entries, expected at most {most}; the files do not belong together")
+            raise DataError(
+                f"{path}: {info.filename} has {count} entries, expected at most {most}; the files"
+                " do not belong together"
+            )
         data = packed.read(count * dtype.itemsize)
         if len(data) != count * dtype.itemsize or packed.read(1):
-            raise ValueError(f"the header of {info.filename} says {count} numbers, and its data have another length")
+            raise ValueError(
+                f"the header of {info.filename} says {count} numbers, and its data have another"
+                " length"
+            )
         return np.frombuffer(data, dtype=dtype)
 
 
@@ -242,18 +312,29 @@ def _map(path: Path, file: IO[bytes], start: int, end: int) -> npt.NDArray[Any]:
     at = file.tell()
     size = path.stat().st_size
     if at + count * dtype.itemsize != end or end > size:
-        raise ValueError(f"its header says {count} numbers of {dtype.itemsize} bytes, and {max(0, min(end, size) - at)} bytes are there")
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,))) if count else np.zeros(0, dtype)
+        raise ValueError(
+            f"its header says {count} numbers of {dtype.itemsize} bytes, and"
+            f" {max(0, min(end, size) - at)} bytes are there"
+        )
+    return (
+        np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,)))
+        if count
+        else np.zeros(0, dtype)
+    )
 
 
 def _read_header(file: Any) -> tuple[np.dtype[Any], int]:
-    """Return the type and the number of entries of a 1-D array of integers. Raises ValueError for anything else."""
+    """Return the type and the number of entries of a 1-D array of integers. Raises ValueError for
+    anything else.
+    """
     version = _npy.read_magic(file)
     if version not in _HEADERS:
         raise ValueError(f"its version is {version}, expected 1.0 or 2.0")
     shape, _, dtype = _HEADERS[version](file, max_header_size=10_000)
     if len(shape) != 1 or dtype.kind not in "iu":
-        raise ValueError(f"it holds {dtype} of shape {shape}, expected whole numbers in one dimension")
+        raise ValueError(
+            f"it holds {dtype} of shape {shape}, expected whole numbers in one dimension"
+        )
     return dtype, int(shape[0])
 
 
@@ -263,6 +344,17 @@ def _named(path: Path) -> Iterator[None]:
     try:
         with reading(path, DataError):
             yield
-    except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, OverflowError, SyntaxError, TokenError) as error:
+    except (
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        OverflowError,
+        SyntaxError,
+        TokenError,
+    ) as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise DataError(f"{path}: is not an array file of FleetX's: {said}; copy or preprocess it again") from None
+        raise DataError(
+            f"{path}: is not an array file of FleetX's: {said}; copy or preprocess it again"
+        ) from None

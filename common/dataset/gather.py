@@ -1,4 +1,6 @@
-"""Copy windows out of the token file with a few numpy calls for all of them: no Python step per window or per document."""
+"""Copy windows out of the token file with a few numpy calls for all of them: no Python step per
+window or per document.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,33 @@ _ROUND = 1 << 16
 
 
 def gather_windows(
-    tokens: npt.NDArray[Any], index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int, out: npt.NDArray[np.int32]
+    tokens: npt.NDArray[Any],
+    index: EpochIndex,
+    windows: npt.NDArray[np.int64],
+    seq_length: int,
+    out: npt.NDArray[np.int32],
 ) -> None:
-    """Fill ``out``, (n, seq_length + 1), with the tokens of ``windows``, (n,) window numbers of the epoch."""
+    """Fill ``out``, (n, seq_length + 1), with the tokens of ``windows``, (n,) window numbers of the
+    epoch.
+    """
     width = seq_length + 1
     step = max(1, _ROUND // width)
     for start in range(0, len(windows), step):
         part = windows[start : start + step]
-        out[start : start + step] = tokens[_positions(index, part, seq_length)].reshape(len(part), width)
+        out[start : start + step] = tokens[_positions(index, part, seq_length)].reshape(
+            len(part), width
+        )
 
 
-def _positions(index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:
+def _positions(
+    index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int
+) -> npt.NDArray[np.int64]:
     """(n * (seq_length + 1),): where in the .bin each token of the windows lies."""
     width = seq_length + 1
     begin = windows * seq_length
     first = index.first_piece[windows].astype(np.int64)
-    # The window's last token is the first one of the next window, so that one's piece ends the list of pieces.
+    # The window's last token is the first one of the next window, so that one's piece ends the list
+    # of pieces.
     counts = index.first_piece[windows + 1] - first + 1
     ends = np.cumsum(counts)
     local = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)

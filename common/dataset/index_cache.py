@@ -1,4 +1,6 @@
-"""Epoch orders kept on disk beside the data: built once by whichever process comes first, then shared by memory map."""
+"""Epoch orders kept on disk beside the data: built once by whichever process comes first, then
+shared by memory map.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def cached_epoch(
     wait_seconds: float = 120.0,
     fits: Callable[[EpochIndex], bool] = lambda index: True,
 ) -> EpochIndex:
-    """The order ``key`` from ``folder``, built and stored there when absent, damaged, or not one that ``fits``.
+    """The order ``key`` from ``folder``, built and stored there when absent, damaged, or not one
+    that ``fits``.
 
-    Several processes may call this at once: one builds, the others wait for it, ``wait_seconds`` at most, and then build for
-    themselves. A folder that cannot be written costs a warning and the time to build, never the run. Every process compares the
-    checksums of what it reads: a second for 1 to 3 GB, less than the orders' pages take to come from a disk.
+    Several processes may call this at once: one builds, the others wait for it, ``wait_seconds`` at
+    most, and then build for themselves. A folder that cannot be written costs a warning and the
+    time to build, never the run. Every process compares the checksums of what it reads: a second
+    for 1 to 3 GB, less than the orders' pages take to come from a disk.
     """
     target = folder / key
     seen = _identity(target)
@@ -51,19 +55,31 @@ def cached_epoch(
         if not _acquire(lock, target, seen, wait_seconds):
             return _load(target, fits) or build()
     except OSError as error:
-        _log.warning("%s: the sample index cannot be cached (%s); it is built in memory", folder, error.strerror or error)
+        _log.warning(
+            "%s: the sample index cannot be cached (%s); it is built in memory",
+            folder,
+            error.strerror or error,
+        )
         return build()
     try:
         stored = _load(target, fits)  # it may have been finished between the look and the lock
         if stored is not None:
             return stored
         if target.exists():
-            _log.warning("%s: the cached sample index is damaged, or was written by an older release; it is built again", target)
+            _log.warning(
+                "%s: the cached sample index is damaged, or was written by an older release; it is"
+                " built again",
+                target,
+            )
         index = build()
         try:
             _store(target, index)
         except OSError as error:
-            _log.warning("%s: the sample index cannot be cached (%s); it stays in memory", folder, error.strerror or error)
+            _log.warning(
+                "%s: the sample index cannot be cached (%s); it stays in memory",
+                folder,
+                error.strerror or error,
+            )
             return index
         return _load(target, fits) or index
     finally:
@@ -79,7 +95,9 @@ def _identity(target: Path) -> int | None:
 
 
 def _acquire(lock: Path, target: Path, seen: int | None, wait_seconds: float) -> bool:
-    """True: this process builds. False: another one has built since ``seen``, or the wait was too long. Raises OSError."""
+    """True: this process builds. False: another one has built since ``seen``, or the wait was too
+    long. Raises OSError.
+    """
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -98,7 +116,9 @@ def _acquire(lock: Path, target: Path, seen: int | None, wait_seconds: float) ->
 
 
 def _abandoned(lock: Path) -> bool:
-    """Whether the lock's owner is dead (which can be told on its own machine), or has held it for longer than any build takes."""
+    """Whether the lock's owner is dead (which can be told on its own machine), or has held it for
+    longer than any build takes.
+    """
     try:
         age = time.time() - lock.stat().st_mtime
         host, _, pid = lock.read_text().strip().partition(" ")
@@ -118,7 +138,9 @@ def _abandoned(lock: Path) -> bool:
 
 
 def _store(target: Path, index: EpochIndex) -> None:
-    """All arrays or none: written into a folder of another name, which is then renamed. Raises OSError."""
+    """All arrays or none: written into a folder of another name, which is then renamed. Raises
+    OSError.
+    """
     with temporary_folder(target) as temporary:
         for name in _FIELDS:
             with (temporary / f"{name}.npy").open("wb") as file:
@@ -136,13 +158,23 @@ def _store(target: Path, index: EpochIndex) -> None:
 
 def _sum_of(path: Path) -> dict[str, int]:
     """Return the size and the CRC-32 of a file. Raises OSError, and ValueError for an empty one."""
-    return {"bytes": path.stat().st_size, "crc32": zlib.crc32(np.memmap(path, dtype=np.uint8, mode="r").data)}
+    return {
+        "bytes": path.stat().st_size,
+        "crc32": zlib.crc32(np.memmap(path, dtype=np.uint8, mode="r").data),
+    }
 
 
 def _is_unchanged(path: Path, stored: Any) -> bool:
-    """Compare sizes first: opening a pipe would wait for a writer, and a sparse file of any size would be read whole."""
+    """Compare sizes first: opening a pipe would wait for a writer, and a sparse file of any size
+    would be read whole.
+    """
     found = path.stat()
-    return S_ISREG(found.st_mode) and isinstance(stored, dict) and stored.get("bytes") == found.st_size and stored == _sum_of(path)
+    return (
+        S_ISREG(found.st_mode)
+        and isinstance(stored, dict)
+        and stored.get("bytes") == found.st_size
+        and stored == _sum_of(path)
+    )
 
 
 def _load(target: Path, fits: Callable[[EpochIndex], bool]) -> EpochIndex | None:
@@ -153,10 +185,15 @@ def _load(target: Path, fits: Callable[[EpochIndex], bool]) -> EpochIndex | None
         sums = read_json_mapping(target / _CHECKSUMS, error=DataError)
         if not all(_is_unchanged(target / f"{name}.npy", sums.get(name)) for name in _FIELDS):
             return None
-        arrays = {name: np.asarray(np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in _FIELDS}
+        arrays = {
+            name: np.asarray(np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+            for name in _FIELDS
+        }
         index = EpochIndex(**arrays)
         return index if fits(index) else None
     except StopRequested:
         raise
-    except Exception:  # numpy's reader of headers raises almost anything, tokenize.TokenError among it
+    except (
+        Exception
+    ):  # numpy's reader of headers raises almost anything, tokenize.TokenError among it
         return None

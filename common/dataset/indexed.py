@@ -1,16 +1,19 @@
 """Megatron's .bin/.idx pair, read by memory map and checked when it is opened.
 
-    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences n | u64 boundaries m
-                 | int32 sizes[n] in tokens | int64 pointers[n] in bytes | int64 document_index[m] (0 ... n)
+    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences n
+                 | u64 boundaries m | int32 sizes[n] in tokens | int64 pointers[n] in bytes
+                 | int64 document_index[m] (0 ... n)
     PREFIX.bin   the tokens of all sequences, one after the other
 
-All numbers are little endian. Source: megatron-core 0.16.1, megatron/core/datasets/indexed_dataset.py.
+All numbers are little endian. Source: megatron-core 0.16.1,
+megatron/core/datasets/indexed_dataset.py.
 
 What Megatron-LM wrote until 2023 with --dataset-impl lazy or cached is read too:
 
-    PREFIX.idx   b"TNTIDX\\0\\0" | u64 version = 1 | u64 dtype code | u64 bytes of a token | u64 sequences n | u64 dimensions d
-                 | u64 boundaries m | int64 dimension_offsets[n + 1] | int64 data_offsets[n + 1] in tokens | int64 sizes[d]
-                 | int64 document_index[m]
+    PREFIX.idx   b"TNTIDX\\0\\0" | u64 version = 1 | u64 dtype code | u64 bytes of a token
+                 | u64 sequences n | u64 dimensions d | u64 boundaries m
+                 | int64 dimension_offsets[n + 1] | int64 data_offsets[n + 1] in tokens
+                 | int64 sizes[d] | int64 document_index[m]
 
 fairseq, where it comes from, leaves out m and the document index: each sequence is a document.
 Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
@@ -50,7 +53,9 @@ _SUFFIXES = ("_document", "_sentence")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for vocabularies below 65,500 entries, else int32: Megatron's rule (``DType.optimal_dtype``)."""
+    """uint16 for vocabularies below 65,500 entries, else int32: Megatron's rule
+    (``DType.optimal_dtype``).
+    """
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -62,7 +67,9 @@ def strip_extension(prefix: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    """What an .idx says. sizes: (sequences,) tokens of each; pointers: (sequences,) bytes before each; document_index: (documents + 1,)."""
+    """What an .idx says. sizes: (sequences,) tokens of each; pointers: (sequences,) bytes before
+    each; document_index: (documents + 1,).
+    """
 
     dtype: np.dtype[Any]
     sizes: npt.NDArray[Any]
@@ -74,7 +81,8 @@ class IndexedDataset(TokenFiles):
     """A pair opened for reading.
 
     prefix: path without extension (``.bin``/``.idx`` are accepted and cut off).
-    Raises DataError when a file is missing, is not of this format, or the two files contradict each other.
+    Raises DataError when a file is missing, is not of this format, or the two files contradict each
+    other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -83,9 +91,18 @@ class IndexedDataset(TokenFiles):
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
-            raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r") if self.idx_path.stat().st_size else np.zeros(0, np.uint8)
+            raw = (
+                np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+                if self.idx_path.stat().st_size
+                else np.zeros(0, np.uint8)
+            )
         index = _read_index(self.idx_path, raw)
-        self.dtype, self.sizes, self._pointers, self.document_index = index.dtype, index.sizes, index.pointers, index.document_index
+        self.dtype, self.sizes, self._pointers, self.document_index = (
+            index.dtype,
+            index.sizes,
+            index.pointers,
+            index.document_index,
+        )
         count = self._check_sequences()
         self._check_documents()
         self.tokens = self._map_tokens(count)
@@ -112,39 +129,50 @@ class IndexedDataset(TokenFiles):
         for start in range(0, len(offsets), CHUNK):
             first = self.document_index[start : start + CHUNK]
             inside = first < len(self.sizes)
-            offsets[start : start + CHUNK][inside] = self._pointers[first[inside]] // self.dtype.itemsize
+            offsets[start : start + CHUNK][inside] = (
+                self._pointers[first[inside]] // self.dtype.itemsize
+            )
         return offsets
 
     def _map_tokens(self, count: int) -> npt.NDArray[Any]:
-        """Return a plain ndarray view: the memmap subclass makes every slice and gather several times slower."""
+        """Return a plain ndarray view: the memmap subclass makes every slice and gather several
+        times slower.
+        """
         if count == 0:
             return np.zeros(0, dtype=self.dtype)  # an empty file cannot be mapped
         return np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(count,)))
 
     def _check_sequences(self) -> int:
-        """The token count, after the sizes, the pointers and the .bin's length have been found to agree."""
+        """The token count, after the sizes, the pointers and the .bin's length have been found to
+        agree.
+        """
         total = 0
         for start in range(0, len(self.sizes), CHUNK):
             sizes = self.sizes[start : start + CHUNK].astype(np.int64)
             if int(sizes.min()) < 0:
                 at = start + int(np.argmax(sizes < 0))
-                raise DataError(f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}; the file is corrupt, preprocess again")
+                raise DataError(
+                    f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}; the file"
+                    " is corrupt, preprocess again"
+                )
             ends = np.cumsum(sizes) + total
             expected = (ends - sizes) * self.dtype.itemsize
             wrong = self._pointers[start : start + CHUNK] != expected
             if wrong.any():
                 at = int(np.argmax(wrong))
                 raise DataError(
-                    f"{self.idx_path}: the pointer of sequence {start + at} is {int(self._pointers[start + at])}, but the sizes before it "
-                    f"add up to {int(expected[at])} bytes; the file is corrupt, preprocess again"
+                    f"{self.idx_path}: the pointer of sequence {start + at} is"
+                    f" {int(self._pointers[start + at])}, but the sizes before it add up to"
+                    f" {int(expected[at])} bytes; the file is corrupt, preprocess again"
                 )
             total = int(ends[-1])
         found, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
         if found != wanted:
             word = "smaller (cut short?)" if found < wanted else "larger"
             raise DataError(
-                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {found} bytes found, {wanted} expected "
-                f"({total} tokens of {self.dtype.name}); the two files do not belong together, copy or preprocess both again"
+                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {found} bytes found,"
+                f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
+                " belong together, copy or preprocess both again"
             )
         return total
 
@@ -153,28 +181,38 @@ class IndexedDataset(TokenFiles):
         if len(index) < 2 or int(index[0]) != 0 or int(index[-1]) != n:
             ends = f"{int(index[0])} ... {int(index[-1])}" if len(index) else "nothing"
             raise DataError(
-                f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found {ends} ({len(index)} entries); "
-                "end each document when writing (Megatron: end_document), or preprocess again"
+                f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found"
+                f" {ends} ({len(index)} entries); end each document when writing (Megatron:"
+                " end_document), or preprocess again"
             )
         for start in range(0, len(index) - 1, CHUNK):
             falls = np.diff(index[start : start + CHUNK + 1]) < 0
             if falls.any():
                 at = start + int(np.argmax(falls))
                 raise DataError(
-                    f"{self.idx_path}: the document index falls from {int(index[at])} to {int(index[at + 1])} at entry {at + 1}; "
-                    "the file is corrupt, preprocess again"
+                    f"{self.idx_path}: the document index falls from {int(index[at])} to"
+                    f" {int(index[at + 1])} at entry {at + 1}; the file is corrupt, preprocess"
+                    " again"
                 )
 
 
 def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
-    """Return the arrays of an .idx, views of ``raw``. Raises DataError unless its header and its length fit together."""
+    """Return the arrays of an .idx, views of ``raw``. Raises DataError unless its header and its
+    length fit together.
+    """
     start = raw[: OLD_HEADER.size].tobytes()
     if start.startswith(OLD_MAGIC):
         return _read_old_index(path, raw)
     if not start.startswith(MAGIC[: len(start)]) or not start:
-        raise DataError(f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of Megatron's .bin/.idx format")
+        raise DataError(
+            f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
+            " Megatron's .bin/.idx format"
+        )
     if len(start) < HEADER.size:
-        raise DataError(f"{path}: ends after {len(raw)} bytes, inside its header of {HEADER.size}; copy or preprocess it again")
+        raise DataError(
+            f"{path}: ends after {len(raw)} bytes, inside its header of {HEADER.size}; copy or"
+            " preprocess it again"
+        )
     _, version, code, n, m = HEADER.unpack(start[: HEADER.size])
     dtype = _require_header(path, version, code, n)
     _require_length(path, len(raw), HEADER.size + 12 * n + 8 * m, n, m)
@@ -189,13 +227,17 @@ def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
 def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
     """Return the arrays of an index of the kinds lazy and cached, of Megatron-LM or of fairseq."""
     if len(raw) < OLD_HEADER.size + 8:
-        raise DataError(f"{path}: ends after {len(raw)} bytes, inside its header of {OLD_HEADER.size + 8}; copy it again")
+        raise DataError(
+            f"{path}: ends after {len(raw)} bytes, inside its header of {OLD_HEADER.size + 8}; copy"
+            " it again"
+        )
     _, version, code, width, n, dimensions = OLD_HEADER.unpack(raw[: OLD_HEADER.size].tobytes())
     dtype = _require_header(path, version, code, n)
     if width != dtype.itemsize or dimensions != n:
         raise DataError(
-            f"{path}: says {width} bytes a token of {dtype.name} and {dimensions} dimensions for {n} sequences, expected"
-            f" {dtype.itemsize} and {n}; a corpus of text has one dimension a sequence, preprocess it again"
+            f"{path}: says {width} bytes a token of {dtype.name} and {dimensions} dimensions for"
+            f" {n} sequences, expected {dtype.itemsize} and {n}; a corpus of text has one dimension"
+            " a sequence, preprocess it again"
         )
     arrays = 8 * (2 * (n + 1) + n)
     at, m = OLD_HEADER.size, None
@@ -210,12 +252,20 @@ def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
-    """Return the type of the tokens. Raises DataError where it, the version or the number of sequences is wrong."""
+    """Return the type of the tokens. Raises DataError where it, the version or the number of
+    sequences is wrong.
+    """
     if version != VERSION:
-        raise DataError(f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit")
+        raise DataError(
+            f"{path}: has format version {version}, expected {VERSION}; preprocess again with this"
+            " toolkit"
+        )
     if code not in DTYPES:
         known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
-        raise DataError(f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are integers, is this a token file?")
+        raise DataError(
+            f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
+            " integers, is this a token file?"
+        )
     if sequences == 0:
         raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
     return DTYPES[code]
@@ -225,8 +275,8 @@ def _require_length(path: Path, size: int, expected: int, sequences: int, bounda
     if size != expected:
         word = "ends early" if size < expected else "is too long"
         raise DataError(
-            f"{path}: {word}: {size} bytes found, {expected} expected for the {sequences} sequences and {boundaries} document "
-            "boundaries in its header; copy or preprocess it again"
+            f"{path}: {word}: {size} bytes found, {expected} expected for the {sequences} sequences"
+            f" and {boundaries} document boundaries in its header; copy or preprocess it again"
         )
 
 
@@ -243,10 +293,16 @@ def _missing(prefix: Path, path: Path) -> str:
     """The message for a missing file, with the names on disk that the user may have meant."""
     text = f"{path}: not found{looked_in(path)}"
     if not prefix.parent.is_dir():
-        return f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
+        return (
+            f"{text}: the folder {prefix.parent} does not exist; give the prefix that"
+            " preprocess_data.py wrote"
+        )
     other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
     if other.is_file():
-        return f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
+        return (
+            f"{text}, although {other.name} is there; the pair belongs together, copy or"
+            " preprocess both again"
+        )
     pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
     names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
     base = prefix.name
@@ -256,4 +312,7 @@ def _missing(prefix: Path, path: Path) -> str:
     choices = related or difflib.get_close_matches(prefix.name, names, n=3) or names[:5]
     if choices:
         return f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?"
-    return f"{text}, and {prefix.parent} holds no .bin/.idx pair; write one with tools/preprocess_data.py"
+    return (
+        f"{text}, and {prefix.parent} holds no .bin/.idx pair; write one with"
+        " tools/preprocess_data.py"
+    )

@@ -1,6 +1,8 @@
-"""Write a .bin/.idx pair in one pass and bounded memory; the final names appear only when the pair is whole.
+"""Write a .bin/.idx pair in one pass and bounded memory; the final names appear only when the pair
+is whole.
 
-The bytes equal those of megatron-core 0.16.1's IndexedDatasetBuilder for the same tokens and boundaries.
+The bytes equal those of megatron-core 0.16.1's IndexedDatasetBuilder for the same tokens and
+boundaries.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from common.files import atomic_write
 
 
 class IndexedWriter:
-    """A context manager: leaving it normally publishes the pair, leaving it by an exception leaves nothing.
+    """A context manager: leaving it normally publishes the pair, leaving it by an exception leaves
+    nothing.
 
-    prefix: path without extension; its folder is made when absent. dtype: see ``indexed.token_dtype``.
+    prefix: path without extension; its folder is made when absent. dtype: see
+    ``indexed.token_dtype``.
     Memory: 4 bytes per sequence and 4 per document; tokens go to disk at once.
     Raises StorageError when the disk refuses.
     """
@@ -46,7 +50,12 @@ class IndexedWriter:
         self._bin = self._stack.enter_context(atomic_write(with_extension(self.prefix, ".bin")))
         return self
 
-    def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None) -> None:
+    def append(
+        self,
+        tokens: npt.NDArray[Any],
+        sizes: npt.NDArray[Any],
+        documents: npt.NDArray[Any] | None = None,
+    ) -> None:
         """Append whole documents.
 
         tokens: (sum of sizes,) integers. sizes: (sequences,) tokens per sequence.
@@ -54,7 +63,11 @@ class IndexedWriter:
         Raises DataError when a token does not fit the dtype.
         """
         sizes = np.asarray(sizes, dtype=np.int32)
-        documents = np.ones(len(sizes), dtype=np.int32) if documents is None else np.asarray(documents, dtype=np.int32)
+        documents = (
+            np.ones(len(sizes), dtype=np.int32)
+            if documents is None
+            else np.asarray(documents, dtype=np.int32)
+        )
         assert int(sizes.sum()) == len(tokens) and int(documents.sum()) == len(sizes)
         if len(tokens):
             self._bin.write(self._cast(tokens).data)
@@ -64,11 +77,17 @@ class IndexedWriter:
         self.sequence_count += len(sizes)
         self.document_count += len(documents)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        # The old index goes first: a crash between the renames then leaves no pair, never a wrong one.
+        # The old index goes first: a crash between the renames then leaves no pair, never a wrong
+        # one.
         with_extension(self.prefix, ".idx").unlink(missing_ok=True)
         with_extension(self.prefix, METADATA_EXTENSION).unlink(missing_ok=True)
         self._stack.close()
@@ -81,13 +100,18 @@ class IndexedWriter:
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
                 raise DataError(
-                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit {self.dtype.name}; "
-                    "the tokenizer's vocab_size is smaller than its ids, check the vocabulary files"
+                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit"
+                    f" {self.dtype.name}; the tokenizer's vocab_size is smaller than its ids, check"
+                    " the vocabulary files"
                 )
         return np.ascontiguousarray(tokens, dtype=self.dtype)
 
     def _write_index(self, file: IO[bytes]) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
+        file.write(
+            HEADER.pack(
+                MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1
+            )
+        )
         for sizes in self._sizes:
             file.write(sizes.astype("<i4").tobytes())
         for ends, sizes in zip(_running_ends(self._sizes), self._sizes, strict=True):
@@ -98,7 +122,9 @@ class IndexedWriter:
 
 
 def _running_ends(chunks: Iterable[npt.NDArray[np.int32]]) -> Iterator[npt.NDArray[np.int64]]:
-    """The inclusive running sum over all chunks, one chunk at a time (the whole list would double the memory)."""
+    """The inclusive running sum over all chunks, one chunk at a time (the whole list would double
+    the memory).
+    """
     total = 0
     for chunk in chunks:
         ends = np.cumsum(chunk, dtype=np.int64) + total

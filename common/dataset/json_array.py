@@ -1,4 +1,6 @@
-"""Read a JSON array item by item in bounded memory (the standard library only parses whole files)."""
+"""Read a JSON array item by item in bounded memory (the standard library only parses whole
+files).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ _LONGEST_CUT = 12
 
 
 class JsonArrayReader:
-    """Iterates over the items of one array; ``line`` and ``column`` (from 1) are where the last item starts.
+    """Iterates over the items of one array; ``line`` and ``column`` (from 1) are where the last
+    item starts.
 
-    Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column when the text is not
-    UTF-8, is not an array, breaks JSON's grammar, or ends early, and where an item has more than ``item_characters``.
+    Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column when the
+    text is not UTF-8, is not an array, breaks JSON's grammar, or ends early, and where an item has
+    more than ``item_characters``.
     """
 
     def __init__(self, file: BinaryIO, path: Path, item_characters: int = DOCUMENT_BYTES) -> None:
@@ -48,35 +52,59 @@ class JsonArrayReader:
                 if mark == "]":
                     break
                 if mark != ",":
-                    raise self._error(self._at, f"found {self._peek()}, expected ',' or ']' after an item")
+                    raise self._error(
+                        self._at, f"found {self._peek()}, expected ',' or ']' after an item"
+                    )
                 self._at += 1
         self._at += 1
         if self._next_character():
-            raise self._error(self._at, f"found {self._peek()} after the array's end, expected nothing; one file holds one array")
+            raise self._error(
+                self._at,
+                f"found {self._peek()} after the array's end, expected nothing; one file holds one"
+                " array",
+            )
 
     def _item(self) -> Any:
         if not self._next_character():
-            raise self._error(self._at, "the file ends inside the array, expected an item; it may be cut short")
+            raise self._error(
+                self._at, "the file ends inside the array, expected an item; it may be cut short"
+            )
         while True:
             try:
                 value, end = parse_json_item(self._buffer, self._at)
             except MalformedError as error:
-                if not error.line:  # of a number of too many digits, or too deep nesting, the place within the item is unknown
-                    raise self._error(self._at, f"this item cannot be read: {error.problem}; mend or remove it") from None
+                # of a number of too many digits, or too deep nesting, the place within the item is
+                # unknown
+                if not error.line:
+                    raise self._error(
+                        self._at, f"this item cannot be read: {error.problem}; mend or remove it"
+                    ) from None
                 # A string or a value that the end of the chunk has cut is not an error yet.
-                cut = error.problem.startswith("Unterminated string") or error.position >= len(self._buffer) - _LONGEST_CUT
+                cut = (
+                    error.problem.startswith("Unterminated string")
+                    or error.position >= len(self._buffer) - _LONGEST_CUT
+                )
                 if cut and not self._ended:
                     self._more()
                     continue
-                ends = self._ended and (error.position >= len(self._buffer) or error.problem.startswith("Unterminated string"))
-                advice = "the file ends inside this item, it may be cut short" if ends else "this is not valid JSON, mend it"
+                ends = self._ended and (
+                    error.position >= len(self._buffer)
+                    or error.problem.startswith("Unterminated string")
+                )
+                advice = (
+                    "the file ends inside this item, it may be cut short"
+                    if ends
+                    else "this is not valid JSON, mend it"
+                )
                 raise self._error(error.position, f"{error.problem}; {advice}") from None
             self._locate(self._at)
             self._at = end
             return value
 
     def _next_character(self) -> str:
-        """The next character that is not white space, or "" at the end of the file; ``_at`` points to it."""
+        """The next character that is not white space, or "" at the end of the file; ``_at`` points
+        to it.
+        """
         while True:
             while self._at < len(self._buffer):
                 if self._buffer[self._at] not in _SPACE:
@@ -86,14 +114,19 @@ class JsonArrayReader:
                 return ""
 
     def _more(self) -> bool:
-        """Drop what has been read and append a chunk, larger when an item is long; False at the end of the file."""
+        """Drop what has been read and append a chunk, larger when an item is long; False at the end
+        of the file.
+        """
         if self._ended:
             return False
         self._locate(self._at)
         rest = self._buffer[self._at :]
         if len(rest) > self._limit:
             size = f"{self._limit / 2**20:g} Mi characters"
-            problem = f"the item has more than {size}, and is held in memory whole; divide it, or allow more: --max-document-mib N"
+            problem = (
+                f"the item has more than {size}, and is held in memory whole; divide it, or"
+                " allow more: --max-document-mib N"
+            )
             raise self._error(self._at, problem)
         data = self._file.read(max(_CHUNK_BYTES, len(rest)))
         try:
@@ -101,12 +134,14 @@ class JsonArrayReader:
         except UnicodeDecodeError as error:
             self._buffer = rest
             self._at = self._counted = 0
-            before = error.object[: error.start].decode("utf-8", "ignore")  # ends where the bad byte is
+            # ends where the bad byte is
+            before = error.object[: error.start].decode("utf-8", "ignore")
             self._buffer += before
             raise self._error(
                 len(self._buffer),
-                f"byte {self._bytes_read + len(data) - len(error.object) + error.start} is not UTF-8 ({error.reason}); "
-                "convert the file, for example: iconv -f GB18030 -t UTF-8",
+                f"byte {self._bytes_read + len(data) - len(error.object) + error.start} is not"
+                f" UTF-8 ({error.reason}); convert the file, for example: iconv -f GB18030 -t"
+                " UTF-8",
             ) from None
         if self._bytes_read == 0:
             text = text.removeprefix("\ufeff")
@@ -127,7 +162,9 @@ class JsonArrayReader:
         self._counted = at
 
     def _peek(self) -> str:
-        return repr(self._buffer[self._at]) if self._at < len(self._buffer) else "the end of the file"
+        return (
+            repr(self._buffer[self._at]) if self._at < len(self._buffer) else "the end of the file"
+        )
 
     def _error(self, at: int, problem: str) -> DataError:
         self._locate(max(at, self._counted))

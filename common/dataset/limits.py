@@ -1,4 +1,6 @@
-"""The sizes beyond which a corpus is refused: what a tokenizer must hold at once is then bounded, whatever the input."""
+"""The sizes beyond which a corpus is refused: what a tokenizer must hold at once is then bounded,
+whatever the input.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from common.errors import DataError
 DOCUMENT_BYTES = 256 << 20
 """Of the largest document; tokenizing takes about six times as much memory."""
 WORD_CHARACTERS = 4 << 20
-"""A run of letters, of digits, of signs or of white space is one word of GPT-2, and takes about 30 bytes of memory a byte."""
+"""A run of letters, of digits, of signs or of white space is one word of GPT-2, and takes about 30
+bytes of memory a byte.
+"""
 _FIRST = 64
 
 _KINDS: dict[str, Callable[[str], object]] = {
@@ -22,10 +26,12 @@ _KINDS: dict[str, Callable[[str], object]] = {
 
 
 def check_words(text: str, where: str | Callable[[str], str], limit: int = WORD_CHARACTERS) -> None:
-    """Raise DataError where a word has twice ``limit`` characters or more; one of less than ``limit`` always passes.
+    """Raise DataError where a word has twice ``limit`` characters or more; one of less than
+    ``limit`` always passes.
 
-    where: the place of the text in its file, or what gives the place of the word. The time does not depend on what the words are:
-    a word that long covers two multiples of ``limit``, and all between them.
+    where: the place of the text in its file, or what gives the place of the word. The time does not
+    depend on what the words are: a word that long covers two multiples of ``limit``, and all
+    between them.
     """
     for first in range(0, len(text) - limit + 1, limit):
         head = text[first : first + min(_FIRST, limit)]
@@ -35,6 +41,7 @@ def check_words(text: str, where: str | Callable[[str], str], limit: int = WORD_
                     first -= 1
                 place = where if isinstance(where, str) else where(text[first : first + limit])
                 raise DataError(
-                    f"{place}: holds a word of {limit} or more characters, beginning with {text[first : first + 20]!r}: {kind};"
-                    " tokenizing it would take memory without end; divide it or remove it"
+                    f"{place}: holds a word of {limit} or more characters, beginning with"
+                    f" {text[first : first + 20]!r}: {kind}; tokenizing it would take memory"
+                    " without end; divide it or remove it"
                 )

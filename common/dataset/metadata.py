@@ -1,4 +1,6 @@
-"""PREFIX.meta.json: what made a .bin/.idx pair. Readers must do without it: pairs written by Megatron have none."""
+"""PREFIX.meta.json: what made a .bin/.idx pair. Readers must do without it: pairs written by
+Megatron have none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One input: its file name without folder, its size in bytes on disk, the format it was read as."""
+    """One input: its file name without folder, its size in bytes on disk, the format it was read
+    as.
+    """
 
     name: str
     bytes: int
@@ -28,7 +32,8 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """tokenizer: its kind. tokenizer_sha256: of its vocabulary. eod_id: None when no end-of-document token was appended.
+    """tokenizer: its kind. tokenizer_sha256: of its vocabulary. eod_id: None when no
+    end-of-document token was appended.
 
     documents, sequences, tokens: counts in the pair; empty_documents: those skipped on the way.
     options: the settings that shaped the content (not the number of workers: it never does).
@@ -49,12 +54,19 @@ class Metadata:
 def write_metadata(path: Path, metadata: Metadata) -> None:
     """Raises StorageError when the disk refuses."""
     with atomic_write(path, "w") as file:
-        json.dump({"format": _FORMAT, "version": _VERSION, **asdict(metadata)}, file, ensure_ascii=False, indent=1)
+        json.dump(
+            {"format": _FORMAT, "version": _VERSION, **asdict(metadata)},
+            file,
+            ensure_ascii=False,
+            indent=1,
+        )
         file.write("\n")
 
 
 def read_metadata(path: Path) -> Metadata | None:
-    """None when there is no such file. Raises DataError when it is not what ``write_metadata`` writes."""
+    """None when there is no such file. Raises DataError when it is not what ``write_metadata``
+    writes.
+    """
     with reading(path, DataError):
         if not os.path.lexists(path):
             return None
@@ -64,9 +76,16 @@ def read_metadata(path: Path) -> Metadata | None:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
         _require(Metadata, raw, str(path))
         for source in raw["sources"]:
-            _require(SourceFile, require_mapping(source, f"{path}: sources", error=DataError), f"{path}: sources")
+            _require(
+                SourceFile,
+                require_mapping(source, f"{path}: sources", error=DataError),
+                f"{path}: sources",
+            )
     except DataError as error:
-        raise DataError(f"{error}; the file does not describe token files: delete it (it is optional) or preprocess again") from None
+        raise DataError(
+            f"{error}; the file does not describe token files: delete it (it is optional) or"
+            " preprocess again"
+        ) from None
     return Metadata(**{**raw, "sources": tuple(SourceFile(**source) for source in raw["sources"])})
 
 
@@ -94,5 +113,7 @@ _EXPECTED = {
 
 def _fits(value: Any, annotation: str) -> bool:
     if annotation.startswith("int"):
-        return (type(value) is int and 0 <= value < 2**63) or (value is None and "None" in annotation)
+        return (type(value) is int and 0 <= value < 2**63) or (
+            value is None and "None" in annotation
+        )
     return isinstance(value, {"s": str, "t": list, "d": dict}[annotation[0]])

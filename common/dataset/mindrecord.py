@@ -1,6 +1,8 @@
-"""Endless training samples from MindRecord files: each row of ``input_ids`` is one sample of seq_length + 1 tokens.
+"""Endless training samples from MindRecord files: each row of ``input_ids`` is one sample of
+seq_length + 1 tokens.
 
-Rows come in the order of the shards and of their row numbers, as MindDataset(shuffle=False) reads them.
+Rows come in the order of the shards and of their row numbers, as MindDataset(shuffle=False) reads
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from common.dataset.epoch_index import ORDER_VERSION, permutation
 from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
-from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
+from common.dataset.mindrecord_file import (
+    INDEX_EXTENSION,
+    MindRecordFile,
+    looks_like_mindrecord,
+    read_header,
+)
 from common.dataset.split import SPLITS, Split, check_weights, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
@@ -33,12 +40,15 @@ _EPOCHS_HELD = 2
 
 
 class MindRecordSamples:
-    """The rows of one split, in another order in each epoch; ``Samples`` over MindRecord as ``GPTDataset`` is over a pair.
+    """The rows of one split, in another order in each epoch; ``Samples`` over MindRecord as
+    ``GPTDataset`` is over a pair.
 
-    source: a file (with its shards), a folder that is walked, or a list of files, read in that order.
-    split_weights: of train, valid and test, over rows. shuffle=False: file order, every epoch alike.
-    Orders are not cached on disk: ten million rows are shuffled in about a second.
-    Raises DataError when a file is missing or damaged, its rows are not seq_length + 1 long, or the split holds none.
+    source: a file (with its shards), a folder that is walked, or a list of files, read in that
+    order.
+    split_weights: of train, valid and test, over rows. shuffle=False: file order, every epoch
+    alike. Orders are not cached on disk: ten million rows are shuffled in about a second.
+    Raises DataError when a file is missing or damaged, its rows are not seq_length + 1 long, or the
+    split holds none.
     """
 
     def __init__(
@@ -55,7 +65,11 @@ class MindRecordSamples:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         if seq_length < 1:
             raise DataError(f"seq_length={seq_length}: expected 1 or more")
-        paths = find_files(source) if isinstance(source, str | Path) else [Path(path) for path in source]
+        paths = (
+            find_files(source)
+            if isinstance(source, str | Path)
+            else [Path(path) for path in source]
+        )
         self.files = [MindRecordFile(path) for path in paths]
         self.split = split
         self.seq_length = seq_length
@@ -65,8 +79,9 @@ class MindRecordSamples:
         for file in self.files:
             if len(file) and file.width != seq_length + 1:
                 raise DataError(
-                    f"{file.path}: its rows hold {file.width} tokens, expected seq_length + 1 = {seq_length + 1}; "
-                    f"set model.seq_length={file.width - 1}, or write the file again with --seq-length {seq_length}"
+                    f"{file.path}: its rows hold {file.width} tokens, expected seq_length + 1 ="
+                    f" {seq_length + 1}; set model.seq_length={file.width - 1}, or write the file"
+                    f" again with --seq-length {seq_length}"
                 )
         self._ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
         total = int(self._ends[-1]) if self.files else 0
@@ -76,8 +91,8 @@ class MindRecordSamples:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
             names = str(self.files[0].path) if self.files else "MindRecord without files"
             raise DataError(
-                f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows; write more rows, or give this split a "
-                "larger weight"
+                f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows;"
+                " write more rows, or give this split a larger weight"
             )
         self._orders: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
@@ -85,7 +100,15 @@ class MindRecordSamples:
     def fingerprint(self) -> str:
         keys = [file.content_key for file in self.files]
         seed = self.seed if self.shuffle else None
-        parts = (ORDER_VERSION, "mindrecord", keys, self.split, self.split_weights, self.seq_length, seed)
+        parts = (
+            ORDER_VERSION,
+            "mindrecord",
+            keys,
+            self.split,
+            self.split_weights,
+            self.seq_length,
+            seed,
+        )
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
@@ -122,7 +145,9 @@ class MindRecordSamples:
     def _order(self, epoch: int) -> npt.NDArray[Any]:
         """The last two stay at hand, since a batch may straddle their border."""
         if epoch not in self._orders:
-            self._orders[epoch] = permutation(self.samples_per_epoch, f"rows/{self.split}/{self.seed}/{epoch}")
+            self._orders[epoch] = permutation(
+                self.samples_per_epoch, f"rows/{self.split}/{self.seed}/{epoch}"
+            )
             if len(self._orders) > _EPOCHS_HELD:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(epoch)
@@ -130,15 +155,22 @@ class MindRecordSamples:
 
 
 def is_mindrecord(source: str | Path) -> bool:
-    """Whether ``source`` means MindRecord, by its name, by the files in the folder, or by how the file begins; else it means a pair."""
+    """Whether ``source`` means MindRecord, by its name, by the files in the folder, or by how the
+    file begins; else it means a pair.
+    """
     path = Path(source)
     if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
         return False
-    return _NAME.fullmatch(path.name) is not None or bool(path.is_dir() and _walk(path)) or looks_like_mindrecord(path)
+    return (
+        _NAME.fullmatch(path.name) is not None
+        or bool(path.is_dir() and _walk(path))
+        or looks_like_mindrecord(path)
+    )
 
 
 def find_files(source: str | Path) -> list[Path]:
-    """The files of a data set in order: all of a folder, or all shards of the set that a file (or its name without number) belongs to.
+    """The files of a data set in order: all of a folder, or all shards of the set that a file (or
+    its name without number) belongs to.
 
     Raises DataError when there is none, or one of a set is missing.
     """
@@ -147,7 +179,8 @@ def find_files(source: str | Path) -> list[Path]:
         files = _walk(path)
         if not files:
             raise DataError(
-                f"{path}: holds no MindRecord file (*{EXTENSION}, with *{EXTENSION}{INDEX_EXTENSION} beside it); check the path"
+                f"{path}: holds no MindRecord file (*{EXTENSION}, with"
+                f" *{EXTENSION}{INDEX_EXTENSION} beside it); check the path"
             )
         for file in files:
             _shards(file)
@@ -157,39 +190,57 @@ def find_files(source: str | Path) -> list[Path]:
     shards = sorted(file for file in path.parent.glob("*") if _is_shard_of(path, file.name))
     if not shards:
         raise DataError(
-            f"{path}: not found{looked_in(path)}; a MindRecord is that file and {path.name}{INDEX_EXTENSION}, "
-            f"or shards {path.name}0, {path.name}1, ... "
-            f"with a {INDEX_EXTENSION} file each; copy all of them, or write them with tools/preprocess_data.py --format mindrecord"
+            f"{path}: not found{looked_in(path)}; a MindRecord is that file and"
+            f" {path.name}{INDEX_EXTENSION}, or shards {path.name}0, {path.name}1, ... with a"
+            f" {INDEX_EXTENSION} file each; copy all of them, or write them with"
+            " tools/preprocess_data.py --format mindrecord"
         )
     return _shards(shards[0])
 
 
 def metadata_paths(source: str | Path) -> list[Path]:
-    """Where the .meta.json of a data set would lie; that of shards is named without their number."""
+    """Where the .meta.json of a data set would lie; that of shards is named without their
+    number.
+    """
     if not is_mindrecord(source):
         return [with_extension(find_fleetx(source) or strip_extension(source), METADATA_EXTENSION)]
-    names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(find_files(source))
+    names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(
+        find_files(source)
+    )
     return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
 
 
 def _walk(folder: Path) -> list[Path]:
     """By name, or by the index beside it: FileWriter takes any name."""
-    named = {path for path in folder.rglob(f"*{EXTENSION}*") if _NAME.fullmatch(path.name) and path.is_file()}
+    named = {
+        path
+        for path in folder.rglob(f"*{EXTENSION}*")
+        if _NAME.fullmatch(path.name) and path.is_file()
+    }
     indexed = {path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}")}
     found = named | {path for path in indexed if looks_like_mindrecord(path)}
     # what is hidden is under way, or was left by a process that was killed
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(
+        path
+        for path in found
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def _shards(path: Path) -> list[Path]:
-    """The set that a file says it belongs to; itself alone when it has been renamed, which its index will tell."""
+    """The set that a file says it belongs to; itself alone when it has been renamed, which its
+    index will tell.
+    """
     shards = [path.with_name(name) for name in read_header(path).shards]
     if path not in shards:
         return [path]
     with reading(path, DataError):  # a name may be too long
         missing = next((shard for shard in shards if not shard.is_file()), None)
     if missing is not None:
-        raise DataError(f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards; copy all of them")
+        raise DataError(
+            f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards;"
+            " copy all of them"
+        )
     return shards
 
 

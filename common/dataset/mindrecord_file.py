@@ -1,12 +1,20 @@
-"""One MindRecord file read by memory map, without MindSpore: NAME holds the rows, NAME.db (sqlite) says where they lie.
+"""One MindRecord file read by memory map, without MindSpore: NAME holds the rows, NAME.db (sqlite)
+says where they lie.
 
-    NAME      u64 length | JSON header (header_size, page_size, version, schema, page, shard_addresses) | padding up to header_size
-              | pages of page_size bytes: some hold arrays ("BLOB_DATA"), some numbers and strings ("RAW_DATA", not read here)
-    NAME.db   SHARD_NAME(NAME): the name of its file. INDEXES: ROW_ID, PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END, ...
-    row       u64 length | the arrays of schema.blob_fields; where there are several, each behind a big-endian u64 length
-    integers  big-endian u32 count | 2 bits for each, highest first: log2 of its bytes | signed numbers of 1, 2, 4 or 8 bytes
+    NAME      u64 length
+              | JSON header (header_size, page_size, version, schema, page, shard_addresses)
+              | padding up to header_size
+              | pages of page_size bytes: some hold arrays ("BLOB_DATA"), some numbers and strings
+                ("RAW_DATA", not read here)
+    NAME.db   SHARD_NAME(NAME): the name of its file. INDEXES: ROW_ID, PAGE_ID_BLOB,
+              PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END, ...
+    row       u64 length | the arrays of schema.blob_fields; where there are several, each behind a
+              big-endian u64 length
+    integers  big-endian u32 count | 2 bits for each, highest first: log2 of its bytes
+              | signed numbers of 1, 2, 4 or 8 bytes
 
-Little endian where nothing is said. Source: files of MindSpore 2.10, and its minddata/mindrecord (shard_header, shard_column).
+Little endian where nothing is said. Source: files of MindSpore 2.10, and its minddata/mindrecord
+(shard_header, shard_column).
 """
 
 from __future__ import annotations
@@ -48,7 +56,9 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages need. shards: of the whole set."""
+    """fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages
+    need. shards: of the whole set.
+    """
 
     header_size: int
     page_size: int
@@ -62,7 +72,8 @@ class Header:
 class MindRecordFile:
     """Rows of ``input_ids``; memory: 16 bytes a row.
 
-    Raises DataError when the file or its index is missing, is damaged, belongs to another, or holds no such column of integers.
+    Raises DataError when the file or its index is missing, is damaged, belongs to another, or holds
+    no such column of integers.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,15 +91,30 @@ class MindRecordFile:
     def _open(self, index: Path) -> None:
         for here, other in ((self.path, index), (index, self.path)):
             if not here.exists():
-                state = f"although {other.name} is there" if other.is_file() else f"and neither is {other.name}"
-                raise DataError(f"{here}: not found, {state}; a MindRecord is two files that belong together, copy both")
+                state = (
+                    f"although {other.name} is there"
+                    if other.is_file()
+                    else f"and neither is {other.name}"
+                )
+                raise DataError(
+                    f"{here}: not found, {state}; a MindRecord is two files that belong together,"
+                    " copy both"
+                )
             open_input(here, DataError).close()
         self.header = read_header(self.path)
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
+        self._bytes: npt.NDArray[np.uint8] = np.asarray(
+            np.memmap(self.path, dtype=np.uint8, mode="r")
+        )
         if len(self._bytes) < self.header.end:
-            raise DataError(f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at {self.header.end}; {_RENEW}")
+            raise DataError(
+                f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at"
+                f" {self.header.end}; {_RENEW}"
+            )
         if self.header.rows * 8 > len(self._bytes):
-            raise DataError(f"{self.path}: has {self.header.rows} rows by its header, too many for {len(self._bytes)} bytes; {_RENEW}")
+            raise DataError(
+                f"{self.path}: has {self.header.rows} rows by its header, too many for"
+                f" {len(self._bytes)} bytes; {_RENEW}"
+            )
         self._begin, self._end = self._read_index(index)
 
     def __reduce__(self) -> tuple[type[MindRecordFile], tuple[str]]:
@@ -98,7 +124,9 @@ class MindRecordFile:
         return len(self._begin)
 
     def read(self, rows: Ids) -> npt.NDArray[np.int32]:
-        """(n,) row numbers -> (n, width) tokens. Raises DataError for a row that is damaged or of another width."""
+        """(n,) row numbers -> (n, width) tokens. Raises DataError for a row that is damaged or of
+        another width.
+        """
         out = np.empty((len(rows), self.width), dtype=np.int32)
         step = max(1, _ROUND // max(1, self.width))
         for start in range(0, len(rows), step):
@@ -108,33 +136,60 @@ class MindRecordFile:
     def _decode(self, rows: Ids) -> npt.NDArray[np.int32]:
         data, at, size, rows = self._rows(rows)
         counts = self._counts(data, at, size, rows)
-        self._require(counts == self.width, rows, lambda n: f"has {counts[n]} tokens, the first row {self.width}; all need as many")
+        self._require(
+            counts == self.width,
+            rows,
+            lambda n: f"has {counts[n]} tokens, the first row {self.width}; all need as many",
+        )
         codes_size = (self.width + 3) // 4
         at = at + 4
         fits = size - 4 >= codes_size
         self._require(fits, rows, lambda n: f"has {size[n]} bytes, too few for {self.width} tokens")
-        codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[:, : self.width]
+        codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[
+            :, : self.width
+        ]
         sizes = np.left_shift(1, codes, dtype=np.int64)
         ends = np.cumsum(sizes, axis=1)
         fits = ends[:, -1] + codes_size + 4 == size
-        self._require(fits, rows, lambda n: f"has {size[n]} bytes, but its numbers take {ends[n, -1] + codes_size + 4}")
-        self._require((codes < 3).all(axis=1), rows, lambda n: "holds a number beyond 32 bits, expected token ids")
+        self._require(
+            fits,
+            rows,
+            lambda n: f"has {size[n]} bytes, but its numbers take {ends[n, -1] + codes_size + 4}",
+        )
+        self._require(
+            (codes < 3).all(axis=1),
+            rows,
+            lambda n: "holds a number beyond 32 bits, expected token ids",
+        )
         # every four bytes of the buffer as a number: the numbers lie at no multiple of four
-        words: npt.NDArray[np.int32] = np.ndarray((len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,))
+        words: npt.NDArray[np.int32] = np.ndarray(
+            (len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,)
+        )
         shifts = _SHIFTS[codes]
-        tokens: npt.NDArray[np.int32] = words[(at + codes_size)[:, None] + ends - sizes] << shifts >> shifts
+        tokens: npt.NDArray[np.int32] = (
+            words[(at + codes_size)[:, None] + ends - sizes] << shifts >> shifts
+        )
         return tokens
 
     def _rows(self, rows: Ids) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
-        """The bytes of the rows, one after the other; (n,) where ``input_ids`` begin in them, how many bytes they have; ``rows``."""
+        """The bytes of the rows, one after the other; (n,) where ``input_ids`` begin in them, how
+        many bytes they have; ``rows``.
+        """
         begin, end = self._begin[rows], self._end[rows]
-        parts = [self._bytes[first:last] for first, last in zip(begin.tolist(), end.tolist(), strict=True)]
+        parts = [
+            self._bytes[first:last]
+            for first, last in zip(begin.tolist(), end.tolist(), strict=True)
+        ]
         data = np.concatenate([*parts, np.zeros(8, dtype=np.uint8)])
         lengths = end - begin
         stop = np.cumsum(lengths)
         at = stop - lengths
         stored = _numbers(data, at, 8, big=False)
-        self._require(stored == lengths - 8, rows, lambda n: f"is {stored[n]} bytes long, {lengths[n] - 8} by the index")
+        self._require(
+            stored == lengths - 8,
+            rows,
+            lambda n: f"is {stored[n]} bytes long, {lengths[n] - 8} by the index",
+        )
         at, size = at + 8, lengths - 8
         if len(self.header.fields) > 1:
             for field in self.header.fields:
@@ -148,44 +203,71 @@ class MindRecordFile:
         return data, at, size, rows
 
     def _counts(self, data: npt.NDArray[np.uint8], at: Ids, size: Ids, rows: Ids) -> Ids:
-        self._require(size >= 4, rows, lambda n: f"has {size[n]} bytes of {COLUMN!r}, expected 4 or more")
+        self._require(
+            size >= 4, rows, lambda n: f"has {size[n]} bytes of {COLUMN!r}, expected 4 or more"
+        )
         counts = _numbers(data, at, 4, big=True)
-        self._require(counts <= size - 4, rows, lambda n: f"has {size[n]} bytes, too few for {counts[n]} tokens")
+        self._require(
+            counts <= size - 4,
+            rows,
+            lambda n: f"has {size[n]} bytes, too few for {counts[n]} tokens",
+        )
         return counts
 
     def _require(self, good: npt.NDArray[np.bool_], rows: Ids, problem: Any) -> None:
         if not good.all():
             n = int(np.argmin(good))
-            raise DataError(f"{self.path}: row {int(rows[n])} {problem(n)}; {_RENEW}, with its {INDEX_EXTENSION} file")
+            raise DataError(
+                f"{self.path}: row {int(rows[n])} {problem(n)}; {_RENEW}, with its"
+                f" {INDEX_EXTENSION} file"
+            )
 
     def _read_index(self, path: Path) -> tuple[Ids, Ids]:
         """(rows,) where each row begins and ends in the file."""
-        query = "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
+        query = (
+            "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
+            " ROW_ID"
+        )
         rows = self.header.rows
         places = np.zeros((rows, 3), dtype=np.int64)
         count = 0
         try:
             # immutable: no lock files, which a read-only disk would refuse
-            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+            with closing(
+                sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            ) as connection:
                 _bound(connection, rows)
                 for table in ("SHARD_NAME", "INDEXES"):
                     _require_table(connection, table)
-                names = [str(name) for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME").fetchmany(_CHUNK)]
+                names = [
+                    str(name)
+                    for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME").fetchmany(
+                        _CHUNK
+                    )
+                ]
                 cursor = connection.execute(query)
                 while count <= rows and (chunk := cursor.fetchmany(_CHUNK)):
                     kept = chunk[: rows - count]
-                    places[count : count + len(kept)] = np.array(kept, dtype=np.int64).reshape(-1, 3)
+                    places[count : count + len(kept)] = np.array(kept, dtype=np.int64).reshape(
+                        -1, 3
+                    )
                     count += len(chunk)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-            raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
+            raise DataError(
+                f"{path}: is not the index of a MindRecord ({error}); {_RENEW}"
+            ) from None
         if self.path.name not in names:
             raise DataError(
-                f"{path}: is the index of {names[0] if names else 'no file'}, not of {self.path.name}; put the right one beside it, "
-                "or undo the renaming (MindSpore does not read a renamed MindRecord either)"
+                f"{path}: is the index of {names[0] if names else 'no file'}, not of"
+                f" {self.path.name}; put the right one beside it, or undo the renaming (MindSpore"
+                " does not read a renamed MindRecord either)"
             )
         if count != rows:
             found = f"more than {rows}" if count > rows else count
-            raise DataError(f"{path}: holds {found} rows, {self.path.name} holds {rows}; the two do not belong together, copy both again")
+            raise DataError(
+                f"{path}: holds {found} rows, {self.path.name} holds {rows}; the two do not belong"
+                " together, copy both again"
+            )
         start = self.header.header_size + places[:, 0] * self.header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
         wrong = ((places < 0) | (places > _MAX_NUMBER)).any(axis=1)  # whose products would not fit
@@ -193,14 +275,19 @@ class MindRecordFile:
         if wrong.any():
             n = int(np.argmax(wrong))
             raise DataError(
-                f"{path}: row {n} lies at {int(begin[n])} ... {int(end[n])}, outside {self.path.name} with its pages up to "
-                f"{self.header.end}; the two do not belong together, copy both again"
+                f"{path}: row {n} lies at {int(begin[n])} ... {int(end[n])}, outside"
+                f" {self.path.name} with its pages up to {self.header.end}; the two do not belong"
+                " together, copy both again"
             )
         return begin, end
 
     def _content_key(self) -> str:
-        """16 hex digits, equal for equal data and cheap: where the rows lie, and the two ends of what they hold."""
-        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
+        """16 hex digits, equal for equal data and cheap: where the rows lie, and the two ends of
+        what they hold.
+        """
+        digest = hashlib.blake2b(
+            repr((self.header.fields, self.header.type)).encode(), digest_size=8
+        )
         digest.update(self._begin.data)
         digest.update(self._end.data)
         if len(self):
@@ -225,13 +312,19 @@ def _bound(connection: sqlite3.Connection, rows: int) -> None:
 
 
 def _require_table(connection: sqlite3.Connection, name: str) -> None:
-    """Raise ValueError unless it holds plain rows: a view or a computed column could go on without end."""
-    found = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ? COLLATE NOCASE", (name,)).fetchmany(2)
+    """Raise ValueError unless it holds plain rows: a view or a computed column could go on without
+    end.
+    """
+    found = connection.execute(
+        "SELECT type, sql FROM sqlite_master WHERE name = ? COLLATE NOCASE", (name,)
+    ).fetchmany(2)
     if not found:
         raise ValueError(f"it has no table {name}")
     kind, text = found[0]
     if len(found) > 1 or kind != "table" or not re.match(r"\s*CREATE\s+TABLE\b", str(text), re.I):
-        raise ValueError(f"{name} is a {kind if kind != 'table' else 'virtual table'}, expected a table")
+        raise ValueError(
+            f"{name} is a {kind if kind != 'table' else 'virtual table'}, expected a table"
+        )
     if any(column[6] for column in connection.execute(f"PRAGMA table_xinfo({name})")):
         raise ValueError(f"{name} has a computed column")
 
@@ -243,7 +336,11 @@ def looks_like_mindrecord(path: Path) -> bool:
             return False
         with path.open("rb") as file:
             start = file.read(_LENGTH.size + 2)
-    return len(start) == _LENGTH.size + 2 and 0 < _LENGTH.unpack(start[:8])[0] <= _MAX_HEADER and start[8:] == b'{"'
+    return (
+        len(start) == _LENGTH.size + 2
+        and 0 < _LENGTH.unpack(start[:8])[0] <= _MAX_HEADER
+        and start[8:] == b'{"'
+    )
 
 
 def read_header(path: Path) -> Header:
@@ -253,11 +350,18 @@ def read_header(path: Path) -> Header:
         text = file.read(length) if length <= _MAX_HEADER else b""
         file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
         if file.read() == _ENCRYPTED_END:
-            raise DataError(f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without encryption")
+            raise DataError(
+                f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without"
+                " encryption"
+            )
     if not looks_like_mindrecord(path):
-        raise DataError(f"{path}: is not a MindRecord file: it does not begin with a length and a JSON header")
+        raise DataError(
+            f"{path}: is not a MindRecord file: it does not begin with a length and a JSON header"
+        )
     if len(text) < length:
-        raise DataError(f"{path}: is cut short: it ends within its header of {length} bytes; {_RENEW}")
+        raise DataError(
+            f"{path}: is cut short: it ends within its header of {length} bytes; {_RENEW}"
+        )
     try:
         raw = parse_json(text)
         version, schema = raw["version"], raw["schema"][0]
@@ -271,19 +375,44 @@ def read_header(path: Path) -> Header:
             page_size=page_size,
             fields=fields,
             type=str(columns.get(COLUMN, {}).get("type")),
-            rows=max((_size(page["end_row_id"], 1 << 62) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
-            end=max((header_size + _size(page["page_id"]) * page_size + _size(page["page_size"]) for page in pages), default=0),
+            rows=max(
+                (
+                    _size(page["end_row_id"], 1 << 62)
+                    for page in pages
+                    if page["page_type"] == "BLOB_DATA"
+                ),
+                default=0,
+            ),
+            end=max(
+                (
+                    header_size + _size(page["page_id"]) * page_size + _size(page["page_size"])
+                    for page in pages
+                ),
+                default=0,
+            ),
             shards=tuple(Path(name).name for name in _texts(raw["shard_addresses"])),
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error}); {_RENEW}") from None
+        raise DataError(
+            f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error});"
+            f" {_RENEW}"
+        ) from None
     if version != VERSION:
-        raise DataError(f"{path}: has format version {version}, expected {VERSION}; write it again with a newer MindSpore")
+        raise DataError(
+            f"{path}: has format version {version}, expected {VERSION}; write it again with a newer"
+            " MindSpore"
+        )
     if COLUMN not in columns:
-        raise DataError(f"{path}: has no column {COLUMN!r}, only {', '.join(sorted(columns))}; write the token ids under that name")
+        raise DataError(
+            f"{path}: has no column {COLUMN!r}, only {', '.join(sorted(columns))}; write the token"
+            " ids under that name"
+        )
     if COLUMN not in fields or header.type not in ("int32", "int64"):
         shape = "an array" if COLUMN in fields else "a single value"
-        raise DataError(f'{path}: {COLUMN!r} is {shape} of {header.type}; expected {{"type": "int32", "shape": [-1]}}, or int64')
+        raise DataError(
+            f'{path}: {COLUMN!r} is {shape} of {header.type}; expected {{"type": "int32", "shape":'
+            " [-1]}, or int64"
+        )
     return header
 
 
@@ -294,12 +423,16 @@ def _size(value: Any, limit: int = _MAX_NUMBER) -> int:
 
 
 def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) and Path(item).name for item in value):
+    if not isinstance(value, list) or not all(
+        isinstance(item, str) and Path(item).name for item in value
+    ):
         raise ValueError(f"{str(value)[:40]!r} where a list of names is expected")
     return value
 
 
 def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:
-    """(n,) unsigned numbers of ``size`` bytes at the places ``at``; those beyond int64 turn negative."""
+    """(n,) unsigned numbers of ``size`` bytes at the places ``at``; those beyond int64 turn
+    negative.
+    """
     picked = np.ascontiguousarray(data[at[:, None] + np.arange(size)])
     return picked.view(f"{'>' if big else '<'}u{size}")[:, 0].astype(np.int64)

@@ -1,4 +1,6 @@
-"""What MindSpore's FileWriter wrote, made into one set under its final names: shards that know of each other, old files gone."""
+"""What MindSpore's FileWriter wrote, made into one set under its final names: shards that know of
+each other, old files gone.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,23 @@ from common.structured_files import parse_json
 
 
 def shard_names(name: str, shards: int) -> list[str]:
-    """As FileWriter(name, shards) names its files: NAME alone, or NAME0, NAME1, ... with as many digits as the last one needs."""
-    return [name] if shards == 1 else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
+    """As FileWriter(name, shards) names its files: NAME alone, or NAME0, NAME1, ... with as many
+    digits as the last one needs.
+    """
+    return (
+        [name]
+        if shards == 1
+        else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
+    )
 
 
 @contextmanager
 def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder beside ``target`` to write the files into; they move to their final names when the body ends without an exception.
+    """A folder beside ``target`` to write the files into; they move to their final names when the
+    body ends without an exception.
 
-    The index files move last: before that, readers say that they are missing. An older set of the same name goes after that.
+    The index files move last: before that, readers say that they are missing. An older set of the
+    same name goes after that.
     Raises StorageError when the disk refuses; an older set is then back in its place.
     """
     try:
@@ -60,9 +70,11 @@ def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def join_shards(paths: Sequence[Path]) -> None:
-    """Tell files that were written one by one that they are shards of one set: whoever opens one finds the others.
+    """Tell files that were written one by one that they are shards of one set: whoever opens one
+    finds the others.
 
-    FileWriter makes sets by itself, but deals the last rows of each call to shards by chance, so that the order would be lost.
+    FileWriter makes sets by itself, but deals the last rows of each call to shards by chance, so
+    that the order would be lost.
     """
     for number, path in enumerate(paths):
         with path.open("r+b") as file:
@@ -73,17 +85,27 @@ def join_shards(paths: Sequence[Path]) -> None:
                 page["shard_id"] = number
             text = json.dumps(header, separators=(",", ":")).encode()
             if len(text) + 8 > header["header_size"]:
-                raise DataError(f"{path}: a set of {len(paths)} shards does not fit its header; write fewer shards")
+                raise DataError(
+                    f"{path}: a set of {len(paths)} shards does not fit its header; write fewer"
+                    " shards"
+                )
             file.seek(0)
             file.write(len(text).to_bytes(8, "little") + text)
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """Return the files that a new set of this name replaces, with whatever number of shards; indices first."""
+    """Return the files that a new set of this name replaces, with whatever number of shards;
+    indices first.
+    """
     if not target.parent.is_dir():
         return []
-    pattern = re.compile(rf"{re.escape(target.name)}(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})")
-    files = [path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)]
+    pattern = re.compile(
+        rf"{re.escape(target.name)}"
+        rf"(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})"
+    )
+    files = [
+        path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)
+    ]
     return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))
 
 

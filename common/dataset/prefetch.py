@@ -21,7 +21,8 @@ class _End:
 
 
 class Prefetch(Generic[Item]):
-    """An iterator over ``source``; an exception of the source is raised where its item would have come.
+    """An iterator over ``source``; an exception of the source is raised where its item would have
+    come.
 
     A context manager: leaving it stops the thread. depth: items that may wait.
     """
@@ -50,7 +51,12 @@ class Prefetch(Generic[Item]):
     def __enter__(self) -> Prefetch[Item]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:

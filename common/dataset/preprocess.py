@@ -1,4 +1,6 @@
-"""Corpora -> tokenizer -> PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming; the names of Megatron's preprocess_data.py."""
+"""Corpora -> tokenizer -> PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming; the
+names of Megatron's preprocess_data.py.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """inputs: read in this order. output_prefix: its folder is made when absent; existing outputs are replaced.
+    """inputs: read in this order. output_prefix: its folder is made when absent; existing outputs
+    are replaced.
 
-    json_keys: one output for each; a corpus without keys (text, an array of strings) has the one key ``text``.
-    format: of the outputs, a .bin/.idx pair or FleetX's files. append_eod: put the tokenizer's document frame around each
-    document. block_bytes: text per step and worker.
+    json_keys: one output for each; a corpus without keys (text, an array of strings) has the one
+    key ``text``.
+    format: of the outputs, a .bin/.idx pair or FleetX's files. append_eod: put the tokenizer's
+    document frame around each document. block_bytes: text per step and worker.
     document_bytes: of the largest document, which is in memory whole.
     Raises ConfigError or DataError for an output's name that no file can have.
     """
@@ -55,10 +59,16 @@ class PreprocessOptions:
 
     def __post_init__(self) -> None:
         if self.output_prefix.name in ("", ".."):
-            raise ConfigError(f"--output-prefix {self.output_prefix}: is a folder, expected how the files begin, such as data/mine")
+            raise ConfigError(
+                f"--output-prefix {self.output_prefix}: is a folder, expected how the files begin,"
+                " such as data/mine"
+            )
         for key in self.json_keys:
             if os.sep in key or "\0" in key:
-                raise DataError(f"--json-keys {key!r}: a key is a part of the output's name, where {os.sep!r} cannot be; rename the key")
+                raise DataError(
+                    f"--json-keys {key!r}: a key is a part of the output's name, where {os.sep!r}"
+                    " cannot be; rename the key"
+                )
 
     def prefix_of(self, key: str) -> Path:
         """What the names of the files for a key begin with."""
@@ -73,7 +83,9 @@ class PreprocessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts so far, summed over the keys; read_bytes of total_bytes are taken from disk; seconds since the start."""
+    """Counts so far, summed over the keys; read_bytes of total_bytes are taken from disk; seconds
+    since the start.
+    """
 
     documents: int = 0
     empty: int = 0
@@ -96,10 +108,14 @@ class PreprocessResult:
     progress: Progress = field(default_factory=Progress)
 
 
-def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> PreprocessResult:
-    """Write the pairs; ``on_progress`` is called after each block. Nothing is left under a final name on failure.
+def preprocess(
+    options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None
+) -> PreprocessResult:
+    """Write the pairs; ``on_progress`` is called after each block. Nothing is left under a final
+    name on failure.
 
-    Raises DataError (input), TokenizerError (vocabulary), ConfigError (options), StorageError (output).
+    Raises DataError (input), TokenizerError (vocabulary), ConfigError (options), StorageError
+    (output).
     """
     if options.workers < 1:
         raise ConfigError(f"--workers={options.workers}: expected 1 or more")
@@ -109,10 +125,20 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
         raise DataError("no input files; name at least one with --input")
     keys = _keys(options.json_keys, corpora)
     tokenizer = options.tokenizer.load()
-    rules = EncodingRules(keys=keys, frame=options.append_eod, sentences=options.split_sentences, keep_newlines=options.keep_newlines)
+    rules = EncodingRules(
+        keys=keys,
+        frame=options.append_eod,
+        sentences=options.split_sentences,
+        keep_newlines=options.keep_newlines,
+    )
     prefixes = tuple(map(options.prefix_of, keys))
-    extensions = (*((IDS, INDEX) if options.format == "fleetx" else (".bin", ".idx")), METADATA_EXTENSION)
-    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in extensions)
+    extensions = (
+        *((IDS, INDEX) if options.format == "fleetx" else (".bin", ".idx")),
+        METADATA_EXTENSION,
+    )
+    options.keep_inputs(
+        with_extension(prefix, extension) for prefix in prefixes for extension in extensions
+    )
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     empty = [0] * len(keys)
     with ExitStack() as stack:
@@ -120,7 +146,15 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
         for writer in writers:
             stack.enter_context(writer)
         # closing: a failure must end the worker processes before the error is reported
-        stream = closing(encode_blocks(_blocks(corpora, options, keys), tokenizer, options.tokenizer, rules, options.workers))
+        stream = closing(
+            encode_blocks(
+                _blocks(corpora, options, keys),
+                tokenizer,
+                options.tokenizer,
+                rules,
+                options.workers,
+            )
+        )
         for encoded in stack.enter_context(stream):
             for n, part in enumerate(encoded):
                 writers[n].append(part.tokens, part.sizes, part.documents)
@@ -139,41 +173,66 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
             if writer.document_count == 0:
                 names = ", ".join(str(path) for path in options.inputs)
                 raise DataError(
-                    f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to write; check the input and --json-keys"
+                    f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to"
+                    " write; check the input and --json-keys"
                 )
     for n, writer in enumerate(writers):
-        write_metadata(with_extension(writer.prefix, METADATA_EXTENSION), _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]))
-    return PreprocessResult(prefixes=prefixes, progress=replace(progress, seconds=time.monotonic() - started))
+        write_metadata(
+            with_extension(writer.prefix, METADATA_EXTENSION),
+            _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]),
+        )
+    return PreprocessResult(
+        prefixes=prefixes, progress=replace(progress, seconds=time.monotonic() - started)
+    )
 
 
-def _writer(options: PreprocessOptions, prefix: Path, vocab_size: int) -> IndexedWriter | FleetXWriter:
+def _writer(
+    options: PreprocessOptions, prefix: Path, vocab_size: int
+) -> IndexedWriter | FleetXWriter:
     if options.format == "fleetx":
         return FleetXWriter(prefix, fleetx_dtype(vocab_size))
     return IndexedWriter(prefix, token_dtype(vocab_size))
 
 
 def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
-    """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an output."""
+    """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an
+    output.
+    """
     if len(set(asked)) != len(asked) or not all(asked):
-        raise DataError(f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty")
+        raise DataError(
+            f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty"
+        )
     texts = [corpus.path for corpus in corpora if corpus.format is CorpusFormat.TEXT]
     if not texts or asked == ("text",):
         return asked
     if len(texts) == len(corpora):
-        _log.warning("--json-keys %s has no effect: plain text has no keys, the output is named 'text'", " ".join(asked))
+        _log.warning(
+            "--json-keys %s has no effect: plain text has no keys, the output is named 'text'",
+            " ".join(asked),
+        )
         return ("text",)
     raise DataError(
-        f"{texts[0]}: is plain text and has no keys, but --json-keys asks for {' '.join(asked)}; preprocess text and JSON in two runs"
+        f"{texts[0]}: is plain text and has no keys, but --json-keys asks for {' '.join(asked)};"
+        " preprocess text and JSON in two runs"
     )
 
 
-def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...]) -> Iterator[Block]:
+def _blocks(
+    corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...]
+) -> Iterator[Block]:
     for corpus in corpora:
-        yield from read_blocks(corpus, options.documents, keys, options.block_bytes, options.document_bytes)
+        yield from read_blocks(
+            corpus, options.documents, keys, options.block_bytes, options.document_bytes
+        )
 
 
 def _metadata(
-    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], writer: IndexedWriter | FleetXWriter, key: str, empty: int
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    corpora: list[Corpus],
+    writer: IndexedWriter | FleetXWriter,
+    key: str,
+    empty: int,
 ) -> Metadata:
     return Metadata(
         tokenizer=tokenizer.kind,
@@ -184,7 +243,10 @@ def _metadata(
         sequences=writer.sequence_count,
         tokens=writer.token_count,
         empty_documents=empty,
-        sources=tuple(SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value) for corpus in corpora),
+        sources=tuple(
+            SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value)
+            for corpus in corpora
+        ),
         options={
             "key": key,
             "documents": options.documents.value,

@@ -47,12 +47,26 @@ def preprocess_mindrecord(
     with _pairs_folder(prefix) as folder:
         result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
         for pair in result.prefixes:  # all of them, before the first set is written
-            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
+            GPTDataset(
+                pair,
+                split="train",
+                split_weights=(1, 0, 0),
+                seq_length=seq_length,
+                seed=0,
+                shuffle=False,
+            )
         sets = []
         for pair in result.prefixes:
             target = prefix.with_name(f"{pair.name}{EXTENSION}")
             written = writer.write_mindrecord(pair, target, seq_length, shards)
-            sets.append(RecordSet(target=target, files=written.files, rows=written.rows, left_over=written.left_over))
+            sets.append(
+                RecordSet(
+                    target=target,
+                    files=written.files,
+                    rows=written.rows,
+                    left_over=written.left_over,
+                )
+            )
         return sets, result.progress
 
 
@@ -69,11 +83,12 @@ def _pairs_folder(prefix: Path) -> Iterator[Path]:
 def _writer() -> ModuleType:
     os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
     try:
-        return import_module("mindformers_gpt2.data")
+        return import_module("mindformers_gpt2.mindrecord")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mindspore":
             raise
         raise ConfigError(
             "--format mindrecord is written by MindSpore, which is not installed; install it with:"
-            " pip install '.[mindspore]', or leave the option out: both backends train from .bin/.idx pairs too"
+            " pip install '.[mindspore]', or leave the option out: both backends train from"
+            " .bin/.idx pairs too"
         ) from None

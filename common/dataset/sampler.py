@@ -18,9 +18,11 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """tokens: (global_batch_size / data_parallel_size, seq_length + 1) int32, the rank's part of one global batch.
+    """tokens: (global_batch_size / data_parallel_size, seq_length + 1) int32, the rank's part of
+    one global batch.
 
-    consumed_samples and sample_hash describe the run after this batch: what a checkpoint must hold to go on behind it.
+    consumed_samples and sample_hash describe the run after this batch: what a checkpoint must hold
+    to go on behind it.
     """
 
     tokens: Tokens
@@ -29,7 +31,8 @@ class Batch:
 
 
 class ShardedSampler:
-    """Rank r of a global batch reads its r-th contiguous part; the order survives any change of the layout.
+    """Rank r of a global batch reads its r-th contiguous part; the order survives any change of the
+    layout.
 
     vocab_size: of the model; a token beyond it raises DataError when it is read (None: no check).
     Raises ConfigError when the sizes contradict each other.
@@ -44,13 +47,19 @@ class ShardedSampler:
         data_parallel_rank: int = 0,
         vocab_size: int | None = None,
     ) -> None:
-        if global_batch_size < 1 or data_parallel_size < 1 or global_batch_size % data_parallel_size:
+        if (
+            global_batch_size < 1
+            or data_parallel_size < 1
+            or global_batch_size % data_parallel_size
+        ):
             raise ConfigError(
-                f"global_batch_size={global_batch_size} is not a positive multiple of data_parallel_size={data_parallel_size}; "
-                "change one of them"
+                f"global_batch_size={global_batch_size} is not a positive multiple of"
+                f" data_parallel_size={data_parallel_size}; change one of them"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}")
+            raise ConfigError(
+                f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}"
+            )
         self.samples = samples
         self.global_batch_size = global_batch_size
         self.local_batch_size = global_batch_size // data_parallel_size
@@ -59,11 +68,15 @@ class ShardedSampler:
 
     @property
     def initial_hash(self) -> str:
-        """The sample hash before any sample: 16 hex digits that stand for the data and its settings."""
+        """The sample hash before any sample: 16 hex digits that stand for the data and its
+        settings.
+        """
         return self.samples.fingerprint
 
     def batch(self, consumed_samples: int) -> Tokens:
-        """(local_batch_size, seq_length + 1) tokens of the global batch that starts at sample ``consumed_samples``."""
+        """(local_batch_size, seq_length + 1) tokens of the global batch that starts at sample
+        ``consumed_samples``.
+        """
         first = consumed_samples + self._first
         ids = np.arange(first, first + self.local_batch_size)
         tokens = self.samples.read(ids)
@@ -72,13 +85,19 @@ class ShardedSampler:
         return tokens
 
     def extend_hash(self, sample_hash: str, consumed_samples: int) -> str:
-        """``sample_hash`` chained with the global batch at ``consumed_samples``: equal on every rank and under every layout."""
-        identities = self.samples.identities(np.arange(consumed_samples, consumed_samples + self.global_batch_size))
+        """``sample_hash`` chained with the global batch at ``consumed_samples``: equal on every
+        rank and under every layout.
+        """
+        identities = self.samples.identities(
+            np.arange(consumed_samples, consumed_samples + self.global_batch_size)
+        )
         data = bytes.fromhex(sample_hash) + identities.astype("<i8").tobytes()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def batches(self, consumed_samples: int = 0, sample_hash: str | None = None) -> Iterator[Batch]:
-        """Endless batches from ``consumed_samples`` on; ``sample_hash`` is the state saved with it (None: ``initial_hash``)."""
+        """Endless batches from ``consumed_samples`` on; ``sample_hash`` is the state saved with it
+        (None: ``initial_hash``).
+        """
         state = self.initial_hash if sample_hash is None else sample_hash
         while True:
             tokens = self.batch(consumed_samples)
@@ -88,12 +107,19 @@ class ShardedSampler:
 
 
 def ordered_batches(
-    samples: Samples, batch_size: int, limit: int | None = None, *, rank: int = 0, ranks: int = 1, vocab_size: int | None = None
+    samples: Samples,
+    batch_size: int,
+    limit: int | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    vocab_size: int | None = None,
 ) -> Iterator[Tokens]:
-    """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first ``limit`` samples of it.
+    """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first
+    ``limit`` samples of it.
 
-    Of several ranks each gets every ``ranks``-th batch, and as many as the others: its last one may be empty. vocab_size: as in
-    ShardedSampler.
+    Of several ranks each gets every ``ranks``-th batch, and as many as the others: its last one may
+    be empty. vocab_size: as in ShardedSampler.
     """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
     for start in range(0, end, ranks * batch_size):
@@ -105,12 +131,16 @@ def ordered_batches(
         yield tokens
 
 
-def check_tokens(tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:
+def check_tokens(
+    tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int
+) -> None:
     """Raises DataError naming the file and the id when a token is not in 0 ... vocab_size - 1."""
-    if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:  # seen as unsigned, a negative id is a huge one
+    # seen as unsigned, a negative id is a huge one
+    if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:
         return
     row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0].tolist()
     raise DataError(
-        f"{samples.source(int(ids[row]))}: holds the token id {int(tokens[row, column])} (sample {int(ids[row])}, position {column}), "
-        f"but vocab_size is {vocab_size}; preprocess with the tokenizer of this model, or raise the model's vocab_size"
+        f"{samples.source(int(ids[row]))}: holds the token id {int(tokens[row, column])} (sample"
+        f" {int(ids[row])}, position {column}), but vocab_size is {vocab_size}; preprocess with the"
+        " tokenizer of this model, or raise the model's vocab_size"
     )

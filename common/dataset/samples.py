@@ -1,4 +1,6 @@
-"""Endless training samples of seq_length + 1 tokens over one .bin/.idx pair. Sample n is a pure function of the data and the settings."""
+"""Endless training samples of seq_length + 1 tokens over one .bin/.idx pair. Sample n is a pure
+function of the data and the settings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.epoch_index import ORDER_VERSION, EpochIndex, is_epoch_of, ordered_epoch, shuffled_epoch, window_count
+from common.dataset.epoch_index import (
+    ORDER_VERSION,
+    EpochIndex,
+    is_epoch_of,
+    ordered_epoch,
+    shuffled_epoch,
+    window_count,
+)
 from common.dataset.gather import gather_windows
 from common.dataset.index_cache import cached_epoch
 from common.dataset.indexed import IndexedDataset
@@ -20,8 +29,8 @@ from common.dataset.token_files import TokenFiles, with_extension
 from common.errors import DataError
 
 Ids = npt.NDArray[np.int64]
-# Below this many documents + windows an order is built faster (0.3 s) than a folder of files is worth, and a small corpus
-# goes through thousands of epochs, each of which would leave one.
+# Below this many documents + windows an order is built faster (0.3 s) than a folder of files is
+# worth, and a small corpus goes through thousands of epochs, each of which would leave one.
 CACHE_MINIMUM = 1_000_000
 _EPOCHS_HELD = 2
 
@@ -43,7 +52,9 @@ class Samples(Protocol):
         """(n,) sample numbers >= 0 -> (n, seq_length + 1) tokens."""
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window (what is read, after the shuffle)."""
+        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window (what is
+        read, after the shuffle).
+        """
 
     def source(self, sample: int) -> Path:
         """The prefix of the pair, or the MindRecord file, that a sample is read from."""
@@ -52,9 +63,11 @@ class Samples(Protocol):
 class GPTDataset:
     """Windows over the shuffled documents of one split; each epoch has its own order.
 
-    prefix: of a .bin/.idx pair, or opened token files of any format. split_weights: of train, valid and test, over documents
-    (in ``_sentence`` pairs too). shuffle=False: documents and windows in file order, every epoch alike, for validation.
-    cache_folder: where orders of large data sets are kept; None: PREFIX.index-cache. cache_minimum: see CACHE_MINIMUM.
+    prefix: of a .bin/.idx pair, or opened token files of any format. split_weights: of train, valid
+    and test, over documents (in ``_sentence`` pairs too). shuffle=False: documents and windows in
+    file order, every epoch alike, for validation.
+    cache_folder: where orders of large data sets are kept; None: PREFIX.index-cache. cache_minimum:
+    see CACHE_MINIMUM.
     Raises DataError when the split holds fewer than seq_length + 1 tokens.
     """
 
@@ -87,9 +100,10 @@ class GPTDataset:
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
             raise DataError(
-                f"{self.data.prefix}: the split {split!r} (weights {weights}) holds {end - first} of {self.data.document_count} documents "
-                f"with {self.token_count} tokens, expected at least seq_length + 1 = {seq_length + 1}; "
-                "use more or smaller documents, a larger weight for this split, or a smaller seq_length"
+                f"{self.data.prefix}: the split {split!r} (weights {weights}) holds {end - first}"
+                f" of {self.data.document_count} documents with {self.token_count} tokens, expected"
+                f" at least seq_length + 1 = {seq_length + 1}; use more or smaller documents, a"
+                " larger weight for this split, or a smaller seq_length"
             )
         self._cache_folder = cache_folder or with_extension(self.data.prefix, ".index-cache")
         self._cache_minimum = cache_minimum
@@ -108,10 +122,14 @@ class GPTDataset:
             mine = np.flatnonzero(epochs == epoch)
             windows = self._windows(int(epoch), ids[mine] % self.samples_per_epoch)
             if len(mine) == len(ids):
-                gather_windows(self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, out)
+                gather_windows(
+                    self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, out
+                )
             else:
                 rows = np.empty((len(mine), self.seq_length + 1), dtype=np.int32)
-                gather_windows(self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, rows)
+                gather_windows(
+                    self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, rows
+                )
                 out[mine] = rows
         return out
 
@@ -122,7 +140,9 @@ class GPTDataset:
         epochs = ids // self.samples_per_epoch
         for epoch in np.unique(epochs):
             mine = epochs == epoch
-            result[mine, 1] = epoch * self.samples_per_epoch + self._windows(int(epoch), ids[mine] % self.samples_per_epoch)
+            result[mine, 1] = epoch * self.samples_per_epoch + self._windows(
+                int(epoch), ids[mine] % self.samples_per_epoch
+            )
         return result
 
     def source(self, sample: int) -> Path:
@@ -136,7 +156,9 @@ class GPTDataset:
         return shuffle[places].astype(np.int64)
 
     def _epoch(self, epoch: int) -> EpochIndex:
-        """The order of an epoch; the last two stay at hand, since a batch may straddle their border."""
+        """The order of an epoch; the last two stay at hand, since a batch may straddle their
+        border.
+        """
         key = epoch if self.shuffle else 0
         index = self._epochs.get(key)
         if index is None:

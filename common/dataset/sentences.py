@@ -1,10 +1,13 @@
-"""Cut a document into sentences by rule. No model to download (nltk's punkt needs one), the same result everywhere.
+"""Cut a document into sentences by rule. No model to download (nltk's punkt needs one), the same
+result everywhere.
 
 A sentence ends
-  * at . ! ? or an ellipsis, with the closing quotes and brackets behind it, when white space follows
+  * at . ! ? or an ellipsis, with the closing quotes and brackets behind it, when white space
+    follows
     - but not after a known abbreviation ("Mr.", "e.g."), a single capital letter ("J. Smith"),
       nor before a small letter ("etc. and so on");
-  * at a Chinese full stop, exclamation or question mark, semicolon excluded, with its closing quotes; no space needed;
+  * at a Chinese full stop, exclamation or question mark, semicolon excluded, with its closing
+    quotes; no space needed;
   * at a blank line.
 """
 
@@ -13,13 +16,15 @@ from __future__ import annotations
 import re
 
 _ABBREVIATIONS = """
-    mr mrs ms dr prof rev hon st sr jr messrs mme mlle capt col gen lt sgt maj cmdr gov sen rep pres vol vols ch chap fig figs
-    p pp ed eds cf vs viz approx e.g i.e a.m p.m u.s u.k inc ltd co corp jan feb mar apr jun jul aug sep sept oct nov dec
+    mr mrs ms dr prof rev hon st sr jr messrs mme mlle capt col gen lt sgt maj cmdr gov sen rep pres
+    vol vols ch chap fig figs p pp ed eds cf vs viz approx e.g i.e a.m p.m u.s u.k inc ltd co corp
+    jan feb mar apr jun jul aug sep sept oct nov dec
 """
 _KNOWN = frozenset(_ABBREVIATIONS.split())
 _CLOSING = "\"'\u201d\u2019)\\]}»」』\uff09】》"
 _BOUNDARY = re.compile(
-    # it begins where a run of signs begins, and gives none back: else a run of a million signs takes hours
+    # it begins where a run of signs begins, and gives none back: else a run of a million signs
+    # takes hours
     rf"(?P<latin>(?<![.!?…])[.!?…]++[{_CLOSING}]*+)(?=\s)"
     rf"|(?:[。\uff01\uff1f]+|……)[{_CLOSING}]*"
     r"|(?=\n[ \t]*\n)"
@@ -30,8 +35,9 @@ _LAST_WORD = re.compile(r"([^\s(\[\"'\u201c\u2018]+)\.$")
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     """The sentences of ``text`` in order, without empty ones.
 
-    keep_newlines: False drops the white space between sentences (as Megatron's ``--split-sentences`` does);
-    True leaves it at the end of the sentence before, so that joining the sentences gives the text back.
+    keep_newlines: False drops the white space between sentences (as Megatron's
+    ``--split-sentences`` does); True leaves it at the end of the sentence before, so that joining
+    the sentences gives the text back.
     """
     ends = [match.end() for match in _BOUNDARY.finditer(text) if _is_end(text, match)]
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]

@@ -19,14 +19,17 @@ CHUNK = 1 << 20
 
 
 def with_extension(prefix: Path, extension: str) -> Path:
-    """``prefix`` + ``extension``; dots inside the prefix are part of the name (``with_suffix`` would cut them)."""
+    """``prefix`` + ``extension``; dots inside the prefix are part of the name (``with_suffix``
+    would cut them).
+    """
     return prefix.with_name(prefix.name + extension)
 
 
 class TokenFiles(ABC):
     """Files opened for reading; nothing is copied but one offset per document.
 
-    prefix: what the names of the files begin with. tokens: (token_count,) integers of all documents, mapped.
+    prefix: what the names of the files begin with. tokens: (token_count,) integers of all
+    documents, mapped.
     content_key: 16 hex digits, equal for equal data.
     """
 
@@ -48,21 +51,25 @@ class TokenFiles(ABC):
         """(documents + 1,) int64: document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
 
     def metadata(self) -> Metadata | None:
-        """What made the files, or None when nothing says so. Raises DataError when it describes other ones."""
+        """What made the files, or None when nothing says so. Raises DataError when it describes
+        other ones.
+        """
         path = with_extension(self.prefix, METADATA_EXTENSION)
         metadata = read_metadata(path)
         if metadata is not None and metadata.tokens != self.token_count:
             raise DataError(
-                f"{path}: describes {metadata.tokens} tokens, but {self.prefix.name} holds {self.token_count}; "
-                "it was left by another run, delete it or preprocess again"
+                f"{path}: describes {metadata.tokens} tokens, but {self.prefix.name} holds"
+                f" {self.token_count}; it was left by another run, delete it or preprocess again"
             )
         return metadata
 
 
 def content_key(index: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> str:
-    """16 hex digits of the whole index, the size of the tokens and their two ends: cheap, and equal for equal data.
+    """16 hex digits of the whole index, the size of the tokens and their two ends: cheap, and equal
+    for equal data.
 
-    The ends are in it because two vocabularies of one word per character give the same lengths for a text.
+    The ends are in it because two vocabularies of one word per character give the same lengths for
+    a text.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(index.data)

@@ -1,4 +1,6 @@
-"""The vocabularies of the data, of data.tokenizer and of the model, held against each other before the first step."""
+"""The vocabularies of the data, of data.tokenizer and of the model, held against each other before
+the first step.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +20,50 @@ def vocabulary_remarks(
     *,
     share_of_row: float = 0.0,
 ) -> list[str]:
-    """Return what is worth a warning. Raises ConfigError where a tokenizer has more tokens than the model has rows.
+    """Return what is worth a warning. Raises ConfigError where a tokenizer has more tokens than the
+    model has rows.
 
-    data_tokenizers: kind, sha256 and vocab_size of what made each part of the data, None where unknown. tokenizer: the same of
-    data.tokenizer. vocab_size: the model's, without padding. share_of_row: part of all parameters that one row of the table takes.
+    data_tokenizers: kind, sha256 and vocab_size of what made each part of the data, None where
+    unknown. tokenizer: the same of data.tokenizer. vocab_size: the model's, without padding.
+    share_of_row: part of all parameters that one row of the table takes.
     """
-    made_with = list({record["sha256"]: record for record in data_tokenizers if record is not None}.values())
+    made_with = list(
+        {record["sha256"]: record for record in data_tokenizers if record is not None}.values()
+    )
     remarks = [
-        f"the data were made with {_describe(record)}, and data.tokenizer is {_describe(tokenizer)}: the model learns the tokens of the"
-        " data, and predict with the other would be refused; set data.tokenizer to the folder of the data's, or preprocess again"
+        f"the data were made with {_describe(record)}, and data.tokenizer is"
+        f" {_describe(tokenizer)}: the model learns the tokens of the data, and predict with the"
+        " other would be refused; set data.tokenizer to the folder of the data's, or preprocess"
+        " again"
         for record in made_with
         if tokenizer is not None and record["sha256"] != tokenizer["sha256"]
     ]
-    for name, record in [*(("the tokenizer of the data", record) for record in made_with), ("data.tokenizer", tokenizer)]:
+    for name, record in [
+        *(("the tokenizer of the data", record) for record in made_with),
+        ("data.tokenizer", tokenizer),
+    ]:
         if record is not None and record["vocab_size"] > vocab_size:
             raise ConfigError(
                 remarks[0]
                 if remarks and record is tokenizer
-                else f"{name} has {record['vocab_size']} tokens and model.vocab_size={vocab_size} is less;"
-                f" set model.vocab_size={record['vocab_size']}, or give a tokenizer that fits"
+                else f"{name} has {record['vocab_size']} tokens and model.vocab_size={vocab_size}"
+                f" is less; set model.vocab_size={record['vocab_size']}, or give a tokenizer"
+                " that fits"
             )
-    used = [record["vocab_size"] for record in made_with] or ([tokenizer["vocab_size"]] if tokenizer is not None else [])
+    used = [record["vocab_size"] for record in made_with] or (
+        [tokenizer["vocab_size"]] if tokenizer is not None else []
+    )
     if used and vocab_size > -(-max(used) // PADDING) * PADDING:
         tokens = max(used)
-        share = f", {(vocab_size - tokens) * share_of_row:.0%} of all parameters" if share_of_row else ""
+        share = (
+            f", {(vocab_size - tokens) * share_of_row:.0%} of all parameters"
+            if share_of_row
+            else ""
+        )
         remarks.append(
-            f"model.vocab_size={vocab_size}, but the tokenizer has {tokens} tokens: no token reaches {vocab_size - tokens} rows of the"
-            f" embedding{share}; a new model does without them with model.vocab_size={tokens}"
+            f"model.vocab_size={vocab_size}, but the tokenizer has {tokens} tokens: no token"
+            f" reaches {vocab_size - tokens} rows of the embedding{share}; a new model does without"
+            f" them with model.vocab_size={tokens}"
         )
     return remarks
 

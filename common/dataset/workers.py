@@ -1,4 +1,6 @@
-"""Map blocks to encoded blocks in order: in this process, or in fresh processes with a bounded number of blocks under way."""
+"""Map blocks to encoded blocks in order: in this process, or in fresh processes with a bounded
+number of blocks under way.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,22 @@ class TokenizerChoice:
 
 
 def limit_tokenizer_threads() -> None:
-    """Let the tokenizer libraries use one thread in this process; call it before the first of them is imported.
+    """Let the tokenizer libraries use one thread in this process; call it before the first of them
+    is imported.
 
-    They read these variables when their thread pool starts. Without them one worker would take every core.
+    They read these variables when their thread pool starts. Without them one worker would take
+    every core.
     """
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def encode_blocks(
-    blocks: Iterable[Block], tokenizer: Tokenizer, choice: TokenizerChoice, rules: EncodingRules, workers: int
+    blocks: Iterable[Block],
+    tokenizer: Tokenizer,
+    choice: TokenizerChoice,
+    rules: EncodingRules,
+    workers: int,
 ) -> Generator[list[EncodedBlock], None, None]:
     """The encoded blocks in the order of ``blocks``; at most ``2 * workers`` of them are in memory.
 
@@ -78,7 +86,9 @@ def _encode_in_processes(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise RunError(f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers") from error
+        raise RunError(
+            f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers"
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -88,7 +98,8 @@ _worker: tuple[Tokenizer, EncodingRules] | None = None
 
 def _start_worker(choice: TokenizerChoice, rules: EncodingRules) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
+    # Ctrl-C reaches the whole group; the parent ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     limit_tokenizer_threads()
     _worker = choice.load(), rules

@@ -1,1 +1,3 @@
-"""Is this machine, and are its peers, fit to train: checks without any framework in this process, and an all-reduce in others."""
+"""Is this machine, and are its peers, fit to train: checks without any framework in this process,
+and an all-reduce in others.
+"""

@@ -1,4 +1,6 @@
-"""A real all-reduce over one process a rank: started here, watched by the stages they report, and judged by name."""
+"""A real all-reduce over one process a rank: started here, watched by the stages they report, and
+judged by name.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from common.processes.ranks import ProcessSpec, Ranks
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
-"""What a rank has done, in order; "" is not even a started program. MindSpore has no "connected" of its own."""
+"""What a rank has done, in order; "" is not even a started program. MindSpore has no "connected" of
+its own.
+"""
 MARK = "doctor: "
-"""Opens the lines of a rank's log that are for the doctor: MARK, then a JSON object with "stage"."""
+"""Opens the lines of a rank's log that are for the doctor: MARK, then a JSON object with
+"stage".
+"""
 GRACE_SECONDS = 2.0
 """How long after a rank's death others may still die: what killed it may be among them."""
 _LOG_LINES = 12
@@ -30,9 +36,11 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRank:
-    """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended: when, in seconds after the start.
+    """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended:
+    when, in seconds after the start.
 
-    state: of its process, as ``process_state`` returns it. result: what the rank said with its last stage.
+    state: of its process, as ``process_state`` returns it. result: what the rank said with its last
+    stage.
     """
 
     rank: int
@@ -51,7 +59,9 @@ class TrialRank:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTrial:
-    """What is tried, for the messages: gloo, nccl, hccl or mccl over ranks at ``places``, which meet at ``address``."""
+    """What is tried, for the messages: gloo, nccl, hccl or mccl over ranks at ``places``, which
+    meet at ``address``.
+    """
 
     places: Sequence[RankPlacement]
     backend: str
@@ -71,11 +81,18 @@ class TrialRanks(Ranks):
     ``folder``/rank_N.log.
     """
 
-    def __init__(self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]], folder: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environments: Mapping[int, Mapping[str, str]], folder: Path
+    ) -> None:
         names = {-1: "scheduler"}
         super().__init__(
             [
-                ProcessSpec(rank=rank, command=tuple(command), environment=environment, name=names.get(rank, ""))
+                ProcessSpec(
+                    rank=rank,
+                    command=tuple(command),
+                    environment=environment,
+                    name=names.get(rank, ""),
+                )
                 for rank, environment in environments.items()
             ]
         )
@@ -108,7 +125,11 @@ class TrialRanks(Ranks):
 
     def show_stacks(self) -> None:
         """Let the ranks that have not reduced write to their logs where they are."""
-        waiting = {state.rank for state in self.states() if state.stage not in ("", "reduced") and state.code is None}
+        waiting = {
+            state.rank
+            for state in self.states()
+            if state.stage not in ("", "reduced") and state.code is None
+        }
         self.dump_stacks([index for index, spec in enumerate(self.specs) if spec.rank in waiting])
 
     def states(self) -> list[TrialRank]:
@@ -122,8 +143,10 @@ class TrialRanks(Ranks):
         stage, result = "", None
         for line in text.splitlines():
             if line.startswith(MARK):
-                with suppress(MalformedError, KeyError, TypeError):  # a line that is only half there yet
-                    told = parse_json(line.removeprefix(MARK), finite=False)  # a wrong sum may be NaN
+                # a line that is only half there yet
+                with suppress(MalformedError, KeyError, TypeError):
+                    # a wrong sum may be NaN
+                    told = parse_json(line.removeprefix(MARK), finite=False)
                     stage, result = str(told["stage"]), told
         return TrialRank(
             rank=self.specs[index].rank,
@@ -132,7 +155,11 @@ class TrialRanks(Ranks):
             code=code,
             ended=ended,
             result=result,
-            log=tuple(line[:200] for line in text.splitlines() if line.strip() and not line.startswith(MARK))[-_LOG_LINES:],
+            log=tuple(
+                line[:200]
+                for line in text.splitlines()
+                if line.strip() and not line.startswith(MARK)
+            )[-_LOG_LINES:],
             log_path=str(self.log(index)),
         )
 
@@ -144,7 +171,8 @@ def watch(
     remote: Callable[[], Sequence[TrialRank]] = tuple,
     lost: Callable[[], Sequence[str]] = tuple,
 ) -> Check:
-    """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over; then judge.
+    """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over; then
+    judge.
 
     remote: the ranks of other hosts; lost: hosts that have fallen silent, a sentence each.
     """
@@ -166,76 +194,135 @@ def watch(
 
 
 def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] = ()) -> Check:
-    """One check that says how fast the ranks were, or names those that failed and what they had done until then."""
+    """One check that says how fast the ranks were, or names those that failed and what they had
+    done until then.
+    """
     known = {state.rank: state for state in seen}
     states = [known.get(place.rank, TrialRank(rank=place.rank)) for place in trial.places]
     name = "all-reduce"
     ranks = f"{len(states)} ranks" if len(states) > 1 else "1 rank"
     if all(state.stage == "reduced" for state in states):
         return ok(name, f"{ranks}, {trial.communication}: the sum is right; {_speed(states)}")
-    failed = [state for state in [*states, *(state for state in seen if state.rank < 0)] if state.failed]
+    failed = [
+        state for state in [*states, *(state for state in seen if state.rank < 0)] if state.failed
+    ]
     if lost:  # what failed here may have failed because of it
         consequences = [_blame_of_failure(failed, trial)[0]] if failed else []
-        return error(name, "\n".join([*lost, *consequences]), "is the doctor still running there? its own report says more")
+        return error(
+            name,
+            "\n".join([*lost, *consequences]),
+            "is the doctor still running there? its own report says more",
+        )
     if failed:
         return error(name, *_blame_of_failure(failed, trial))
     waiting = [state for state in states if state.stage != "reduced"]
     stopped = [state for state in waiting if state.state in STOPPED]
     if stopped:
         named = _listed(stopped, trial)
-        return error(name, f"{named} did not answer within {trial.limit:g} s: stopped by a signal", "kill -CONT its process, or end it")
+        return error(
+            name,
+            f"{named} did not answer within {trial.limit:g} s: stopped by a signal",
+            "kill -CONT its process, or end it",
+        )
     behind = min(STAGES.index(state.stage) for state in waiting)
     culprits = [state for state in waiting if STAGES.index(state.stage) == behind]
     what, remedy = _hindrance(STAGES[behind], trial)
-    whom = f"none of {ranks}" if len(culprits) == len(states) > 1 else f"{_listed(culprits, trial)} did not answer"
-    where = "" if len(culprits) == len(states) else f"; the other {len(states) - len(culprits)} got further"
+    whom = (
+        f"none of {ranks}"
+        if len(culprits) == len(states) > 1
+        else f"{_listed(culprits, trial)} did not answer"
+    )
+    where = (
+        ""
+        if len(culprits) == len(states)
+        else f"; the other {len(states) - len(culprits)} got further"
+    )
     return error(name, f"{whom} within {trial.limit:g} s: {what}{where}{_logs(culprits)}", remedy)
 
 
 def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tuple[str, str]:
-    """The first that failed, with the end of its log. Peers of a killed rank fail by its closed connections: the signal is the cause."""
+    """The first that failed, with the end of its log. Peers of a killed rank fail by its closed
+    connections: the signal is the cause.
+    """
     first = min(state.ended for state in failed)
-    state = min(failed, key=lambda one: (not (one.code and one.code < 0 and one.ended < first + GRACE_SECONDS), one.ended, one.rank))
+    state = min(
+        failed,
+        key=lambda one: (
+            not (one.code and one.code < 0 and one.ended < first + GRACE_SECONDS),
+            one.ended,
+            one.rank,
+        ),
+    )
     named = trial.name(state.rank) if state.rank >= 0 else "MindSpore's scheduler"
     if state.stage == "wrong sum":
         result = state.result or {}
-        remedy = "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may tell which"
+        remedy = (
+            "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may"
+            " tell which"
+        )
         return f"{named} got {result.get('found')} instead of {result.get('expected')}", remedy
-    how = f"was killed by {signal_name(-state.code)}" if state.code and state.code < 0 else f"ended with exit code {state.code}"
+    how = (
+        f"was killed by {signal_name(-state.code)}"
+        if state.code and state.code < 0
+        else f"ended with exit code {state.code}"
+    )
     after = f"after '{state.stage}'" if state.stage else "before its program began"
     others = len(failed) - 1
     more = f"; {others} more failed after it" if others else ""
-    remedy = "out of memory? `dmesg | grep -i oom`" if state.code == -signal.SIGKILL else "mend what its log says"
+    remedy = (
+        "out of memory? `dmesg | grep -i oom`"
+        if state.code == -signal.SIGKILL
+        else "mend what its log says"
+    )
     return f"{named} {how} {after}{more}{_logs([state])}", remedy
 
 
 def _hindrance(stage: str, trial: AllReduceTrial) -> tuple[str, str]:
     """What a rank was busy with after ``stage``, and what helps."""
     if stage == "":
-        return "its program never began", "is its host overloaded, or its file system hanging? more time: --time_limit"
+        return (
+            "its program never began",
+            "is its host overloaded, or its file system hanging? more time: --time_limit",
+        )
     if stage == "started":
-        return f"still importing {trial.backend}", "a slow file system or a busy host? more time: --time_limit"
+        return (
+            f"still importing {trial.backend}",
+            "a slow file system or a busy host? more time: --time_limit",
+        )
     link = {
         "gloo": "GLOO_SOCKET_IFNAME must name the interface that leads to the other hosts",
-        "nccl": "NCCL_DEBUG=INFO tells more; NCCL_SOCKET_IFNAME must name the interface that leads to the other hosts",
-        "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP` reach the others' device_ip",
+        "nccl": "NCCL_DEBUG=INFO tells more; NCCL_SOCKET_IFNAME must name the interface that leads"
+        " to the other hosts",
+        "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP`"
+        " reach the others' device_ip",
         "mccl": "MS_TOPO_TIMEOUT and the scheduler's log tell more",
     }[trial.communication]
     if stage == "imported":
-        return f"not connected to {trial.address}", f"can every host reach {trial.address}, past firewalls and by the right route? {link}"
+        return (
+            f"not connected to {trial.address}",
+            f"can every host reach {trial.address}, past firewalls and by the right route? {link}",
+        )
     if stage == "connected":
         return f"connected to {trial.address}, but no {trial.communication} group was made", link
     return "hung in the all-reduce itself", link
 
 
 def _speed(states: Sequence[TrialRank]) -> str:
-    """By the slowest rank. Each sends and receives 2 (n - 1) / n of the bytes in a ring all-reduce, whatever the algorithm here."""
+    """By the slowest rank. Each sends and receives 2 (n - 1) / n of the bytes in a ring all-reduce,
+    whatever the algorithm here.
+    """
     results = [state.result or {} for state in states]
-    first, seconds, ready = (max(float(result.get(key, 0)) for result in results) for key in ("first", "seconds", "ready"))
+    first, seconds, ready = (
+        max(float(result.get(key, 0)) for result in results)
+        for key in ("first", "seconds", "ready")
+    )
     size = float(results[0].get("bytes", 0))
     ring = 2 * (len(states) - 1) / len(states)
     rate = f" ({size * ring / seconds / 1e9:.2f} GB/s a rank)" if ring and seconds else ""
-    return f"{size / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms{rate}, the first in {first * 1e3:.0f} ms, group ready after {ready:.1f} s"
+    return (
+        f"{size / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms{rate}, the first in"
+        f" {first * 1e3:.0f} ms, group ready after {ready:.1f} s"
+    )
 
 
 def _listed(states: Sequence[TrialRank], trial: AllReduceTrial) -> str:
@@ -248,4 +335,10 @@ def _logs(states: Sequence[TrialRank]) -> str:
     state = states[0]
     if not state.log_path:
         return ""
-    return "\n".join(["", f"its log, {state.log_path}, ends with:" if state.log else f"its log: {state.log_path}", *state.log])
+    return "\n".join(
+        [
+            "",
+            f"its log, {state.log_path}, ends with:" if state.log else f"its log: {state.log_path}",
+            *state.log,
+        ]
+    )

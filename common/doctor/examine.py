@@ -1,4 +1,6 @@
-"""The doctor's list of checks, in the order of its report: ``CHECKS``. A new check is one entry there."""
+"""The doctor's list of checks, in the order of its report: ``CHECKS``. A new check is one entry
+there.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class DoctorRequest:
 
 
 class Facts:
-    """What the checks learn about this machine and the run, each thing once, when a check first needs it."""
+    """What the checks learn about this machine and the run, each thing once, when a check first
+    needs it.
+    """
 
     def __init__(self, asked: DoctorRequest) -> None:
         self.asked = asked
@@ -79,7 +83,9 @@ class Facts:
     @cached_property
     def imports(self) -> tuple[list[Check], dict[str, int]]:
         wanted = software.BACKENDS[self.asked.backend] if self.asked.backend else software.IMPORTED
-        return software.check_imports([name for name in wanted if self.versions[name]], IMPORT_SECONDS)
+        return software.check_imports(
+            [name for name in wanted if self.versions[name]], IMPORT_SECONDS
+        )
 
     @cached_property
     def devices(self) -> tuple[list[Check], int]:
@@ -117,7 +123,9 @@ class Facts:
 
     @property
     def own_place(self) -> tuple[bool, bool, str | None]:
-        """Whether this is host 0, whether there are several, and the address of this one in the run."""
+        """Whether this is host 0, whether there are several, and the address of this one in the
+        run.
+        """
         if not isinstance(self.places, Placement):
             return True, False, None
         first, several = self.places.own_host == self.places.hosts[0], len(self.places.hosts) > 1
@@ -143,9 +151,20 @@ def check_usable_devices(facts: Facts) -> list[Check]:
     if facts.device == "cpu" and seen and asked == "auto":
         found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
         return [warning("device", found, f"install the {backend} that is built for them")]
-    if asked in ("npu", "cuda") and seen and facts.versions[backend] and not facts.usable.get(asked):
+    if (
+        asked in ("npu", "cuda")
+        and seen
+        and facts.versions[backend]
+        and not facts.usable.get(asked)
+    ):
         found = f"{backend} counts no {asked} device, and this machine shows {seen} devices"
-        return [error("device", found, f"install the {backend} that is built for them; look at the errors above")]
+        return [
+            error(
+                "device",
+                found,
+                f"install the {backend} that is built for them; look at the errors above",
+            )
+        ]
     return []
 
 
@@ -156,8 +175,14 @@ def check_rank_table(facts: Facts) -> list[Check]:
     if table is None or path is None:
         return []
     servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
-    found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256 {sha256(path)}"
-    return [ok("rank table", found), *(warning("rank table", text, "") for text in table_warnings(table))]
+    found = (
+        f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
+        f" {sha256(path)}"
+    )
+    return [
+        ok("rank table", found),
+        *(warning("rank table", text, "") for text in table_warnings(table)),
+    ]
 
 
 def check_places(facts: Facts) -> list[Check]:
@@ -167,7 +192,9 @@ def check_places(facts: Facts) -> list[Check]:
 def check_ports(facts: Facts) -> list[Check]:
     first, several, _ = facts.own_place
     port = facts.port or DEFAULT_PORT
-    return machine.check_ports(port, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several)
+    return machine.check_ports(
+        port, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several
+    )
 
 
 def check_names(facts: Facts) -> list[Check]:
@@ -184,10 +211,14 @@ def check_all_reduce(facts: Facts) -> list[Check]:
     if broken or not facts.versions[backend]:
         return [error("all-reduce", f"not tried: {backend} does not import", "mend that first")]
     usable = facts.usable.get(device, [])
-    lacking = [place.device_id for place in places.own if device != "cpu" and place.device_id not in usable]
+    lacking = [
+        place.device_id for place in places.own if device != "cpu" and place.device_id not in usable
+    ]
     if lacking:
         numbers = ", ".join(map(str, lacking))
-        found = f"not tried: {backend} counts {len(usable)} {device} devices, none of number {numbers}"
+        found = (
+            f"not tried: {backend} counts {len(usable)} {device} devices, none of number {numbers}"
+        )
         return [error("all-reduce", found, "fewer --ranks, or --device cpu")]
     return try_ranks(facts, places)
 
@@ -221,7 +252,10 @@ def examine(asked: DoctorRequest) -> list[Check]:
 def find_team(asked: DoctorRequest, table: RankTable | None, *, default: int) -> Placement | None:
     """Return the ranks to try; None without any. Raises ConfigError."""
     if table is not None and table.version == "2.0":
-        raise ConfigError(f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master, --nnodes and --node_rank")
+        raise ConfigError(
+            f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master,"
+            " --nnodes and --node_rank"
+        )
     if table is not None:
         return _team_of_table(table, asked.node_rank)
     if asked.devices is None and asked.address is None:
@@ -243,7 +277,10 @@ def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
         own = hosts
     if len(own) != 1:
         which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
-        raise ConfigError(f"{which} this machine's; say which server of the rank table this is with --node_rank 0 to {last}")
+        raise ConfigError(
+            f"{which} this machine's; say which server of the rank table this is with --node_rank 0"
+            f" to {last}"
+        )
     return place_hosts(places, own[0])
 
 
@@ -252,14 +289,26 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
     path = asked.rank_table
     table = path.resolve() if path is not None and device == "npu" else None
-    rendezvous = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
+    rendezvous = make_rendezvous(
+        places, port=facts.port, table=table, backend=backend, environ=os.environ
+    )
     cores = max(1, (os.cpu_count() or 1) // len(places.own))
-    environments = {place.rank: rank_variables(place, places, rendezvous, cores=cores, environ=os.environ) for place in places.own}
+    environments = {
+        place.rank: rank_variables(place, places, rendezvous, cores=cores, environ=os.environ)
+        for place in places.own
+    }
     if rendezvous.scheduler and places.own_host == places.hosts[0]:
         environments = {-1: scheduler_variables(places, rendezvous), **environments}
-    # Libraries that give up first would fail on the ranks that wait, and hide the one that is missing.
+    # Libraries that give up first would fail on the ranks that wait, and hide the one that is
+    # missing.
     patience = str(int(limit) + 60)
-    command = [sys.executable, str(ROOT / "tools" / "allreduce_check.py"), backend, device, patience]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "allreduce_check.py"),
+        backend,
+        device,
+        patience,
+    ]
     trial = AllReduceTrial(
         places=places.all,
         backend=backend,
@@ -283,7 +332,9 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     ranks = TrialRanks(command, environments, folder)
     logs_are_wanted = False
     try:
-        checks = multi_host.all_reduce(ranks, trial, places, (rendezvous.address, rendezvous.port + 1), job, versions)
+        checks = multi_host.all_reduce(
+            ranks, trial, places, (rendezvous.address, rendezvous.port + 1), job, versions
+        )
         logs_are_wanted = bool(exit_code(checks))
     finally:
         if not logs_are_wanted:

@@ -1,4 +1,6 @@
-"""The all-reduce of one host, or of several whose doctors run at the same time: host 0 judges, the others repeat what it found."""
+"""The all-reduce of one host, or of several whose doctors run at the same time: host 0 judges, the
+others repeat what it found.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ _TELL_SECONDS = 0.3
 
 
 def all_reduce(
-    ranks: TrialRanks, trial: AllReduceTrial, places: Placement, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks,
+    trial: AllReduceTrial,
+    places: Placement,
+    address: tuple[str, int],
+    job: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> list[Check]:
-    """Start ``ranks`` and judge; each wait ends after ``trial.limit`` seconds, and a few more on other hosts than host 0.
+    """Start ``ranks`` and judge; each wait ends after ``trial.limit`` seconds, and a few more on
+    other hosts than host 0.
 
-    address: where the doctor of host 0 listens. job, facts: what must, and what should, be equal on all hosts.
+    address: where the doctor of host 0 listens. job, facts: what must, and what should, be equal on
+    all hosts.
     """
     if len(places.hosts) == 1:
         with ranks:
@@ -31,16 +40,28 @@ def all_reduce(
             return [watch(ranks, trial)]
     own = places.hosts.index(places.own_host)
     try:
-        return _lead(ranks, trial, places, address, job, facts) if own == 0 else _follow(ranks, trial, own, address, job, facts)
+        return (
+            _lead(ranks, trial, places, address, job, facts)
+            if own == 0
+            else _follow(ranks, trial, own, address, job, facts)
+        )
     except RunError as reason:
         return [error("hosts", str(reason), "")]
 
 
 def _lead(
-    ranks: TrialRanks, trial: AllReduceTrial, places: Placement, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks,
+    trial: AllReduceTrial,
+    places: Placement,
+    address: tuple[str, int],
+    job: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> list[Check]:
     with FirstHost(*address, places, job, facts) as first:
-        _say(f"waiting for the doctors of {len(places.hosts) - 1} more hosts at {address[0]}:{address[1]}, at most {trial.limit:g} s")
+        _say(
+            f"waiting for the doctors of {len(places.hosts) - 1} more hosts at"
+            f" {address[0]}:{address[1]}, at most {trial.limit:g} s"
+        )
         checks = first.gather(trial.limit)
         if exit_code(checks):
             checks.append(error("all-reduce", "not tried", "mend the above first"))
@@ -54,7 +75,12 @@ def _lead(
 
 
 def _follow(
-    ranks: TrialRanks, trial: AllReduceTrial, own: int, address: tuple[str, int], job: Mapping[str, Any], facts: Mapping[str, Any]
+    ranks: TrialRanks,
+    trial: AllReduceTrial,
+    own: int,
+    address: tuple[str, int],
+    job: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> list[Check]:
     with OtherHost(*address, own, job, facts, trial.limit) as other:
         verdict = other.wait_for_begin(trial.limit + SPARE_SECONDS)

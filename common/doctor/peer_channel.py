@@ -1,7 +1,9 @@
-"""The doctors of several hosts meet at host 0: arguments, versions and clocks compared, and where each host's ranks are.
+"""The doctors of several hosts meet at host 0: arguments, versions and clocks compared, and where
+each host's ranks are.
 
-JSON objects, a line each, over one TCP connection a host, to the port after MASTER_PORT, as the hosts' launchers use it. A host says
-{"host", "job", "facts"}; host 0 asks {"ping"} for its clock, says {"begin"}, hears {"ranks"}, and ends with {"checks"} for all.
+JSON objects, a line each, over one TCP connection a host, to the port after MASTER_PORT, as the
+hosts' launchers use it. A host says {"host", "job", "facts"}; host 0 asks {"ping"} for its clock,
+says {"begin"}, hears {"ranks"}, and ends with {"checks"} for all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from common.processes.channel import Channel, connect
 from common.whole_numbers import rank_names
 
 SILENCE_SECONDS = 5.0
-"""Hosts tell of their ranks several times a second; after this long without a word one counts as lost."""
+"""Hosts tell of their ranks several times a second; after this long without a word one counts as
+lost.
+"""
 CLOCK_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _PINGS = 5
@@ -32,7 +36,14 @@ _PEER = "a doctor"
 class FirstHost:
     """Host 0's side. job: what must be equal on all hosts; facts: what should be. A context."""
 
-    def __init__(self, address: str, port: int, places: Placement, job: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        places: Placement,
+        job: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
         """Raises RunError when the port is taken."""
         self._names = list(places.hosts)
         self._ranks = [[place.rank for place in places.of_host(host)] for host in places.hosts]
@@ -45,8 +56,9 @@ class FirstHost:
             self._server = socket.create_server((address, port), family=family)
         except OSError as reason:
             raise RunError(
-                f"cannot listen on {address}:{port} (MASTER_PORT + 1): {reason.strerror or reason}; "
-                "is that address this host's, and the port free? export MASTER_PORT=another on every host"
+                f"cannot listen on {address}:{port} (MASTER_PORT + 1): {reason.strerror or reason};"
+                " is that address this host's, and the port free? export MASTER_PORT=another on"
+                " every host"
             ) from None
 
     def __enter__(self) -> FirstHost:
@@ -58,16 +70,28 @@ class FirstHost:
         self._server.close()
 
     def gather(self, limit: float) -> list[Check]:
-        """Wait until every host has called, or one with other arguments has, and compare. Only then is ``begin`` of use."""
+        """Wait until every host has called, or one with other arguments has, and compare. Only then
+        is ``begin`` of use.
+        """
         deadline = time.monotonic() + limit
         checks: list[Check] = []
         differences: list[tuple[float, str]] = []
         while len(self._lines) < len(self._names) - 1:
             left = deadline - time.monotonic()
             if left <= 0:
-                absent = ", ".join(self._name(host) for host in range(1, len(self._names)) if host not in self._lines)
-                remedy = "start the doctor there too, at about the same time; can it reach this host, past firewalls?"
-                return [*checks, error("hosts", f"no call from {absent} within {limit:g} s", remedy)]
+                absent = ", ".join(
+                    self._name(host)
+                    for host in range(1, len(self._names))
+                    if host not in self._lines
+                )
+                remedy = (
+                    "start the doctor there too, at about the same time; can it reach this"
+                    " host, past firewalls?"
+                )
+                return [
+                    *checks,
+                    error("hosts", f"no call from {absent} within {limit:g} s", remedy),
+                ]
             self._server.settimeout(left)
             with suppress(OSError):
                 connection, (peer, *_) = self._server.accept()
@@ -77,7 +101,9 @@ class FirstHost:
                     return checks
         if differences:
             seconds, host = max(differences)
-            checks.append(ok("clock", f"within {seconds:.3f} s of this host's (the furthest: {host})"))
+            checks.append(
+                ok("clock", f"within {seconds:.3f} s of this host's (the furthest: {host})")
+            )
         return [*checks, ok("hosts", f"all {len(self._names)} have called")]
 
     def begin(self) -> None:
@@ -109,19 +135,33 @@ class FirstHost:
             with suppress(OSError):
                 line.send({"checks": [asdict(check) for check in checks]})
 
-    def _welcome(self, line: Channel, peer: str, differences: list[tuple[float, str]]) -> list[Check]:
-        """What is wrong with a host that calls; nothing where something else knocked. Adds how far its clock is away."""
+    def _welcome(
+        self, line: Channel, peer: str, differences: list[tuple[float, str]]
+    ) -> list[Check]:
+        """What is wrong with a host that calls; nothing where something else knocked. Adds how far
+        its clock is away.
+        """
         try:
             hello = line.receive(_ANSWER_SECONDS)
             host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
         except (OSError, KeyError, TypeError, ValueError, OverflowError):
             line.close()
             return []
-        if host in self._lines and self._lines[host].is_closed:  # its doctor was ended, and started again
+        # its doctor was ended, and started again
+        if host in self._lines and self._lines[host].is_closed:
             self._lines.pop(host).close()
         if job != self._job or not 0 < host < len(self._names) or host in self._lines:
-            found = f"{peer} calls itself host {host}" + (f", with {_differences(job, self._job)}" if job != self._job else "")
-            refusal = [error("hosts", found, "start the doctor with the same arguments on every host, and --node_rank 0, 1, ...")]
+            found = f"{peer} calls itself host {host}" + (
+                f", with {_differences(job, self._job)}" if job != self._job else ""
+            )
+            refusal = [
+                error(
+                    "hosts",
+                    found,
+                    "start the doctor with the same arguments on every host, and --node_rank 0, 1,"
+                    " ...",
+                )
+            ]
             with suppress(OSError):
                 line.send({"checks": [asdict(check) for check in refusal]})
             line.close()
@@ -136,19 +176,32 @@ class FirstHost:
         try:
             way, ahead = min(self._exchange_times(line) for _ in range(_PINGS))
         except (OSError, KeyError, TypeError, ValueError):
-            if line.is_closed:  # wait for the doctor that is started in its place; it may have called already
+            # wait for the doctor that is started in its place; it may have called already
+            if line.is_closed:
                 self._lines.pop(host).close()
                 return []
-            return [*checks, warning("clock", f"{self._name(host)} did not tell its time", "try again")]
+            return [
+                *checks,
+                warning("clock", f"{self._name(host)} did not tell its time", "try again"),
+            ]
         if abs(ahead) - way / 2 > CLOCK_SECONDS:
             found = f"{self._name(host)} is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
-            return [*checks, warning("clock", found, "logs and file times of the hosts will not agree: start chronyd or ntpd")]
+            return [
+                *checks,
+                warning(
+                    "clock",
+                    found,
+                    "logs and file times of the hosts will not agree: start chronyd or ntpd",
+                ),
+            ]
         differences.append((abs(ahead), self._name(host)))
         return checks
 
     @staticmethod
     def _exchange_times(line: Channel) -> tuple[float, float]:
-        """Seconds there and back, and how far the other's clock is ahead, known to within half of these: of several the shortest counts."""
+        """Seconds there and back, and how far the other's clock is ahead, known to within half of
+        these: of several the shortest counts.
+        """
         before, start = time.time(), time.monotonic()
         line.send({"ping": True})
         theirs = float(line.receive(_ANSWER_SECONDS)["time"])
@@ -173,11 +226,15 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def _as_state(told: Mapping[str, Any]) -> TrialRank:
-    """Return what another host tells of a rank. Raises TypeError or ValueError where it is of another shape."""
+    """Return what another host tells of a rank. Raises TypeError or ValueError where it is of
+    another shape.
+    """
     state = TrialRank(**{**told, "log": tuple(told["log"])})
     numbers = (state.rank, state.ended, 0 if state.code is None else state.code)
     texts = (state.stage, state.state, state.log_path, *state.log)
-    if not all(isinstance(value, int | float) for value in numbers) or not all(isinstance(value, str) for value in texts):
+    if not all(isinstance(value, int | float) for value in numbers) or not all(
+        isinstance(value, str) for value in texts
+    ):
         raise TypeError("not the state of a rank")
     if state.result is not None:
         _ = [float(state.result.get(key, 0)) for key in ("first", "seconds", "ready", "bytes")]
@@ -187,19 +244,30 @@ def _as_state(told: Mapping[str, Any]) -> TrialRank:
 class OtherHost:
     """The side of host 1, 2, ... A context."""
 
-    def __init__(self, address: str, port: int, host: int, job: Mapping[str, Any], facts: Mapping[str, Any], limit: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        host: int,
+        job: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        limit: float,
+    ) -> None:
         """Call host 0 until it answers. Raises RunError after ``limit`` seconds."""
         self._checks: list[Check] | None = None
         deadline = time.monotonic() + limit
         while True:
             try:
-                self._line = connect(address, port, _PEER, max(0.1, min(5.0, deadline - time.monotonic())))
+                self._line = connect(
+                    address, port, _PEER, max(0.1, min(5.0, deadline - time.monotonic()))
+                )
                 break
             except OSError as reason:
                 if time.monotonic() >= deadline:
                     raise RunError(
-                        f"host 0 does not answer at {address}:{port} (MASTER_PORT + 1) within {limit:g} s: {reason.strerror or reason}; "
-                        "start its doctor too, and open that port and the one before it"
+                        f"host 0 does not answer at {address}:{port} (MASTER_PORT + 1) within"
+                        f" {limit:g} s: {reason.strerror or reason}; start its doctor too, and open"
+                        " that port and the one before it"
                     ) from None
                 time.sleep(0.2)
         self._line.send({"host": host, "job": dict(job), "facts": dict(facts)})
@@ -211,7 +279,9 @@ class OtherHost:
         self._line.close()
 
     def wait_for_begin(self, limit: float) -> list[Check] | None:
-        """Answer about the clock until host 0 begins (None) or ends with its checks. Raises RunError."""
+        """Answer about the clock until host 0 begins (None) or ends with its checks. Raises
+        RunError.
+        """
         try:
             while True:
                 message = self._line.receive(limit)
@@ -223,14 +293,20 @@ class OtherHost:
                 elif "checks" in message:
                     return _as_checks(message)
         except OSError as reason:
-            raise RunError(f"the doctor of host 0 fell silent while it waited for the others: {reason}") from None
+            raise RunError(
+                f"the doctor of host 0 fell silent while it waited for the others: {reason}"
+            ) from None
 
     def tell(self, states: Sequence[TrialRank]) -> list[Check] | None:
-        """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError when it is gone."""
+        """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError
+        when it is gone.
+        """
         with suppress(OSError):  # the listener hears the end too
             self._line.send({"ranks": [asdict(state) for state in states]})
         if self._line.ended.is_set() and self._checks is None:
-            raise RunError("the doctor of host 0 ended before it had judged; its own report says more")
+            raise RunError(
+                "the doctor of host 0 ended before it had judged; its own report says more"
+            )
         return self._checks
 
     def _listen(self) -> None:
@@ -243,7 +319,13 @@ def _as_checks(message: Mapping[str, Any]) -> list[Check]:
     """Return the checks of a message. Raises ConnectionError."""
     try:
         return [
-            Check(name=str(c["name"]), state=State(c["state"]), found=str(c["found"]), remedy=str(c["remedy"])) for c in message["checks"]
+            Check(
+                name=str(c["name"]),
+                state=State(c["state"]),
+                found=str(c["found"]),
+                remedy=str(c["remedy"]),
+            )
+            for c in message["checks"]
         ]
     except (KeyError, TypeError, ValueError):
         raise ConnectionError("its checks are not those of a doctor") from None

@@ -1,4 +1,6 @@
-"""What the doctor says: one check, its state, what was found and what to do; as a table and as JSON."""
+"""What the doctor says: one check, its state, what was found and what to do; as a table and as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 
 def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
-    """A line a check, its remedy below it, the count of each state last. Texts of several lines stay aligned."""
+    """A line a check, its remedy below it, the count of each state last. Texts of several lines
+    stay aligned.
+    """
     width = max((len(check.name) for check in checks), default=0)
     indent = " " * (width + 11)
     lines = []
@@ -55,14 +59,31 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
         if check.remedy:
             lines.append(indent + "-> " + check.remedy.replace("\n", "\n" + indent))
     states = Counter(check.state for check in checks)
-    lines.append(f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')}, {_counted(states[State.ERROR], 'error')}")
+    lines.append(
+        f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')},"
+        f" {_counted(states[State.ERROR], 'error')}"
+    )
     return "\n".join(lines) + "\n"
 
 
 def as_json(checks: Sequence[Check]) -> str:
     """An object: the worst state, and the checks in order."""
-    worst = next((state for state in (State.ERROR, State.WARNING) if any(check.state is state for check in checks)), State.OK)
-    return json.dumps({"state": worst, "checks": [asdict(check) for check in checks]}, indent=2, ensure_ascii=False) + "\n"
+    worst = next(
+        (
+            state
+            for state in (State.ERROR, State.WARNING)
+            if any(check.state is state for check in checks)
+        ),
+        State.OK,
+    )
+    return (
+        json.dumps(
+            {"state": worst, "checks": [asdict(check) for check in checks]},
+            indent=2,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
 
 
 _COLOURS = {State.WARNING: 33, State.ERROR: 31}

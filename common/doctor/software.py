@@ -1,4 +1,6 @@
-"""Versions and what they mean together: Python, the frameworks, CANN. Frameworks are imported in child processes alone."""
+"""Versions and what they mean together: Python, the frameworks, CANN. Frameworks are imported in
+child processes alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ IMPORTED = (*BACKENDS["torch"], "deepspeed", *BACKENDS["mindspore"])
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version of each of PACKAGES by its metadata, without an import; None where it is not installed."""
+    """Version of each of PACKAGES by its metadata, without an import; None where it is not
+    installed.
+    """
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -32,59 +36,110 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def wanted_ranges(project: Path) -> dict[str, str]:
-    """What pyproject.toml and requirements.txt in ``project`` ask of python and of each package: name -> '>=1,<2'."""
+    """What pyproject.toml and requirements.txt in ``project`` ask of python and of each package:
+    name -> '>=1,<2'.
+    """
     document = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (project / "requirements.txt").read_text(encoding="utf-8").splitlines()
     ranges: dict[str, str] = {}
-    for line in [*lines, *(item for extra in document["optional-dependencies"].values() for item in extra)]:
+    for line in [
+        *lines,
+        *(item for extra in document["optional-dependencies"].values() for item in extra),
+    ]:
         if match := re.match(r"([A-Za-z0-9_.-]+?)\s*([<>=!].*)$", line.partition("#")[0].strip()):
-            ranges.setdefault(match[1].replace("-", "_"), match[2])  # the first: numpy's own range, not the pin of one extra
+            # the first: numpy's own range, not the pin of one extra
+            ranges.setdefault(match[1].replace("-", "_"), match[2])
     return {"python": document["requires-python"], **ranges}
 
 
-def check_versions(versions: Mapping[str, str | None], ranges: Mapping[str, str], backend: str | None) -> list[Check]:
-    """A line for Python and each package. A version out of range is an error for Python, else a warning."""
+def check_versions(
+    versions: Mapping[str, str | None], ranges: Mapping[str, str], backend: str | None
+) -> list[Check]:
+    """A line for Python and each package. A version out of range is an error for Python, else a
+    warning.
+    """
     python = platform.python_version()
     checks = [ok("python", f"{python} ({sys.executable})")]
     if not satisfies(python, ranges["python"]):
-        checks = [error("python", f"{python} ({sys.executable})", f"this project needs {ranges['python']}")]
+        checks = [
+            error(
+                "python", f"{python} ({sys.executable})", f"this project needs {ranges['python']}"
+            )
+        ]
     for name, version in versions.items():
         if version is None:
-            missing = name == backend or (backend is None and name == "torch" and not versions.get("mindspore"))
+            missing = name == backend or (
+                backend is None and name == "torch" and not versions.get("mindspore")
+            )
             advice = f"pip install '.[{backend or 'torch'}]'"
-            checks.append(error(name, "not installed", advice) if missing else ok(name, "not installed"))
+            checks.append(
+                error(name, "not installed", advice) if missing else ok(name, "not installed")
+            )
         elif name in ranges and not satisfies(version, ranges[name]):
-            checks.append(warning(name, version, f"this project is tested with {name}{ranges[name]}"))
+            checks.append(
+                warning(name, version, f"this project is tested with {name}{ranges[name]}")
+            )
         else:
             checks.append(ok(name, version))
     return checks
 
 
-def check_device_package(versions: Mapping[str, str | None], backend: str, device: str) -> list[Check]:
+def check_device_package(
+    versions: Mapping[str, str | None], backend: str, device: str
+) -> list[Check]:
     """Whether ``backend`` can compute on a ``device`` that was asked for, by what is installed."""
     torch = versions.get("torch")
     if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
-        remedy = f"pip install torch_npu=={_minor(torch)}.*" if torch else "pip install torch and the torch_npu of the same version"
-        return [error("torch_npu", "not installed: torch needs it for an Ascend", f"{remedy}; or --backend mindspore")]
+        remedy = (
+            f"pip install torch_npu=={_minor(torch)}.*"
+            if torch
+            else "pip install torch and the torch_npu of the same version"
+        )
+        return [
+            error(
+                "torch_npu",
+                "not installed: torch needs it for an Ascend",
+                f"{remedy}; or --backend mindspore",
+            )
+        ]
     if backend == "mindspore" and device == "cuda":
-        return [error("device", "mindspore computes on Ascends and CPUs here, not on GPUs", "--backend torch")]
+        return [
+            error(
+                "device",
+                "mindspore computes on Ascends and CPUs here, not on GPUs",
+                "--backend torch",
+            )
+        ]
     return []
 
 
-def check_pairs(versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None) -> list[Check]:
-    """Versions that install together and fail together. cann: its version, None where it is absent."""
-    torch, npu, mindspore, numpy = (versions.get(name) for name in ("torch", "torch_npu", "mindspore", "numpy"))
+def check_pairs(
+    versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None
+) -> list[Check]:
+    """Versions that install together and fail together. cann: its version, None where it is
+    absent.
+    """
+    torch, npu, mindspore, numpy = (
+        versions.get(name) for name in ("torch", "torch_npu", "mindspore", "numpy")
+    )
     found = []
     if mindspore and numpy and _numbers(numpy)[0] >= 2:
         found.append(
             error(
                 "mindspore with numpy",
-                f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a SystemError in PyNative mode",
+                f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a"
+                " SystemError in PyNative mode",
                 "pip install numpy==1.26.4",
             )
         )
     if npu and not torch:
-        found.append(error("torch_npu with torch", f"torch_npu {npu} without torch", f"pip install torch=={_minor(npu)}.*"))
+        found.append(
+            error(
+                "torch_npu with torch",
+                f"torch_npu {npu} without torch",
+                f"pip install torch=={_minor(npu)}.*",
+            )
+        )
     if npu and torch and _minor(npu) != _minor(torch):
         found.append(
             error(
@@ -97,15 +152,21 @@ def check_pairs(versions: Mapping[str, str | None], environ: Mapping[str, str], 
         found.append(
             error(
                 "torch_npu with CANN",
-                f"torch_npu {npu} without CANN: `import torch` loads torch_npu, which finds no libraries",
-                "install CANN and `source .../set_env.sh`; to go without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+                f"torch_npu {npu} without CANN: `import torch` loads torch_npu, which finds no"
+                " libraries",
+                "install CANN and `source .../set_env.sh`; to go without the NPU: export"
+                " TORCH_DEVICE_BACKEND_AUTOLOAD=0",
             )
         )
     return found or [ok("known bad pairs", "none")]
 
 
-def check_cann(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")) -> tuple[Check, str | None]:
-    """The CANN toolkit that the environment points to, and its version. needed: an NPU or torch_npu is here."""
+def check_cann(
+    environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")
+) -> tuple[Check, str | None]:
+    """The CANN toolkit that the environment points to, and its version. needed: an NPU or torch_npu
+    is here.
+    """
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if folder := environ.get(variable):
             version = _cann_version(Path(folder))
@@ -114,25 +175,43 @@ def check_cann(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/
             return (
                 error(
                     "CANN",
-                    f"{variable}={folder} holds neither ascend_toolkit_install.info nor version.cfg",
+                    f"{variable}={folder} holds neither ascend_toolkit_install.info nor"
+                    " version.cfg",
                     "source set_env.sh of the CANN that is installed",
                 ),
                 None,
             )
-    for place in ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/ascend-toolkit"):
+    for place in (
+        "usr/local/Ascend/cann",
+        "usr/local/Ascend/ascend-toolkit/latest",
+        "usr/local/Ascend/ascend-toolkit",
+    ):
         if version := _cann_version(root / place):
             script = root / place.removesuffix("/latest") / "set_env.sh"
-            return error("CANN", f"{version} is in {root / place}, but this shell does not use it", f"source {script}"), None
+            return error(
+                "CANN",
+                f"{version} is in {root / place}, but this shell does not use it",
+                f"source {script}",
+            ), None
     if needed:
-        return error("CANN", "not found", "install the toolkit and kernels that fit the driver, then source its set_env.sh"), None
+        return error(
+            "CANN",
+            "not found",
+            "install the toolkit and kernels that fit the driver, then source its set_env.sh",
+        ), None
     return ok("CANN", "not installed (Ascend alone needs it)"), None
 
 
 def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict[str, int]]:
-    """Whether each package imports, each in a child process of its own; and how many devices torch counts: cuda, npu."""
+    """Whether each package imports, each in a child process of its own; and how many devices torch
+    counts: cuda, npu.
+    """
 
     def attempt(name: str) -> tuple[Check, dict[str, int]]:
-        program = f"import time; start = time.time(); import {name}; took = time.time() - start\n{_COUNT.get(name, 'devices = {}')}"
+        program = (
+            f"import time; start = time.time(); import {name}; took = time.time() -"
+            f" start\n{_COUNT.get(name, 'devices = {}')}"
+        )
         program += "\nimport json; print('\\n' + json.dumps([took, devices]))"
         code, output, errors = run_program([sys.executable, "-c", program], limit)
         if code == 0:
@@ -141,7 +220,10 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
         how = f"ended by signal {-code}" if code and code < 0 else "failed"
         remedy = f'see it whole: {sys.executable} -c "import {name}"'
         if re.search(r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND", errors):
-            remedy = "source CANN's set_env.sh; to go without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            remedy = (
+                "source CANN's set_env.sh; to go without the NPU: export"
+                " TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            )
         why = last_line(errors)
         return error(f"import {name}", f"{how}: {why}" if why else how, remedy), {}
 
@@ -159,7 +241,9 @@ _COUNT = {
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether the release numbers of ``version`` meet '>=1.2,<2'; suffixes such as +cpu and .post1 do not count."""
+    """Whether the release numbers of ``version`` meet '>=1.2,<2'; suffixes such as +cpu and .post1
+    do not count.
+    """
     own = _numbers(version)
     for condition in filter(None, specifier.replace(" ", "").split(",")):
         operator = re.match(r"[<>=!]+", condition)
@@ -167,7 +251,14 @@ def satisfies(version: str, specifier: str) -> bool:
         other = _numbers(condition[operator.end() :])
         width = max(len(own), len(other))
         left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (own, other))
-        held = {">=": left >= right, "<": left < right, "==": left == right, "!=": left != right, ">": left > right, "<=": left <= right}
+        held = {
+            ">=": left >= right,
+            "<": left < right,
+            "==": left == right,
+            "!=": left != right,
+            ">": left > right,
+            "<=": left <= right,
+        }
         if not held[operator[0]]:
             return False
     return True
@@ -183,12 +274,19 @@ def _minor(version: str) -> str:
 
 
 def _cann_version(folder: Path) -> str | None:
-    """By ``<arch>-linux/ascend_toolkit_install.info`` (version=8.0.RC2), else ``version.cfg`` (the last [inner:version] counts)."""
-    for path in [*sorted(folder.glob("*-linux/ascend_toolkit_install.info")), folder / "version.cfg"]:
+    """By ``<arch>-linux/ascend_toolkit_install.info`` (version=8.0.RC2), else ``version.cfg`` (the
+    last [inner:version] counts).
+    """
+    for path in [
+        *sorted(folder.glob("*-linux/ascend_toolkit_install.info")),
+        folder / "version.cfg",
+    ]:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        if match := re.search(r"^version=(\S+)|^toolkit_installed_version=.*:([^\]:]+)\]\s*$", text, flags=re.M):
+        if match := re.search(
+            r"^version=(\S+)|^toolkit_installed_version=.*:([^\]:]+)\]\s*$", text, flags=re.M
+        ):
             return match[1] or match[2]
     return None

@@ -1,7 +1,17 @@
-"""What ``--run_mode eval`` measures, but for the model: rows of tokens to score, and figures from their scores."""
+"""What ``--run_mode eval`` measures, but for the model: rows of tokens to score, and figures from
+their scores.
+"""
 
 from common.evaluation.report import EvaluationResult, report
-from common.evaluation.rows import RowBatch, RowScores, ScoredRow, Scorer, TokenScores, score_rows, sliding_windows
+from common.evaluation.rows import (
+    RowBatch,
+    RowScores,
+    ScoredRow,
+    Scorer,
+    TokenScores,
+    score_rows,
+    sliding_windows,
+)
 from common.evaluation.task import ValidationTask, open_task
 
 __all__ = [

@@ -16,7 +16,9 @@ from common.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFile:
-    """texts: the documents that hold more than white space; of a plain text, the whole of it. is_json: a text per item."""
+    """texts: the documents that hold more than white space; of a plain text, the whole of it.
+    is_json: a text per item.
+    """
 
     path: Path
     texts: list[str]
@@ -28,12 +30,17 @@ class EvaluationFile:
 
 
 def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
-    """Read evaluation.file whole. Raises ConfigError when it is not given, DataError for a file without text, with line and column."""
+    """Read evaluation.file whole. Raises ConfigError when it is not given, DataError for a file
+    without text, with line and column.
+    """
     if config.file is None:
         raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")
     path = Path(config.file)
     if not path.is_file():
-        raise DataError(f"evaluation.file={path}: {'is not a file' if path.exists() else 'not found'}; check the path")
+        raise DataError(
+            f"evaluation.file={path}: {'is not a file' if path.exists() else 'not found'}; check"
+            " the path"
+        )
     texts: list[str] = []
     try:
         corpus = open_corpus(path)
@@ -41,11 +48,15 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
             for documents in documents_of(block, ("text",)):
                 texts += documents.texts
     except MissingKeyError as error:
-        raise DataError(f"evaluation.file={error.problem}; evaluation reads the field text, rename yours") from None
+        raise DataError(
+            f"evaluation.file={error.problem}; evaluation reads the field text, rename yours"
+        ) from None
     except DataError as error:
         raise DataError(f"evaluation.file={error}") from None
     if not texts:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256)
+    return EvaluationFile(
+        path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256
+    )

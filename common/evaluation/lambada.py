@@ -17,10 +17,12 @@ from common.training.loop import perplexity
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LambadaTask:
-    """The last word of each passage (Paperno et al. 2016), by the protocol of lm-eval's lambada_openai.
+    """The last word of each passage (Paperno et al. 2016), by the protocol of lm-eval's
+    lambada_openai.
 
-    The word is what follows the last space, encoded together with its context. It is right when each of its tokens is the most
-    probable one after those before it; the perplexity is of words, not of tokens.
+    The word is what follows the last space, encoded together with its context. It is right when
+    each of its tokens is the most probable one after those before it; the perplexity is of words,
+    not of tokens.
     """
 
     file: EvaluationFile
@@ -33,30 +35,48 @@ class LambadaTask:
 
     @classmethod
     def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> LambadaTask:
-        """Raises DataError for a plain text, a passage of one word, and a last word that alone fills the window."""
+        """Raises DataError for a plain text, a passage of one word, and a last word that alone
+        fills the window.
+        """
         if not file.is_json:
-            raise DataError(f'{file.path}: is plain text; LAMBADA is read from JSON Lines, {{"text": "..."}} for each passage')
+            raise DataError(
+                f'{file.path}: is plain text; LAMBADA is read from JSON Lines, {{"text": "..."}}'
+                " for each passage"
+            )
         passages = file.texts[: config.evaluation.max_samples or None]
         contexts = [passage.rstrip().rpartition(" ")[0].rstrip() for passage in passages]
         for number, (passage, context) in enumerate(zip(passages, contexts, strict=True), 1):
             if not context:
-                raise DataError(f"{file.path}: passage {number} is one word, {passage[:40]!r}; expected a context and a last word")
+                raise DataError(
+                    f"{file.path}: passage {number} is one word, {passage[:40]!r}; expected a"
+                    " context and a last word"
+                )
         window = config.model.seq_length
         rows, cut = [], 0
         encoded = tokenizer.encode_batch([passage.rstrip() for passage in passages])
-        for number, (tokens, context_ids) in enumerate(zip(encoded, tokenizer.encode_batch(contexts), strict=True), 1):
+        for number, (tokens, context_ids) in enumerate(
+            zip(encoded, tokenizer.encode_batch(contexts), strict=True), 1
+        ):
             scored = len(tokens) - len(context_ids)
             if not 0 < scored <= window:
                 raise DataError(
-                    f"{file.path}: the last word of passage {number} has {scored} tokens, expected 1 to model.seq_length={window};"
-                    " remove the passage"
+                    f"{file.path}: the last word of passage {number} has {scored} tokens, expected"
+                    f" 1 to model.seq_length={window}; remove the passage"
                 )
             rows.append(ScoredRow(tokens=tokens[-(window + 1) :], scored=scored))
             cut += len(tokens) > window + 1
-        return cls(file=file, tokenizer_record=describe_tokenizer(tokenizer), rows=rows, cut=cut, config=config)
+        return cls(
+            file=file,
+            tokenizer_record=describe_tokenizer(tokenizer),
+            rows=rows,
+            cut=cut,
+            config=config,
+        )
 
     def result(self, scores: RowScores) -> EvaluationResult:
-        right = int(sum(hits == row.scored for hits, row in zip(scores.hits, self.rows, strict=True)))
+        right = int(
+            sum(hits == row.scored for hits, row in zip(scores.hits, self.rows, strict=True))
+        )
         passages, loss = len(self.rows), float(scores.nats.mean())
         record = {
             "task": "lambada",
@@ -72,9 +92,16 @@ class LambadaTask:
             "perplexity": perplexity(loss),
         }
         lines = [
-            f"{self.file.path}: last word of {passages:,} passages; {self.cut} cut to the window of {self.config.model.seq_length}",
-            *table({"accuracy": right / passages, "loss of a word": loss, "perplexity": perplexity(loss)}),
-            f" validation results on LAMBADA | number correct: {right:.4E} | total examples: {passages:.4E}"
-            f" | avg accuracy: {right / passages:.4E}",
+            f"{self.file.path}: last word of {passages:,} passages; {self.cut} cut to the window of"
+            f" {self.config.model.seq_length}",
+            *table(
+                {
+                    "accuracy": right / passages,
+                    "loss of a word": loss,
+                    "perplexity": perplexity(loss),
+                }
+            ),
+            f" validation results on LAMBADA | number correct: {right:.4E} | total examples:"
+            f" {passages:.4E} | avg accuracy: {right / passages:.4E}",
         ]
         return EvaluationResult(file_name="evaluation_lambada.json", record=record, lines=lines)

@@ -1,4 +1,6 @@
-"""Rows of tokens of which the last few are scored: cut from long texts, packed into batches of one shape, scored by a backend."""
+"""Rows of tokens of which the last few are scored: cut from long texts, packed into batches of one
+shape, scored by a backend.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from common.tokenizer.base import Ids
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredRow:
-    """tokens: int32 (n + 1,), n inputs and behind each its target. scored: how many of the targets count, the last ones."""
+    """tokens: int32 (n + 1,), n inputs and behind each its target. scored: how many of the targets
+    count, the last ones.
+    """
 
     tokens: Ids
     scored: int
@@ -23,10 +27,12 @@ class ScoredRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowBatch:
-    """B rows padded on the right to T inputs, and their scored targets one row after the other, padded to N.
+    """B rows padded on the right to T inputs, and their scored targets one row after the other,
+    padded to N.
 
-    ids: int32 (B, T). targets: int32 (N,), the scored ones. places: int32 (N,), where each is predicted among the B x T inputs laid end
-    to end. owners: int64 (n,), the row of each of the first n targets; those behind are padding, for a backend that compiles a shape.
+    ids: int32 (B, T). targets: int32 (N,), the scored ones. places: int32 (N,), where each is
+    predicted among the B x T inputs laid end to end. owners: int64 (n,), the row of each of the
+    first n targets; those behind are padding, for a backend that compiles a shape.
     """
 
     ids: Ids
@@ -37,31 +43,39 @@ class RowBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """Of each target of a RowBatch, (n,) or with the padding (N,): its loss in nats, float32, and whether it is the most probable token."""
+    """Of each target of a RowBatch, (n,) or with the padding (N,): its loss in nats, float32, and
+    whether it is the most probable token.
+    """
 
     losses: NDArray[np.float32]
     hits: NDArray[np.bool_]
 
 
 Scorer = Callable[[RowBatch], TokenScores]
-"""A model as evaluation sees it. All batches of one ``score_rows`` have the same shape, so that a graph is compiled once."""
+"""A model as evaluation sees it. All batches of one ``score_rows`` have the same shape, so that a
+graph is compiled once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowScores:
-    """Of each of N rows: the loss summed over its scored targets in nats, float64 (N,), and how many were most probable, int64 (N,)."""
+    """Of each of N rows: the loss summed over its scored targets in nats, float64 (N,), and how
+    many were most probable, int64 (N,).
+    """
 
     nats: NDArray[np.float64]
     hits: NDArray[np.int64]
 
 
 def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
-    """Score every token of ``tokens`` but the first, once, in windows of ``window`` inputs that start ``stride`` apart.
+    """Score every token of ``tokens`` but the first, once, in windows of ``window`` inputs that
+    start ``stride`` apart.
 
-    Each has ``window - stride + 1`` or more tokens before it, where there are so many. The windows are those of Megatron's
-    tasks/zeroshot_gpt (seq_length, overlapping_eval), and of Hugging Face's guide on the perplexity of fixed-length models
-    with max_length = window + 1: it also feeds the last target. Where nothing overlaps, that guide leaves out the first token of
-    each of its windows; here the windows share that token, and none is left out.
+    Each has ``window - stride + 1`` or more tokens before it, where there are so many. The windows
+    are those of Megatron's tasks/zeroshot_gpt (seq_length, overlapping_eval), and of Hugging Face's
+    guide on the perplexity of fixed-length models with max_length = window + 1: it also feeds the
+    last target. Where nothing overlaps, that guide leaves out the first token of each of its
+    windows; here the windows share that token, and none is left out.
     """
     last = len(tokens) - 1
     rows, done = [], 0
@@ -74,7 +88,9 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
     return rows
 
 
-def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
+def score_rows(
+    rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
+) -> RowScores:
     """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
     size = min(batch_size, len(rows))
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -93,7 +109,9 @@ def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit:
 
 
 def _pack(rows: Sequence[ScoredRow], size: int, length: int, width: int) -> RowBatch:
-    """``rows`` and empty ones up to ``size``, their targets up to ``width``; padding is 0, which no earlier position sees."""
+    """``rows`` and empty ones up to ``size``, their targets up to ``width``; padding is 0, which no
+    earlier position sees.
+    """
     ids = np.zeros((size, length), np.int32)
     places, targets = np.zeros(width, np.int32), np.zeros(width, np.int32)
     done = 0

@@ -26,8 +26,11 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 """What each task reads of EvaluationConfig; the rest is refused, not ignored."""
 
 
-def open_task(config: ResolvedRun, *, rank: int = 0) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
-    """Read the file of the task and settle the vocabulary. rank: data-parallel rank, of validation windows.
+def open_task(
+    config: ResolvedRun, *, rank: int = 0
+) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
+    """Read the file of the task and settle the vocabulary. rank: data-parallel rank, of validation
+    windows.
 
     Raises ConfigError, TokenizerError.
     """
@@ -38,8 +41,8 @@ def open_task(config: ResolvedRun, *, rank: int = 0) -> tuple[ValidationTask | T
     window, stride = config.model.seq_length, config.evaluation.stride
     if stride is not None and stride > window:
         raise ConfigError(
-            f"evaluation.stride={stride} is above model.seq_length={window}, so that tokens between the windows were left out;"
-            f" give {window} or less"
+            f"evaluation.stride={stride} is above model.seq_length={window}, so that tokens between"
+            f" the windows were left out; give {window} or less"
         )
     file = read_evaluation_file(config.evaluation)
     tokenizer, config = open_tokenizer(config)
@@ -54,13 +57,16 @@ def _check_settings(config: EvaluationConfig) -> None:
             continue
         tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
         raise ConfigError(
-            f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={config.task}; change the task or leave it out"
+            f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={config.task};"
+            " change the task or leave it out"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTask:
-    """Loss on the validation windows of the data, which an engine sums as it does while training."""
+    """Loss on the validation windows of the data, which an engine sums as it does while
+    training.
+    """
 
     config: ResolvedRun
     data: TrainingData
@@ -86,5 +92,8 @@ class ValidationTask:
             "validation_loss": loss,
             "validation_perplexity": perplexity(loss),
         }
-        line = f"validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens} tokens in windows of {config.model.seq_length}"
+        line = (
+            f"validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens}"
+            f" tokens in windows of {config.model.seq_length}"
+        )
         return EvaluationResult(file_name="evaluation.json", record=record, lines=[line])

@@ -24,10 +24,12 @@ from common.training.loop import perplexity
 class TextTask:
     """Perplexity of a text in sliding windows.
 
-    A plain text is one stream of tokens, ``<|endoftext|>`` in it is that token, and its first token is context alone, as in
-    Hugging Face's guide and in Megatron: every token but the first of a plain text is scored once, after more than window - stride
-    tokens where there are so many. The texts of a .jsonl are scored one by one, each with the end-of-text token as its first context,
-    so that all their tokens are scored, as lm-eval, but for the last window of a long document, which lm-eval moves back to full length.
+    A plain text is one stream of tokens, ``<|endoftext|>`` in it is that token, and its first token
+    is context alone, as in Hugging Face's guide and in Megatron: every token but the first of a
+    plain text is scored once, after more than window - stride tokens where there are so many. The
+    texts of a .jsonl are scored one by one, each with the end-of-text token as its first context,
+    so that all their tokens are scored, as lm-eval, but for the last window of a long document,
+    which lm-eval moves back to full length.
     """
 
     file: EvaluationFile
@@ -38,7 +40,9 @@ class TextTask:
     whole: bool
     """False when evaluation.max_samples left windows out."""
     scored_bytes: int
-    """UTF-8 bytes to which the scored tokens belong: of the whole texts, or where windows were left out, of these tokens; 0 if unknown."""
+    """UTF-8 bytes to which the scored tokens belong: of the whole texts, or where windows were left
+    out, of these tokens; 0 if unknown.
+    """
     config: ResolvedRun
     unit = "window"
 
@@ -55,16 +59,23 @@ class TextTask:
             encoded = streams = [tokenizer.encode(texts[0], allow_special=True)]
         window = config.model.seq_length
         stride = config.evaluation.stride or window
-        rows = list(chain.from_iterable(sliding_windows(stream, window, stride) for stream in streams))
+        rows = list(
+            chain.from_iterable(sliding_windows(stream, window, stride) for stream in streams)
+        )
         if not rows:
-            raise DataError(f"{file.path}: holds a single token, and the first is not scored; expected a longer text")
+            raise DataError(
+                f"{file.path}: holds a single token, and the first is not scored; expected a longer"
+                " text"
+            )
         limit = config.evaluation.max_samples or len(rows)
         whole = limit >= len(rows)
         rows = rows[:limit]
         if whole:
             size = sum(len(text.encode()) for text in file.texts)
         elif config.evaluation.detokenize == "none":
-            size = sum(len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows)
+            size = sum(
+                len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
+            )
         else:
             size = 0  # which bytes of the file a part of the changed text stands for is not known
         return cls(
@@ -84,7 +95,8 @@ class TextTask:
         texts = self.file.texts
         words = sum(len(text.split()) for text in texts)
         size = sum(len(text.encode()) for text in texts)
-        # Megatron's count of words: newlines between spaces are words too, as in WikiText's own; of a plain text, without the first.
+        # Megatron's count of words: newlines between spaces are words too, as in WikiText's own; of
+        # a plain text, without the first.
         originals = sum(len(text.strip().split(" ")) for text in texts) - (not self.file.is_json)
         token_ratio = scored / originals if self.whole and originals else None
         figures: dict[str, float | None] = {
@@ -116,13 +128,15 @@ class TextTask:
             **figures,
         }
         lines = [
-            f"{self.file.path}: {scored:,} of {self.tokens:,} tokens scored, {words:,} words, {len(texts):,} documents;"
-            f" windows of {window}, stride {stride}, first context {first}, detokenize {self.config.evaluation.detokenize}",
+            f"{self.file.path}: {scored:,} of {self.tokens:,} tokens scored, {words:,} words,"
+            f" {len(texts):,} documents; windows of {window}, stride {stride}, first context"
+            f" {first}, detokenize {self.config.evaluation.detokenize}",
             *table({name.replace("_", " "): value for name, value in figures.items()}),
         ]
         if token_ratio:
             lines.append(
-                f" validation results on {self.file.path.name} | avg loss: {loss:.4E} | ppl: {perplexity(loss):.4E}"
-                f" | adjusted ppl: {perplexity(loss * token_ratio):.4E} | token ratio: {token_ratio} |"
+                f" validation results on {self.file.path.name} | avg loss: {loss:.4E} | ppl:"
+                f" {perplexity(loss):.4E} | adjusted ppl: {perplexity(loss * token_ratio):.4E} |"
+                f" token ratio: {token_ratio} |"
             )
         return EvaluationResult(file_name="evaluation_text.json", record=record, lines=lines)

@@ -1,4 +1,6 @@
-"""Continue prompts in batches with whatever decodes them: the same loop, and the same draws, on both backends."""
+"""Continue prompts in batches with whatever decodes them: the same loop, and the same draws, on
+both backends.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,28 @@ from common.processes.heartbeat import beat
 
 
 class Decoder(Protocol):
-    """A model that remembers up to ``rows`` sequences, of different lengths, and takes one more token of each."""
+    """A model that remembers up to ``rows`` sequences, of different lengths, and takes one more
+    token of each.
+    """
 
     @property
     def rows(self) -> int: ...
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
-        """Forget what was, take these prompts in, with room for so many more tokens; logits (B, vocab_size) of what follows each."""
+        """Forget what was, take these prompts in, with room for so many more tokens; logits (B,
+        vocab_size) of what follows each.
+        """
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Add a token to each; logits (B, vocab_size) of what follows. A sequence at its last position may be given any token."""
+        """Add a token to each; logits (B, vocab_size) of what follows. A sequence at its last
+        position may be given any token.
+        """
 
 
 @dataclass(kw_only=True)
 class Continuation:
-    """One sequence that grows; ``number`` counts those of one prompt from 0. End-of-text is not among its tokens."""
+    """One sequence that grows; ``number`` counts those of one prompt from 0. End-of-text is not
+    among its tokens.
+    """
 
     prompt: Prompt
     number: int
@@ -49,17 +59,22 @@ def generate(
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
-    Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor its neighbours change what it says.
-    vocab_size: ids from here on are not chosen. on_token: called with a sequence that has grown, while it is the only one at work.
+    Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor
+    its neighbours change what it says. vocab_size: ids from here on are not chosen. on_token:
+    called with a sequence that has grown, while it is the only one at work.
     """
     waiting = [
-        Continuation(prompt=prompt, number=number, generator=np.random.default_rng((seed, index, number)))
+        Continuation(
+            prompt=prompt, number=number, generator=np.random.default_rng((seed, index, number))
+        )
         for index, prompt in enumerate(prompts)
         for number in range(settings.num_sequences)
     ]
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
-        logits = decoder.start([each.prompt.ids for each in batch], max(each.prompt.new_tokens for each in batch))
+        logits = decoder.start(
+            [each.prompt.ids for each in batch], max(each.prompt.new_tokens for each in batch)
+        )
         while True:
             for each, row in zip(batch, logits, strict=True):
                 if each.finish_reason is None:
@@ -69,11 +84,15 @@ def generate(
             if all(each.finish_reason for each in batch):
                 break
             beat(first, "generating")
-            logits = decoder.step([each.tokens[-1] if each.tokens else end_of_text for each in batch])
+            logits = decoder.step(
+                [each.tokens[-1] if each.tokens else end_of_text for each in batch]
+            )
         yield from batch
 
 
-def _grow(sequence: Continuation, logits: Logits, settings: PredictConfig, end_of_text: int) -> None:
+def _grow(
+    sequence: Continuation, logits: Logits, settings: PredictConfig, end_of_text: int
+) -> None:
     tokens, prompt = sequence.tokens, sequence.prompt
     seen = prompt.ids + tokens if settings.repetition_penalty != 1.0 else []
     forbidden = end_of_text if len(tokens) < settings.min_new_tokens else -1

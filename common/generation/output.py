@@ -1,4 +1,6 @@
-"""Continuations on standard output, as they come where one is generated at a time, and in a file of JSON lines or of plain text."""
+"""Continuations on standard output, as they come where one is generated at a time, and in a file of
+JSON lines or of plain text.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,38 @@ from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 
 
-def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: ResolvedRun, tokenizer: Tokenizer) -> None:
-    """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when the file cannot be written."""
+def write_continuations(
+    decoder: Decoder, prompts: Sequence[Prompt], config: ResolvedRun, tokenizer: Tokenizer
+) -> None:
+    """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when
+    the file cannot be written.
+    """
     settings = config.predict
-    if settings.output_file and Path(settings.output_file).exists() and not Path(settings.output_file).is_file():
-        raise ConfigError(f"predict.output_file={settings.output_file}: is no regular file; give the name of a file")
+    if (
+        settings.output_file
+        and Path(settings.output_file).exists()
+        and not Path(settings.output_file).is_file()
+    ):
+        raise ConfigError(
+            f"predict.output_file={settings.output_file}: is no regular file; give the name of a"
+            " file"
+        )
     if settings.prompt_file and settings.output_file:
-        refuse_to_overwrite([Path(settings.prompt_file)], [Path(settings.output_file)], "give another predict.output_file")
+        refuse_to_overwrite(
+            [Path(settings.prompt_file)],
+            [Path(settings.output_file)],
+            "give another predict.output_file",
+        )
     if remark := unused_by_greedy(settings):
         LOG.warning(remark)
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
     printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
     with ExitStack() as stack:
-        file = stack.enter_context(atomic_write(Path(settings.output_file), "w")) if settings.output_file else None
+        file = (
+            stack.enter_context(atomic_write(Path(settings.output_file), "w"))
+            if settings.output_file
+            else None
+        )
         for each in generate(
             decoder,
             prompts,
@@ -48,13 +69,20 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Res
 
 
 def unused_by_greedy(settings: PredictConfig) -> str | None:
-    """A warning where settings of sampling are given and the strategy is greedy, which does not look at them."""
+    """A warning where settings of sampling are given and the strategy is greedy, which does not
+    look at them.
+    """
     fields = type(settings).model_fields
     given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
-    unused = [f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default]
+    unused = [
+        f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default
+    ]
     if settings.strategy != "greedy" or not unused:
         return None
-    return f"{' and '.join(unused)} without effect: predict.strategy=greedy takes the most probable token; add predict.strategy=sampling"
+    return (
+        f"{' and '.join(unused)} without effect: predict.strategy=greedy takes the most"
+        " probable token; add predict.strategy=sampling"
+    )
 
 
 def _json_line(sequence: Continuation, text: str) -> str:
@@ -70,7 +98,9 @@ def _json_line(sequence: Continuation, text: str) -> str:
 
 
 class Printer:
-    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. Bytes that are not yet a whole character wait for the next token."""
+    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. Bytes that are not yet a whole
+    character wait for the next token.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, numbered: bool) -> None:
         self._tokenizer = tokenizer
@@ -85,10 +115,16 @@ class Printer:
         if self._shown is None:
             self._shown = 0
             text = f"Prompt: {sequence.prompt.text}\n" if sequence.number == 0 else ""
-            text += f"Generation{f' {sequence.number + 1}' if self._numbered else ''}: {sequence.prompt.text}"
-        text += self._decoder.decode(self._tokenizer.decode_bytes(sequence.tokens[self._shown :]), final)
+            text += (
+                f"Generation{f' {sequence.number + 1}' if self._numbered else ''}:"
+                f" {sequence.prompt.text}"
+            )
+        text += self._decoder.decode(
+            self._tokenizer.decode_bytes(sequence.tokens[self._shown :]), final
+        )
         self._shown = len(sequence.tokens)
-        encoding = sys.stdout.encoding or "utf-8"  # a terminal that cannot show a character gets a question mark
+        # a terminal that cannot show a character gets a question mark
+        encoding = sys.stdout.encoding or "utf-8"
         _say(text.encode(encoding, "replace").decode(encoding))
 
     def finish(self, sequence: Continuation, *, last: bool) -> None:

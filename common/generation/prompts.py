@@ -23,37 +23,58 @@ class Prompt:
 
 
 def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model together with what is to be added.
+    """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model
+    together with what is to be added.
 
     Raises ConfigError or DataError, with the line of a file.
     """
     positions = config.model.max_positions
-    return [_encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)]
+    return [
+        _encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)
+    ]
 
 
 def given_prompts(config: ResolvedRun) -> list[tuple[str, str]]:
-    """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises ConfigError or DataError."""
+    """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises
+    ConfigError or DataError.
+    """
     settings = config.predict
     found = [("predict.prompt", text) for text in settings.prompt]
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
-        raise ConfigError("predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE")
+        raise ConfigError(
+            "predict.prompt is not given; for example predict.prompt='Once upon a time', or"
+            " predict.prompt_file=FILE"
+        )
     return found
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Where each prompt of a file stands, and its text. A blank line is no prompt. Raises DataError."""
+    """Where each prompt of a file stands, and its text. A blank line is no prompt. Raises
+    DataError.
+    """
     try:
         content = read_bytes(path, limit=MAX_JSON_BYTES, error=DataError).decode("utf-8-sig")
     except DataError as error:
-        raise DataError(f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts") from None
+        raise DataError(
+            f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts"
+        ) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8") from None
-    lines = [(f"{path}, line {number}", line.removesuffix("\r")) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+        raise DataError(
+            f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the"
+            " file to UTF-8"
+        ) from None
+    lines = [
+        (f"{path}, line {number}", line.removesuffix("\r"))
+        for number, line in enumerate(content.split("\n"), 1)
+        if line.strip()
+    ]
     if path.suffix.lower() == ".json":
-        raise DataError(f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl")
+        raise DataError(
+            f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl"
+        )
     prompts = list(_from_json(lines)) if path.suffix.lower() in (".jsonl", ".ndjson") else lines
     if not prompts:
         raise DataError(f"predict.prompt_file={path}: holds no prompt; write one a line")
@@ -65,24 +86,41 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         try:
             entry = parse_json(line, finite=False)  # Python writes NaN into such files
         except MalformedError as error:
-            raise DataError(f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}') from None
-        text = next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None) if isinstance(entry, dict) else None
+            raise DataError(
+                f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a'
+                ' time"}'
+            ) from None
+        text = (
+            next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None)
+            if isinstance(entry, dict)
+            else None
+        )
         if not isinstance(text, str):
-            raise DataError(f"{where}: expected an object with the text field prompt (or text), found {line[:60]}")
+            raise DataError(
+                f"{where}: expected an object with the text field prompt (or text), found"
+                f" {line[:60]}"
+            )
         yield where, text
 
 
-def _encode(text: str, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int) -> Prompt:
+def _encode(
+    text: str, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int
+) -> Prompt:
     ids = tokenizer.encode(text, allow_special=True).tolist()  # as transformers' tokenizer does
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
-    room, most, least = positions - len(ids), config.predict.max_new_tokens, config.predict.min_new_tokens
+    room, most, least = (
+        positions - len(ids),
+        config.predict.max_new_tokens,
+        config.predict.min_new_tokens,
+    )
     wanted = most or max(least, 1)
     if room < wanted:
         key = "max_new_tokens" if most else "min_new_tokens"
         place = "" if where == "predict.prompt" else f"{where}: "
         raise ConfigError(
-            f"{place}a prompt of {len(ids)} tokens and {wanted} to add go beyond the model's {positions} positions;"
-            f" shorten the prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
+            f"{place}a prompt of {len(ids)} tokens and {wanted} to add go beyond the model's"
+            f" {positions} positions; shorten the"
+            f" prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
         )
     return Prompt(text=text, ids=ids, new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))

@@ -15,12 +15,19 @@ Probabilities = NDArray[np.float64]
 _BLOCK = 32
 
 
-def choose_token(logits: Logits, seen: list[int], settings: PredictConfig, generator: np.random.Generator, forbidden: int = -1) -> int:
+def choose_token(
+    logits: Logits,
+    seen: list[int],
+    settings: PredictConfig,
+    generator: np.random.Generator,
+    forbidden: int = -1,
+) -> int:
     """The next token of one sequence.
 
-    logits: (vocab_size,) float32, of the true vocabulary; seen: ids already in the sequence, the prompt's included; forbidden: an id
-    that is not chosen, -1 for none. Order as in transformers: repetition penalty (Keskar et al. 2019), forbidden, temperature, top-k,
-    top-p (Holtzman et al. 2020), draw. Raises RunError when the logits are not finite.
+    logits: (vocab_size,) float32, of the true vocabulary; seen: ids already in the sequence, the
+    prompt's included; forbidden: an id that is not chosen, -1 for none. Order as in transformers:
+    repetition penalty (Keskar et al. 2019), forbidden, temperature, top-k, top-p (Holtzman et al.
+    2020), draw. Raises RunError when the logits are not finite.
     """
     if settings.repetition_penalty != 1.0 or forbidden >= 0:
         logits = logits.copy()
@@ -31,7 +38,10 @@ def choose_token(logits: Logits, seen: list[int], settings: PredictConfig, gener
         logits[forbidden] = -np.inf
     best = int(logits.argmax())  # a nan, if there is one
     if not np.isfinite(logits[best]):
-        raise RunError(f"the model's logits hold {logits[best]}; its weights are broken or precision.compute is too narrow for them")
+        raise RunError(
+            f"the model's logits hold {logits[best]}; its weights are broken or precision.compute"
+            " is too narrow for them"
+        )
     if settings.strategy == "greedy":
         return best
     ids, probabilities = token_probabilities(logits, settings)
@@ -41,11 +51,16 @@ def choose_token(logits: Logits, seen: list[int], settings: PredictConfig, gener
 
 
 def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, Probabilities]:
-    """What to draw from after temperature, top-k and top-p: ids in ascending order and their probabilities, of sum 1.
+    """What to draw from after temperature, top-k and top-p: ids in ascending order and their
+    probabilities, of sum 1.
 
     Ties at the k-th logit are all kept.
     """
-    ids = _largest(logits, settings.top_k) if 0 < settings.top_k < logits.size else np.arange(logits.size)
+    ids = (
+        _largest(logits, settings.top_k)
+        if 0 < settings.top_k < logits.size
+        else np.arange(logits.size)
+    )
     weights = logits[ids].astype(np.float64)
     weights -= weights.max()
     weights /= settings.temperature
@@ -60,8 +75,9 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
 def _largest(logits: Logits, count: int) -> Ids:
     """Ids of the ``count`` largest logits and of those that tie with the last of them.
 
-    Of 50,257 logits a partition takes half a millisecond. The count-th largest of the maxima of blocks is no larger than the count-th
-    largest of all, so what lies below it need not be looked at.
+    Of 50,257 logits a partition takes half a millisecond. The count-th largest of the maxima of
+    blocks is no larger than the count-th largest of all, so what lies below it need not be looked
+    at.
     """
     whole = logits.size // _BLOCK * _BLOCK
     if count <= logits.size // (4 * _BLOCK):
@@ -75,10 +91,12 @@ def _largest(logits: Logits, count: int) -> Ids:
 
 
 def _nucleus(weights: Probabilities, mass: float) -> Ids:
-    """Places, ascending, of the fewest largest weights whose sum reaches ``mass``; of equal ones the first go first.
+    """Places, ascending, of the fewest largest weights whose sum reaches ``mass``; of equal ones
+    the first go first.
 
-    Positive floats are ordered as their bits are: the exponent and four bits of the fraction sort them into buckets without comparing,
-    and only the bucket in which the sum reaches ``mass`` must be sorted.
+    Positive floats are ordered as their bits are: the exponent and four bits of the fraction sort
+    them into buckets without comparing, and only the bucket in which the sum reaches ``mass`` must
+    be sorted.
     """
     buckets = weights.view(np.int64) >> 48
     sums = np.bincount(buckets, weights)
@@ -86,5 +104,7 @@ def _nucleus(weights: Probabilities, mass: float) -> Ids:
     last = max(0, len(sums) - 1 - int(downwards.searchsorted(mass)))
     border = np.flatnonzero(buckets == last)
     border = border[np.argsort(-weights[border], kind="stable")]
-    before = downwards[len(sums) - 1 - last] - sums[last] + weights[border].cumsum() - weights[border]
+    before = (
+        downwards[len(sums) - 1 - last] - sums[last] + weights[border].cumsum() - weights[border]
+    )
     return np.sort(np.concatenate([np.flatnonzero(buckets > last), border[before < mass]]))

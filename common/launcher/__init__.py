@@ -1,1 +1,3 @@
-"""Starts the ranks of a host, waits for them, and ends them all when one fails; hosts tell each other."""
+"""Starts the ranks of a host, waits for them, and ends them all when one fails; hosts tell each
+other.
+"""

@@ -1,4 +1,6 @@
-"""The processes that a host's launcher starts for its ranks, and the hosts whose launchers it talks to."""
+"""The processes that a host's launcher starts for its ranks, and the hosts whose launchers it talks
+to.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,27 @@ import os
 from collections.abc import Mapping, Sequence
 
 from common.cluster.places import Placement
-from common.cluster.rank_environment import SCHEDULER, Rendezvous, rank_variables, scheduler_variables
+from common.cluster.rank_environment import (
+    SCHEDULER,
+    Rendezvous,
+    rank_variables,
+    scheduler_variables,
+)
 from common.launcher.control import Host, Hosts
 from common.launcher.cores import cores_of_ranks
 from common.processes.ranks import ProcessSpec
 
 
 def make_children(
-    places: Placement, rendezvous: Rendezvous, command: tuple[str, ...], *, environ: Mapping[str, str], pinned: bool = True
+    places: Placement,
+    rendezvous: Rendezvous,
+    command: tuple[str, ...],
+    *,
+    environ: Mapping[str, str],
+    pinned: bool = True,
 ) -> tuple[ProcessSpec, ...]:
-    """One for each rank of this host, all with the same command; on the host of rank 0 MindSpore's scheduler too, where it needs one.
+    """One for each rank of this host, all with the same command; on the host of rank 0 MindSpore's
+    scheduler too, where it needs one.
 
     pinned: each rank has cores of its own, where there are enough.
     """
@@ -26,17 +39,32 @@ def make_children(
         ProcessSpec(
             rank=place.rank,
             command=command,
-            environment=rank_variables(place, places, rendezvous, cores=len(cores) if cores and pinned else fair, environ=environ),
+            environment=rank_variables(
+                place,
+                places,
+                rendezvous,
+                cores=len(cores) if cores and pinned else fair,
+                environ=environ,
+            ),
             cores=cores if pinned else (),
         )
         for place, cores in zip(own, shares, strict=True)
     ]
     if rendezvous.scheduler and own[0].rank == 0:
-        children.append(ProcessSpec(rank=-1, command=SCHEDULER, environment=scheduler_variables(places, rendezvous), name="scheduler"))
+        children.append(
+            ProcessSpec(
+                rank=-1,
+                command=SCHEDULER,
+                environment=scheduler_variables(places, rendezvous),
+                name="scheduler",
+            )
+        )
     return tuple(children)
 
 
-def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()) -> Hosts | None:
+def make_hosts(
+    places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()
+) -> Hosts | None:
     """Return all hosts, for the channel between their launchers; None where there is one.
 
     addresses: by which they reach each other, where the placement does not say it.
@@ -46,7 +74,10 @@ def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[st
     addresses = addresses or (places.master, *places.hosts[1:])
     ranks = [tuple(place.rank for place in places.of_host(host)) for host in places.hosts]
     return Hosts(
-        all=tuple(Host(address=address, ranks=held) for address, held in zip(addresses, ranks, strict=True)),
+        all=tuple(
+            Host(address=address, ranks=held)
+            for address, held in zip(addresses, ranks, strict=True)
+        ),
         own=places.hosts.index(places.own_host),
         port=rendezvous.port + 1,
     )

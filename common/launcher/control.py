@@ -1,4 +1,5 @@
-"""Launchers of several hosts tell each other of life, failure, stop and end; host 0 is in the middle.
+"""Launchers of several hosts tell each other of life, failure, stop and end; host 0 is in the
+middle.
 
 Every client opens with ``hello`` (the index of its host and a digest of the list of hosts) and is
 answered by ``welcome`` or ``refused``. Then both sides send ``life`` every two seconds, and
@@ -55,7 +56,9 @@ class Hosts:
 
     def digest(self) -> str:
         """The same on all hosts of one run."""
-        return hashlib.sha256(json.dumps([[host.address, host.ranks] for host in self.all]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([[host.address, host.ranks] for host in self.all]).encode()
+        ).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class HostNote(HostEvent):
 
 
 def host_name(address: str) -> str:
-    """Return a host as messages call it. ``find_places`` names one of unknown address ``node 1``."""
+    """Return a host as messages call it. ``find_places`` names one of unknown address ``node
+    1``.
+    """
     return address if address.startswith("node ") else f"host {address}"
 
 
@@ -110,7 +115,11 @@ class Control:
             self._server = _listen(hosts.all[0].address, hosts.port)
 
     def start(self) -> None:
-        work = [self._send_life, self._accept, self._wait_for_all] if self._server else [self._send_life, self._connect]
+        work = (
+            [self._send_life, self._accept, self._wait_for_all]
+            if self._server
+            else [self._send_life, self._connect]
+        )
         for target in work:
             threading.Thread(target=target, name=f"control {target.__name__}", daemon=True).start()
 
@@ -121,7 +130,9 @@ class Control:
             return [self._hosts.all[host] for host in others if host not in self._links]
 
     def should_give_up(self, since: float) -> bool:
-        """Whether hosts that never came have been waited for long enough. since: time.monotonic()."""
+        """Whether hosts that never came have been waited for long enough. since:
+        time.monotonic().
+        """
         return time.monotonic() - since > LOST_SECONDS
 
     def tell(self, kind: str, *, keep: bool = True, **values: Any) -> None:
@@ -135,13 +146,16 @@ class Control:
             _send(link, message)
 
     def close(self) -> None:
-        """Let what was told arrive, also at hosts that are just coming, for a few seconds at most."""
+        """Let what was told arrive, also at hosts that are just coming, for a few seconds at
+        most.
+        """
         if self._kept:
             self._all_here.wait(_CLOSE_SECONDS)
         self._closed.set()
         if self._server is not None:
             with suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)  # a close alone leaves accept waiting, and the port taken
+                # a close alone leaves accept waiting, and the port taken
+                self._server.shutdown(socket.SHUT_RDWR)
             self._server.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
         with self._lock:
@@ -163,13 +177,21 @@ class Control:
         if self._closed.wait(remind):
             return
         for host in self.missing():
-            text = f"waiting for {host}: its launcher has not come to port {self._hosts.port}; this port must be open too"
+            text = (
+                f"waiting for {host}: its launcher has not come to port {self._hosts.port};"
+                " this port must be open too"
+            )
             self._events.put(HostNote(text=text))
         if self._closed.wait(self._limit - remind):
             return
         for host in self.missing():
             text = f"{host} has not come within {self._limit:g} s to port {self._hosts.port}"
-            self._events.put(HostMissing(text=f"{text}; look whether the run was started there, and whether this port is open"))
+            self._events.put(
+                HostMissing(
+                    text=f"{text}; look whether the run was started there, and whether this port is"
+                    " open"
+                )
+            )
 
     def _accept(self) -> None:
         assert self._server is not None
@@ -180,7 +202,9 @@ class Control:
                 if self._closed.wait(1.0):  # closed; or out of file descriptors for a while
                     return
                 continue
-            threading.Thread(target=self._admit, args=(link,), name="control caller", daemon=True).start()
+            threading.Thread(
+                target=self._admit, args=(link,), name="control caller", daemon=True
+            ).start()
 
     def _admit(self, link: Channel) -> None:
         hello = link.hello()
@@ -191,7 +215,10 @@ class Control:
         why = ""
         with self._lock:
             if hello.get("hosts") != self._hosts.digest():
-                why = "runs with another list of hosts and ranks: give both the same rank table or host list, or two runs two ports"
+                why = (
+                    "runs with another list of hosts and ranks: give both the same rank table or"
+                    " host list, or two runs two ports"
+                )
             elif not 0 < host < len(self._hosts.all):
                 why = f"has no host {host} in its list"
             elif host in self._links:
@@ -202,7 +229,11 @@ class Control:
         if not why:
             self._serve(host, link)
             return
-        self._events.put(HostNote(text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"))
+        self._events.put(
+            HostNote(
+                text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"
+            )
+        )
         _send(link, {"kind": "refused", "text": why})
         link.finish()
         with suppress(OSError):
@@ -219,25 +250,43 @@ class Control:
                 if late and time.monotonic() - began > late[0]:
                     late.pop(0)
                     if late:
-                        text = f"waiting for {first}: its port {port} cannot be reached ({why}); this port must be open too"
+                        text = (
+                            f"waiting for {first}: its port {port} cannot be reached ({why});"
+                            " this port must be open too"
+                        )
                         self._events.put(HostNote(text=text))
                     else:
-                        text = f"{first} could not be reached at port {port} within {self._limit:g} s ({why})"
-                        text += "; look whether the run was started there, and at firewalls between the hosts"
+                        text = (
+                            f"{first} could not be reached at port {port} within"
+                            f" {self._limit:g} s ({why})"
+                        )
+                        text += (
+                            "; look whether the run was started there, and at firewalls"
+                            " between the hosts"
+                        )
                         self._events.put(HostMissing(text=text))
                 self._closed.wait(_RETRY_SECONDS)
         finally:
             self._all_here.set()
 
     def _call(self, address: tuple[str, int]) -> str:
-        """Try to reach host 0, and do all that follows. Returns why it failed and is worth a retry."""
+        """Try to reach host 0, and do all that follows. Returns why it failed and is worth a
+        retry.
+        """
         link: Channel | None = None
         answer: Mapping[str, Any] = {}
         why = "something else answers there"
         try:
             link = connect(*address, _PEER, HELLO_SECONDS)
             own = self._hosts.all[self._hosts.own].address
-            link.send({"kind": "hello", "host": self._hosts.own, "hosts": self._hosts.digest(), "address": own})
+            link.send(
+                {
+                    "kind": "hello",
+                    "host": self._hosts.own,
+                    "hosts": self._hosts.digest(),
+                    "address": own,
+                }
+            )
             answer = link.receive(HELLO_SECONDS)
         except ChannelEndedError:
             pass
@@ -251,7 +300,11 @@ class Control:
         if link is not None:
             link.close()
         if answer.get("kind") == "refused":
-            self._events.put(HostFailed(text=f"{self._hosts.all[0]} at port {address[1]} {answer.get('text')}", code=2))
+            self._events.put(
+                HostFailed(
+                    text=f"{self._hosts.all[0]} at port {address[1]} {answer.get('text')}", code=2
+                )
+            )
             return ""
         return why
 
@@ -264,7 +317,11 @@ class Control:
         if not self.missing():
             self._all_here.set()
         self._events.put(Message(host=host, kind="arrived", values={}))
-        name, ended, why = self._hosts.all[host], False, "closed its connection without saying how it ended; look into its output"
+        name, ended, why = (
+            self._hosts.all[host],
+            False,
+            "closed its connection without saying how it ended; look into its output",
+        )
         try:
             while True:
                 message = link.receive(LOST_SECONDS)
@@ -273,7 +330,10 @@ class Control:
                 if kind != "life":
                     self._events.put(Message(host=host, kind=kind, values=message))
         except TimeoutError:
-            why = f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network between the hosts is cut"
+            why = (
+                f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network"
+                " between the hosts is cut"
+            )
         except ConnectionError:  # closed with something of ours unread
             pass
         except OSError as error:
@@ -290,11 +350,14 @@ def _send(link: Channel, message: Mapping[str, Any]) -> None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen for the launchers of the other hosts. Raises ConfigError when the port cannot be had."""
+    """Listen for the launchers of the other hosts. Raises ConfigError when the port cannot be
+    had.
+    """
     try:
         return listen(address, port)
     except OSError as error:
         raise ConfigError(
-            f"host {address}, port {port}: cannot listen there for the launchers of the other hosts: {error.strerror or error}; it must be"
-            " a free port of this machine: end what uses it, or set MASTER_PORT to another (this one is the port after it)"
+            f"host {address}, port {port}: cannot listen there for the launchers of the other"
+            f" hosts: {error.strerror or error}; it must be a free port of this machine: end what"
+            " uses it, or set MASTER_PORT to another (this one is the port after it)"
         ) from None

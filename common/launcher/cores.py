@@ -11,20 +11,26 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 
 
 def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
-    """The cores that this process may use, a share for each of ``ranks``; empty shares where there are fewer cores than ranks.
+    """The cores that this process may use, a share for each of ``ranks``; empty shares where there
+    are fewer cores than ranks.
 
-    Neighbours share caches and memory: the cores are ordered by package, core and thread, and cut into runs of equal length, the
-    first ones a core longer where the number does not divide.
+    Neighbours share caches and memory: the cores are ordered by package, core and thread, and cut
+    into runs of equal length, the first ones a core longer where the number does not divide.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return share(in_order(allowed), ranks)
 
 
 def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
-    """Sorted by (package, core, thread) where ``system`` tells them of every core, else by number."""
+    """Sorted by (package, core, thread) where ``system`` tells them of every core, else by
+    number.
+    """
     numbers = sorted(cores)
     try:
-        places = {number: (_read(system, number, "physical_package_id"), _read(system, number, "core_id")) for number in numbers}
+        places = {
+            number: (_read(system, number, "physical_package_id"), _read(system, number, "core_id"))
+            for number in numbers
+        }
     except (OSError, ValueError):
         return numbers
     return sorted(numbers, key=lambda number: (places[number], number))

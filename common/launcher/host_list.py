@@ -19,7 +19,14 @@ from common.processes.addresses import is_ip
 from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat
 
-_PASSED_ON = ("MASTER_PORT", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_PASSED_ON = (
+    "MASTER_PORT",
+    "HCCL_CONNECT_TIMEOUT",
+    "OMP_NUM_THREADS",
+    "HCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,10 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     hosts = tuple(word.strip() for word in text.split(","))
     for host in hosts:
         if not host or host.startswith("-") or not host.isprintable() or " " in host:
-            raise ConfigError(f"--hosts {text!r}: expected names or addresses with commas between, such as 10.0.0.1,10.0.0.2")
+            raise ConfigError(
+                f"--hosts {text!r}: expected names or addresses with commas between, such as"
+                " 10.0.0.1,10.0.0.2"
+            )
         if hosts.count(host) > 1:
             raise ConfigError(f"--hosts {text}: {host} is there twice; name each host once")
     return hosts
@@ -43,7 +53,9 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPart:
-    """What one host of the list starts. numbers: its devices or ranks; options: the words of run_distribute.sh that make it meet others."""
+    """What one host of the list starts. numbers: its devices or ranks; options: the words of
+    run_distribute.sh that make it meet others.
+    """
 
     host: str
     numbers: range
@@ -51,64 +63,110 @@ class HostPart:
 
 
 def divide(
-    hosts: Sequence[str], numbers: range, *, rank_size: int | None, table: Sequence[RankPlacement], master: str | None, port: int
+    hosts: Sequence[str],
+    numbers: range,
+    *,
+    rank_size: int | None,
+    table: Sequence[RankPlacement],
+    master: str | None,
+    port: int,
 ) -> list[HostPart]:
     """Each host's part of the whole run, that of rank 0 first.
 
-    table: the places of a rank table, whose servers the hosts are; empty without one. master: the address of the first host for the
-    others, where the list does not say it. Raises ConfigError where the parts do not fit.
+    table: the places of a rank table, whose servers the hosts are; empty without one. master: the
+    address of the first host for the others, where the list does not say it. Raises ConfigError
+    where the parts do not fit.
     """
     address = master or hosts[0].rpartition("@")[2]
-    meet = ("--master", f"[{address}]:{port}" if ":" in address else f"{address}:{port}") if len(hosts) > 1 else ()
+    meet = (
+        ("--master", f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
+        if len(hosts) > 1
+        else ()
+    )
     if table:
         if rank_size is None and len(hosts) > 1:
-            raise ConfigError(f"--hosts with a rank table needs all its ranks and RANK_SIZE: '[0,{len(table)})' MODE {len(table)}")
-        return [HostPart(host=host, numbers=ranks, options=meet if master else ()) for host, ranks in _in_table_order(hosts, table)]
+            raise ConfigError(
+                f"--hosts with a rank table needs all its ranks and RANK_SIZE: '[0,{len(table)})'"
+                f" MODE {len(table)}"
+            )
+        return [
+            HostPart(host=host, numbers=ranks, options=meet if master else ())
+            for host, ranks in _in_table_order(hosts, table)
+        ]
     if rank_size is None:
         return [
-            HostPart(host=host, numbers=numbers, options=(*meet, "--nnodes", str(len(hosts)), "--node_rank", str(node)))
+            HostPart(
+                host=host,
+                numbers=numbers,
+                options=(*meet, "--nnodes", str(len(hosts)), "--node_rank", str(node)),
+            )
             for node, host in enumerate(hosts)
         ]
     size, rest = divmod(rank_size, len(hosts))
     if rest or numbers != range(rank_size):
         raise ConfigError(
-            f"--hosts names {len(hosts)} hosts for the ranks [{numbers.start},{numbers.stop}) of {rank_size}; "
-            f"give all ranks, '[0,{rank_size})', as many on each host"
+            f"--hosts names {len(hosts)} hosts for the ranks [{numbers.start},{numbers.stop}) of"
+            f" {rank_size}; give all ranks, '[0,{rank_size})', as many on each host"
         )
-    return [HostPart(host=host, numbers=range(node * size, (node + 1) * size), options=meet) for node, host in enumerate(hosts)]
+    return [
+        HostPart(host=host, numbers=range(node * size, (node + 1) * size), options=meet)
+        for node, host in enumerate(hosts)
+    ]
 
 
-def _in_table_order(hosts: Sequence[str], places: Sequence[RankPlacement]) -> list[tuple[str, range]]:
-    """Each server's host and ranks. Hosts that are the table's own addresses are matched with them, other names follow its order."""
+def _in_table_order(
+    hosts: Sequence[str], places: Sequence[RankPlacement]
+) -> list[tuple[str, range]]:
+    """Each server's host and ranks. Hosts that are the table's own addresses are matched with them,
+    other names follow its order.
+    """
     servers = list(dict.fromkeys(place.host for place in places))
     if len(hosts) != len(servers):
-        raise ConfigError(f"--hosts names {len(hosts)} hosts, but the rank table has {len(servers)} servers: {', '.join(servers)}")
+        raise ConfigError(
+            f"--hosts names {len(hosts)} hosts, but the rank table has {len(servers)} servers:"
+            f" {', '.join(servers)}"
+        )
     bare = {host.rpartition("@")[2]: host for host in hosts}
     named = all(is_ip(name) for name in (*bare, *servers))
     if named and set(bare) != set(servers):
         odd = min(set(bare) - set(servers))
-        raise ConfigError(f"--hosts: {odd} is no server of the rank table, which has {', '.join(servers)}")
+        raise ConfigError(
+            f"--hosts: {odd} is no server of the rank table, which has {', '.join(servers)}"
+        )
     found = []
     for index, server in enumerate(servers):
         ranks = [place.rank for place in places if place.host == server]
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise ConfigError(f"the ranks of {server} in the rank table are no range; make the table again with tools/merge_hccl.py")
-        found.append((bare[server] if named else hosts[index], range(ranks[0], ranks[0] + len(ranks))))
+            raise ConfigError(
+                f"the ranks of {server} in the rank table are no range; make the table again with"
+                " tools/merge_hccl.py"
+            )
+        found.append(
+            (bare[server] if named else hosts[index], range(ranks[0], ranks[0] + len(ranks)))
+        )
     return found
 
 
 def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) -> HostCommand:
-    """The same folder, repository and interpreter there as here, and what the user set for the network."""
-    variables = {"PYTHON": sys.executable} | {name: environ[name] for name in _PASSED_ON if environ.get(name)}
+    """The same folder, repository and interpreter there as here, and what the user set for the
+    network.
+    """
+    variables = {"PYTHON": sys.executable} | {
+        name: environ[name] for name in _PASSED_ON if environ.get(name)
+    }
     script = str(ROOT / "scripts" / "run_distribute.sh")
-    start = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words])
+    start = shlex.join(
+        ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words]
+    )
     return HostCommand(host=host, text=f"cd {shlex.quote(str(Path.cwd()))} && {start}")
 
 
 def run_over_ssh(host: str, text: str) -> int:
-    """Run a command on a host and return its exit code. SIGTERM here is Ctrl-C on the terminal there, so that its ranks save.
+    """Run a command on a host and return its exit code. SIGTERM here is Ctrl-C on the terminal
+    there, so that its ranks save.
 
-    When this process dies, ssh dies with it, and what it started is told by the loss of its terminal.
+    When this process dies, ssh dies with it, and what it started is told by the loss of its
+    terminal.
     """
     start_heartbeat()
     ssh = subprocess.Popen(  # noqa: S603 - the user's own hosts and command

@@ -1,4 +1,6 @@
-"""Launch the ranks of this host, or show what would be launched: ``distribute`` and ``standalone``."""
+"""Launch the ranks of this host, or show what would be launched: ``distribute`` and
+``standalone``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def distribute(request: LaunchRequest) -> int:
     except NotReadyError:
         if not starts:
             raise
-        return _detach(_log_folder(request, load_config(request.config, request.overrides)), request)  # the waiting too
+        # the waiting too
+        return _detach(
+            _log_folder(request, load_config(request.config, request.overrides)), request
+        )
     if request.hosts is not None:
         return _start_hosts(request.hosts, request, table)
     master, port = parse_master(request.master)
@@ -70,7 +75,9 @@ def distribute(request: LaunchRequest) -> int:
         nodes=request.nnodes,
         node_rank=request.node_rank,
     )
-    config = resolve_mode(load_config(request.config, request.overrides), request.mode, world_size=places.world_size)
+    config = resolve_mode(
+        load_config(request.config, request.overrides), request.mode, world_size=places.world_size
+    )
     if request.mode == "plan":
         _say(_plan(request, config, places, table))
         return 0
@@ -91,14 +98,20 @@ def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
     plan: ``run_gpt2.main``, for a plan, which needs no process of its own.
     """
     command = rank_command(request.config, request.mode, request.overrides)
-    config = resolve_mode(load_config(request.config, request.overrides), request.mode, world_size=1)
+    config = resolve_mode(
+        load_config(request.config, request.overrides), request.mode, world_size=1
+    )
     if request.mode == "plan":
         return plan(list(command[2:]))  # one more process would outlive a launcher that is killed
     places = find_places(request.numbers)
-    rendezvous = make_rendezvous(places, port=None, table=None, backend=config.backend, environ=os.environ)
+    rendezvous = make_rendezvous(
+        places, port=None, table=None, backend=config.backend, environ=os.environ
+    )
     if not is_asked("DRY_RUN"):
         _refuse_second_run(config, request.mode, first_host=True)
-    child = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)[0]
+    child = make_children(
+        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
+    )[0]
     return _run(_job(request, config, (replace(child, folder="mf_standalone"),)), request)
 
 
@@ -123,7 +136,9 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         return wait_for_table(path, limit)
 
 
-def _plan(request: LaunchRequest, config: ResolvedRun, places: Placement, table: RankTable | None) -> str:
+def _plan(
+    request: LaunchRequest, config: ResolvedRun, places: Placement, table: RankTable | None
+) -> str:
     return describe_cluster(
         config,
         places,
@@ -146,11 +161,14 @@ def _prepare(
     starts: bool,
 ) -> tuple[tuple[ProcessSpec, ...], Hosts | None]:
     """Return what starts on this host, and the hosts; warn of what is probably not meant."""
-    needs_ascend = starts and table is not None and (config.backend, config.device) == ("mindspore", "auto")
+    needs_ascend = (
+        starts and table is not None and (config.backend, config.device) == ("mindspore", "auto")
+    )
     if needs_ascend and not hccn.npu_numbers():
         text = "this machine shows no Ascend (/dev/davinciN), for which the rank table is"
         tell(f"warning: device=auto became cpu: {text}", error=True)
-    kind = check_here(config) if starts else config.device  # what is only shown may be for other machines
+    # what is only shown may be for other machines
+    kind = check_here(config) if starts else config.device
     table_path = request.table
     if table is not None and table.version == "0":
         folder = _log_folder(request, config)
@@ -159,19 +177,33 @@ def _prepare(
             folder.mkdir(parents=True, exist_ok=True)
             write_table(table, table_path)
     _warn(places, config, table)
-    rendezvous = make_rendezvous(places, port=port, table=table_path, backend=config.backend, environ=os.environ, on_cpu=kind == "cpu")
+    rendezvous = make_rendezvous(
+        places,
+        port=port,
+        table=table_path,
+        backend=config.backend,
+        environ=os.environ,
+        on_cpu=kind == "cpu",
+    )
     command = rank_command(request.config, request.mode, request.overrides)
-    children = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)
+    children = make_children(
+        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
+    )
     return children, make_hosts(places, rendezvous)
 
 
 def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> None:
     found = layout_warnings(places, config.topology)
     if table is not None and table.version != "2.0" and not is_own(places.own_host):
-        found.append(f"{places.own_host} is no address of this machine: is this the range of another one, or the table of another cluster?")
+        found.append(
+            f"{places.own_host} is no address of this machine: is this the range of another one, or"
+            " the table of another cluster?"
+        )
     if "RANK_TABLE_FILE" in os.environ and table is None:
         given = os.environ["RANK_TABLE_FILE"]
-        found.append(f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none")
+        found.append(
+            f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none"
+        )
     for text in found:
         tell(f"warning: {text}", error=True)
 
@@ -220,11 +252,22 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
     )
     before = [f"--{name}" for name in ("quiet", "no_pinning") if getattr(request, name)]
     before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
-    after = [request.mode, *([] if request.rank_size is None else [str(request.rank_size)]), *request.overrides]
+    after = [
+        request.mode,
+        *([] if request.rank_size is None else [str(request.rank_size)]),
+        *request.overrides,
+    ]
     commands = []
     for node, part in enumerate(parts):
         ranks = f"[{part.numbers.start},{part.numbers.stop})"
-        words = [*before, *part.options, str(request.table or NO_TABLE[0]), str(request.config), ranks, *after]
+        words = [
+            *before,
+            *part.options,
+            str(request.table or NO_TABLE[0]),
+            str(request.config),
+            ranks,
+            *after,
+        ]
         commands.append(host_command(part.host, words, os.environ))
         _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
@@ -243,11 +286,15 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
 def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
     words = (sys.executable, str(TOOL), "over_ssh", command.host, command.text)
     title = f"host {command.host}"
-    return ProcessSpec(rank=node, command=words, environment={}, folder=f"host_{command.host}", title=title)
+    return ProcessSpec(
+        rank=node, command=words, environment={}, folder=f"host_{command.host}", title=title
+    )
 
 
 def _run(job: Job, request: LaunchRequest) -> int:
-    """Supervise the job, unless DRY_RUN asks to show it, or DETACH to leave that to another process."""
+    """Supervise the job, unless DRY_RUN asks to show it, or DETACH to leave that to another
+    process.
+    """
     for name in FOREIGN:
         os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
@@ -269,7 +316,8 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
             file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
             file.flush()
             process = subprocess.Popen(  # noqa: S603 - the same words
-                [sys.executable, str(TOOL), kind, "--quiet", *words],  # the ranks have logs of their own
+                # the ranks have logs of their own
+                [sys.executable, str(TOOL), kind, "--quiet", *words],
                 env={name: value for name, value in os.environ.items() if name != "DETACH"},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -277,7 +325,9 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
                 start_new_session=True,
             )
     except OSError as error:
-        raise ConfigError(f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR") from None
+        raise ConfigError(
+            f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR"
+        ) from None
     tell(f"started in the background: process {process.pid}, messages in {log}")
     tell(f"stop it, so that its ranks save: kill {process.pid}")
     return 0

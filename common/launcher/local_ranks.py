@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.launcher.control import host_name
-from common.launcher.rank_logs import last_lines, open_log as open_rank_log, read_to_end, write_headers
+from common.launcher.rank_logs import (
+    last_lines,
+    open_log as open_rank_log,
+    read_to_end,
+    write_headers,
+)
 from common.processes.monitor import RankState
 from common.processes.ranks import ProcessSpec, Ranks
 from common.whole_numbers import rank_names
@@ -35,7 +40,13 @@ class LocalRanks(Ranks):
     address: of this host, where there are several. events: gets an Exit for each process that ends.
     """
 
-    def __init__(self, specs: Sequence[ProcessSpec], log_folder: Path, address: str | None, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        log_folder: Path,
+        address: str | None,
+        events: queue.SimpleQueue[Any],
+    ) -> None:
         super().__init__(specs)
         self._folder = log_folder
         self._address = address
@@ -43,12 +54,16 @@ class LocalRanks(Ranks):
         self._logs = [open_rank_log(log_folder, spec) for spec in specs]
         self.codes: dict[int, int] = {}
         """Index of a child that has ended -> its exit code."""
-        self._shown = min(range(len(specs)), key=lambda index: (bool(specs[index].name), specs[index].rank))
+        self._shown = min(
+            range(len(specs)), key=lambda index: (bool(specs[index].name), specs[index].rank)
+        )
         self._shown_to = self._logs[self._shown].start
 
     def names(self, ranks: Collection[int] | None = None) -> str:
         """Return the numbers or titles of all ranks here, or of some."""
-        found = [spec for spec in self.specs if not spec.name and (ranks is None or spec.rank in ranks)]
+        found = [
+            spec for spec in self.specs if not spec.name and (ranks is None or spec.rank in ranks)
+        ]
         if any(spec.title for spec in found):
             return ", ".join(map(str, found))
         return rank_names([spec.rank for spec in found])
@@ -68,9 +83,13 @@ class LocalRanks(Ranks):
     def logs(self) -> str:
         """Return where they are, as one name or pattern that a shell understands."""
         names = [spec.log_folder for spec in self.specs if not spec.name]
-        patterns = dict.fromkeys(re.sub(r"\d+$", "*", name) for name in names) if len(names) > 1 else names
+        patterns = (
+            dict.fromkeys(re.sub(r"\d+$", "*", name) for name in names) if len(names) > 1 else names
+        )
         pattern = ",".join(patterns)
-        return str(self._folder / (f"{{{pattern}}}" if len(patterns) > 1 else pattern) / "mindformer.log")
+        return str(
+            self._folder / (f"{{{pattern}}}" if len(patterns) > 1 else pattern) / "mindformer.log"
+        )
 
     def log(self, index: int) -> Path:
         return self._logs[index].path
@@ -89,7 +108,10 @@ class LocalRanks(Ranks):
             try:
                 self.start_one(index)
             except OSError as error:
-                return f"{self.name(index)} could not be started: {error.strerror or error}: {spec.command[0]}"
+                return (
+                    f"{self.name(index)} could not be started: {error.strerror or error}:"
+                    f" {spec.command[0]}"
+                )
         self._shown_to = self._logs[self._shown].start
         return ""
 
@@ -119,11 +141,17 @@ class LocalRanks(Ranks):
         return text
 
     def progress(self, steps: int | None) -> str:
-        """Say how far that rank is, of so many steps where that is known; empty before its first."""
+        """Say how far that rank is, of so many steps where that is known; empty before its
+        first.
+        """
         if self._shown in self.codes or self._shown not in self.monitors:
             return ""
         state = self.monitors[self._shown].state(time.monotonic())
-        return f"step {state.step}{f' of {steps}' if steps else ''}, {state.doing}" if state.step >= 0 else ""
+        return (
+            f"step {state.step}{f' of {steps}' if steps else ''}, {state.doing}"
+            if state.step >= 0
+            else ""
+        )
 
     def terminate(self) -> None:
         """SIGTERM to every rank that runs; not to what it started, which it needs to save."""
@@ -131,11 +159,19 @@ class LocalRanks(Ranks):
 
     def show_stacks(self, ranks: Collection[int]) -> None:
         """Let ranks that hang write where; one without a heartbeat, or stopped, could not."""
-        able = [state.rank for state in self.states() if state.silent is not None and not state.is_stopped]
-        self.dump_stacks([index for index in self._running() if self.specs[index].rank in {*ranks} & {*able}])
+        able = [
+            state.rank
+            for state in self.states()
+            if state.silent is not None and not state.is_stopped
+        ]
+        self.dump_stacks(
+            [index for index in self._running() if self.specs[index].rank in {*ranks} & {*able}]
+        )
 
     def tails(self, ranks: Collection[int], most: int | None = None) -> list[str]:
-        """Return the last lines of the logs of those ``ranks`` that run here, ``most`` logs at most."""
+        """Return the last lines of the logs of those ``ranks`` that run here, ``most`` logs at
+        most.
+        """
         lines = []
         for index in [index for index, spec in enumerate(self.specs) if spec.rank in ranks][:most]:
             lines.append(f"last lines of {self.log(index)}:")
@@ -143,7 +179,11 @@ class LocalRanks(Ranks):
         return lines
 
     def _running(self) -> list[int]:
-        return [index for index in self.monitors if index not in self.codes and not self.is_helper(index)]
+        return [
+            index
+            for index in self.monitors
+            if index not in self.codes and not self.is_helper(index)
+        ]
 
 
 def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
@@ -151,7 +191,9 @@ def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
 
     They are the stopped ones, else the silent ones, else those behind, which may be all.
     """
-    stopped = [state for state in states if state.is_stopped] or [state for state in states if state.is_silent]
+    stopped = [state for state in states if state.is_stopped] or [
+        state for state in states if state.is_silent
+    ]
     if stopped:
         return stopped
     first = min(map(_position, states))

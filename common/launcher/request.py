@@ -14,11 +14,15 @@ from common.whole_numbers import shortened, whole_number
 
 NO_TABLE = ("none", "-")
 USAGE = (
-    "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE] [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE]              for one machine\n"
-    "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE] [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE] [RANK_SIZE]  for several machines\n"
-    "section.key=value words may follow; RANK_TABLE_FILE none: no rank table; more: bash run_distribute.sh --help"
+    "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE] [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE]  "
+    "            for one machine\nUsage Help: bash run_distribute.sh [RANK_TABLE_FILE]"
+    " [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE] [RANK_SIZE]  for several machines\nsection.key=value"
+    " words may follow; RANK_TABLE_FILE none: no rank table; more: bash run_distribute.sh --help"
 )
-USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE] [section.key=value ...]"
+USAGE_STANDALONE = (
+    "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE]"
+    " [section.key=value ...]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +62,35 @@ def parse_distribute(words: Sequence[str], modes: Sequence[str], **options: Any)
     mode = _mode(words[3], modes)
     rank_size = whole_number(words[4], most_digits=9) if len(words) > 4 else None
     more = tuple(words[4 if rank_size is None else 5 :])
-    return LaunchRequest(table=table, config=config, numbers=numbers, mode=mode, rank_size=rank_size, overrides=more, **options)
+    return LaunchRequest(
+        table=table,
+        config=config,
+        numbers=numbers,
+        mode=mode,
+        rank_size=rank_size,
+        overrides=more,
+        **options,
+    )
 
 
 def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
     """Return the request for one device. Raises ConfigError."""
     if len(words) < 3:
-        raise ConfigError(f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
+        raise ConfigError(
+            f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}"
+        )
     config = _file(words[0], "config_path")
     device = whole_number(words[1], most_digits=9)
     if device is None:
         raise ConfigError(f"device_id={shortened(words[1])} is not a number")
     overrides = (f"context.device_id={device}", *words[3:])
-    return LaunchRequest(config=config, numbers=range(device, device + 1), mode=_mode(words[2], modes), overrides=overrides, **options)
+    return LaunchRequest(
+        config=config,
+        numbers=range(device, device + 1),
+        mode=_mode(words[2], modes),
+        overrides=overrides,
+        **options,
+    )
 
 
 def is_asked(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Starts the ranks of this host, waits for them, and ends them all when one fails: ``supervise``.
 
-The main thread takes events from one queue: exits, signals and messages of other hosts. Nothing that it does waits for a rank, a host
-or the terminal without a limit.
+The main thread takes events from one queue: exits, signals and messages of other hosts. Nothing
+that it does waits for a rank, a host or the terminal without a limit.
 """
 
 from __future__ import annotations
@@ -46,22 +46,30 @@ class Job:
     log_folder: Path
     """mf_parallel{rank}/mindformer.log and env.log are made inside, or appended to."""
     stall_limit: float
-    """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do not tell of theirs."""
+    """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do
+    not tell of theirs.
+    """
     follow: bool = False
-    """Copy the log of rank 0, else of the lowest rank here, to standard output, with a line of progress below it on a terminal."""
+    """Copy the log of rank 0, else of the lowest rank here, to standard output, with a line of
+    progress below it on a terminal.
+    """
     steps: int | None = None
     """How many the run has in all, where that is known."""
     hosts: Hosts | None = None
     over_ssh: bool = False
-    """Each child is a launcher on another host: which of them ends first does not say where the failure was."""
+    """Each child is a launcher on another host: which of them ends first does not say where the
+    failure was.
+    """
 
 
 def supervise(job: Job) -> int:
-    """Run the job to its end, and leave no process behind. Returns the exit code of the whole job, the same on every host.
+    """Run the job to its end, and leave no process behind. Returns the exit code of the whole job,
+    the same on every host.
 
-    0: all ranks ended well; the code of the rank that failed first, 128+n when signal n killed it; 128+n when signal n at a launcher
-    stopped the run; 1: a rank stalled or a host was lost; 2: a host runs with another list of hosts. Raises ConfigError, with nothing
-    started, when a log cannot be written or this host's port cannot be had.
+    0: all ranks ended well; the code of the rank that failed first, 128+n when signal n killed it;
+    128+n when signal n at a launcher stopped the run; 1: a rank stalled or a host was lost; 2: a
+    host runs with another list of hosts. Raises ConfigError, with nothing started, when a log
+    cannot be written or this host's port cannot be had.
     """
     return _Supervisor(job).run()
 
@@ -74,7 +82,9 @@ class _Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """certain: not the consequence of another failure. ranks: those whose logs tell more. stalled: they may still run."""
+    """certain: not the consequence of another failure. ranks: those whose logs tell more. stalled:
+    they may still run.
+    """
 
     text: str
     code: int
@@ -89,9 +99,15 @@ class _Supervisor:
         self._hosts = job.hosts if job.hosts is not None and len(job.hosts.all) > 1 else None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         own = None if self._hosts is None else self._hosts.all[self._hosts.own]
-        self._ranks = LocalRanks(job.children, job.log_folder, None if own is None else own.address, self._events)
+        self._ranks = LocalRanks(
+            job.children, job.log_folder, None if own is None else own.address, self._events
+        )
         self._here = "" if own is None else f" at {own}"
-        self._control = None if self._hosts is None else Control(self._hosts, self._events, _connect_limit(job.children[0]))
+        self._control = (
+            None
+            if self._hosts is None
+            else Control(self._hosts, self._events, _connect_limit(job.children[0]))
+        )
         self._terminal = Terminal()
         self._failures: list[_Failure] = []
         self._failed_at = 0.0
@@ -100,7 +116,9 @@ class _Supervisor:
         self._reported = 0.0
         self._elsewhere: dict[int, list[RankState]] = {}
         self._finished: dict[int, bool] = {}
-        """Other hosts whose ranks have all ended by themselves -> whether a signal had stopped them."""
+        """Other hosts whose ranks have all ended by themselves -> whether a signal had stopped
+        them.
+        """
         self._done_at = 0.0
         """When the ranks here had all ended by themselves."""
         self._end: int | None = None
@@ -125,24 +143,34 @@ class _Supervisor:
             self._show()
             if self._ranks.undead:
                 pids = ", ".join(map(str, self._ranks.undead))
-                self._terminal.say(f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver; see dmesg", error=True)
+                self._terminal.say(
+                    f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver;"
+                    " see dmesg",
+                    error=True,
+                )
             return self._tell_end(time.monotonic() - began)
 
     def _start(self) -> None:
         why = self._ranks.start()
         if why:
             self._fail(_Failure(text=why, code=1))
-        self._terminal.say(f"started {self._ranks.names()}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}")
+        self._terminal.say(
+            f"started {self._ranks.names()}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C,"
+            f" or kill {os.getpid()}"
+        )
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP become events; those that are ignored, as under nohup, stay so."""
+        """SIGINT, SIGTERM and SIGHUP become events; those that are ignored, as under nohup, stay
+        so.
+        """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
-            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no exit code can be had
+            # where it is ignored, no exit code can be had
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:
@@ -172,7 +200,9 @@ class _Supervisor:
             self._fail(_Failure(text=event.text, code=event.code))
         elif isinstance(event, HostMissing):
             if self._ranks.have_met:
-                self._terminal.say(f"warning: {event.text}; the run goes on, as the ranks have met", error=True)
+                self._terminal.say(
+                    f"warning: {event.text}; the run goes on, as the ranks have met", error=True
+                )
             elif not self._ranks.done:
                 self._fail(_Failure(text=event.text, code=1))
         elif isinstance(event, HostNote):
@@ -181,18 +211,28 @@ class _Supervisor:
             try:
                 self._take_message(event)
             except (KeyError, TypeError, ValueError):
-                self._terminal.say(f"host {event.host} sent a message {event.kind!r} that this version cannot read", error=True)
+                self._terminal.say(
+                    f"host {event.host} sent a message {event.kind!r} that this version cannot"
+                    " read",
+                    error=True,
+                )
 
     def _take_exit(self, index: int, code: int) -> None:
         self._ranks.codes[index] = code
         name = self._ranks.name(index)
-        if self._stop is None and code in _CLEAN_EXITS and code != 0:  # a signal to the rank itself, by which all ranks stop together
+        # a signal to the rank itself, by which all ranks stop together
+        if self._stop is None and code in _CLEAN_EXITS and code != 0:
             self._stop = _Signal(number=code - 128, time=time.monotonic())
-            self._terminal.say(f"{name} was stopped by {signal_name(code - 128)}; waiting for the others")
+            self._terminal.say(
+                f"{name} was stopped by {signal_name(code - 128)}; waiting for the others"
+            )
         if code in _CLEAN_EXITS:
             return
         if self._stop is not None and code == -signal.SIGTERM:
-            text = f"stopped by {signal_name(self._stop.number)}; {name} ended before it could save, so the others had to end too"
+            text = (
+                f"stopped by {signal_name(self._stop.number)}; {name} ended before it could"
+                " save, so the others had to end too"
+            )
             self._fail(_Failure(text=text, code=128 + self._stop.number, certain=False))
             return
         text = f"{name} {in_words(code)}; its log: {self._ranks.log(index)}"
@@ -202,7 +242,9 @@ class _Supervisor:
         # a closed connection to a dead peer leads to exit code 1 too, or to an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if self._ranks.is_helper(index) else (self._ranks.specs[index].rank,)
-        self._fail(_Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks))
+        self._fail(
+            _Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks)
+        )
 
     def _take_signal(self, event: _Signal) -> None:
         if self._stop is None:
@@ -214,7 +256,10 @@ class _Supervisor:
     def _stop_ranks(self, event: _Signal) -> None:
         self._stop = event
         self._ranks.terminate()
-        self._terminal.say(f"{signal_name(event.number)}: the ranks save at the next step boundary and end; a second signal kills them")
+        self._terminal.say(
+            f"{signal_name(event.number)}: the ranks save at the next step boundary and end; a"
+            " second signal kills them"
+        )
         if self._control is not None:
             self._control.tell("stop", signal=event.number)
 
@@ -228,7 +273,9 @@ class _Supervisor:
         elif event.kind == "stop" and self._stop is None:
             self._stop_ranks(_Signal(number=int(values["signal"]), time=time.monotonic()))
         elif event.kind == "failed":
-            self._fail(_Failure(**{**values["failure"], "ranks": tuple(values["failure"]["ranks"])}))
+            self._fail(
+                _Failure(**{**values["failure"], "ranks": tuple(values["failure"]["ranks"])})
+            )
         elif event.kind == "finished":
             self._finished[event.host] = bool(values["stopped"])
             self._elsewhere.pop(event.host, None)
@@ -236,7 +283,9 @@ class _Supervisor:
             self._end = int(values["code"])
 
     def _fail(self, failure: _Failure) -> None:
-        """Note it, and tell the other hosts at once: they take the order in which they are told for that of the failures."""
+        """Note it, and tell the other hosts at once: they take the order in which they are told for
+        that of the failures.
+        """
         if failure in self._failures:
             return
         if not self._failures:
@@ -260,12 +309,17 @@ class _Supervisor:
             self._look_for_stalls()
         elif time.monotonic() - self._stop.time > self._job.stall_limit:
             left = tuple(state.rank for state in self._ranks.states())
-            text = f"stopped by {signal_name(self._stop.number)}; {self._ranks.names(left) if left else 'other hosts'} did not end within"
+            text = (
+                f"stopped by {signal_name(self._stop.number)};"
+                f" {self._ranks.names(left) if left else 'other hosts'} did not end within"
+            )
             text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
 
     def _look_for_stalls(self) -> None:
-        """Host 0 does it for all hosts that it hears of; each on its own would blame its ranks for another's."""
+        """Host 0 does it for all hosts that it hears of; each on its own would blame its ranks for
+        another's.
+        """
         states = self._ranks.states()
         missing = []
         if self._control is not None and self._hosts is not None:
@@ -273,19 +327,32 @@ class _Supervisor:
             if self._hosts.own > 0 and not missing:
                 if time.monotonic() - self._reported > _REPORT_SECONDS:
                     self._reported = time.monotonic()
-                    self._control.tell("ranks", keep=False, states=[asdict(state) for state in states])
+                    self._control.tell(
+                        "ranks", keep=False, states=[asdict(state) for state in states]
+                    )
                 return
             states += [state for host in self._elsewhere.values() for state in host]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit)"
         if missing and not self._ranks.have_met:
-            self._fail(_Failure(text=f"{text}, and {missing[0]} has not come; look whether the run was started there", code=1))
+            self._fail(
+                _Failure(
+                    text=f"{text}, and {missing[0]} has not come; look whether the run was started"
+                    " there",
+                    code=1,
+                )
+            )
             return
         blamed = stalled_ranks(states)
-        unknown = [f"    how far the ranks of {host} are is not known: its launcher never came" for host in missing]
+        unknown = [
+            f"    how far the ranks of {host} are is not known: its launcher never came"
+            for host in missing
+        ]
         text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed), *unknown])
-        self._fail(_Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True))
+        self._fail(
+            _Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True)
+        )
 
     def _show(self) -> None:
         if self._job.follow:
@@ -303,7 +370,11 @@ class _Supervisor:
         if self._failures:
             settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
             certain = any(failure.certain for failure in self._failures)
-            return certain or (self._job.over_ssh and self._ranks.done) or time.monotonic() - self._failed_at > settle
+            return (
+                certain
+                or (self._job.over_ssh and self._ranks.done)
+                or time.monotonic() - self._failed_at > settle
+            )
         if self._hosts is None or self._control is None or not self._ranks.done:
             return self._ranks.done
         if self._end is not None:
@@ -329,7 +400,10 @@ class _Supervisor:
                 lines += [f"also: {other.text}" for other in self._failures if other is not failure]
                 ranks = tuple(rank for other in self._failures for rank in other.ranks)
             lines += [*self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)]
-            lines.append(f"all {'hosts' if self._job.over_ssh else 'ranks here'} were ended; exit code {failure.code}")
+            lines.append(
+                f"all {'hosts' if self._job.over_ssh else 'ranks here'} were ended; exit code"
+                f" {failure.code}"
+            )
             self._terminal.say("\n".join(lines), error=True)
             return failure.code
         if self._end is not None:
@@ -338,10 +412,17 @@ class _Supervisor:
             code = 128 + self._stop.number if self._stop is not None and self._was_stopped() else 0
             if self._control is not None and self._hosts is not None:
                 for host in self._control.missing():
-                    text = f"warning: the launcher of {host} never came, or port {self._hosts.port} is not open; look there how it ended"
+                    text = (
+                        f"warning: the launcher of {host} never came, or port"
+                        f" {self._hosts.port} is not open; look there how it ended"
+                    )
                     self._terminal.say(text, error=True)
                 self._control.tell("end", code=code)
-        how = f"stopped by {signal_name(code - 128)}" if code else f"all {'hosts' if self._job.over_ssh else 'ranks'} ended well"
+        how = (
+            f"stopped by {signal_name(code - 128)}"
+            if code
+            else f"all {'hosts' if self._job.over_ssh else 'ranks'} ended well"
+        )
         self._terminal.say(f"{how}, after {seconds:.0f} s")
         return code
 
@@ -351,5 +432,8 @@ def _connect_limit(child: ProcessSpec) -> float:
     text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT") or "1800"
     seconds = whole_number(text, most_digits=6)
     if not seconds:
-        raise ConfigError(f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to 999999")
+        raise ConfigError(
+            f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to"
+            " 999999"
+        )
     return float(seconds)

@@ -1,4 +1,6 @@
-"""What a launcher says, written by a thread of its own: a terminal or a pipe that takes nothing more must not stop the launcher."""
+"""What a launcher says, written by a thread of its own: a terminal or a pipe that takes nothing
+more must not stop the launcher.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MOST_WAITING = 1 << 22
 
 
 class Terminal:
-    """Lines in the order in which they are said. What the reader has not taken in time is dropped."""
+    """Lines in the order in which they are said. What the reader has not taken in time is
+    dropped.
+    """
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -34,7 +38,9 @@ class Terminal:
         self._given = 0
         self._taken = 0
         """Characters that were put, and those that the writing thread has taken."""
-        self.has_live_line = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.has_live_line = (
+            sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        )
         self._lines: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
         self._thread = threading.Thread(target=self._write, name="terminal", daemon=True)
         self._thread.start()
@@ -90,8 +96,8 @@ class Terminal:
 def write_now(stream: TextIO, text: str) -> None:
     """Write below Python's own buffer. Raises OSError.
 
-    A thread stuck in that buffer would hold its lock until the interpreter ends by an abort, and what it could not write would fail
-    again when the interpreter ends.
+    A thread stuck in that buffer would hold its lock until the interpreter ends by an abort, and
+    what it could not write would fail again when the interpreter ends.
     """
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     if raw is None:
@@ -104,7 +110,9 @@ def write_now(stream: TextIO, text: str) -> None:
 
 
 def tell(text: str, *, error: bool = False) -> None:
-    """Say a line to standard output or standard error, before there is a Terminal. A full or closed stream is no reason to stop."""
+    """Say a line to standard output or standard error, before there is a Terminal. A full or closed
+    stream is no reason to stop.
+    """
     stream = sys.stderr if error else sys.stdout
     with suppress(OSError, ValueError):
         if stream is not None:
@@ -137,4 +145,8 @@ def open_standard_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+            setattr(
+                sys,
+                name,
+                os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False),
+            )

@@ -1,7 +1,9 @@
-"""The arguments of a ModelArts job, and of MindFormers r0.3's run_mindformer.py, as those of run_gpt2.py.
+"""The arguments of a ModelArts job, and of MindFormers r0.3's run_mindformer.py, as those of
+run_gpt2.py.
 
-Sources: run_mindformer.py of MindFormers r0.3 and r0.8; "Developing Code for Training" and "Environment
-Variables of a Training Container" of the ModelArts guide; ModelZoo's --data_url and --train_url.
+Sources: run_mindformer.py of MindFormers r0.3 and r0.8; "Developing Code for Training" and
+"Environment Variables of a Training Container" of the ModelArts guide; ModelZoo's --data_url and
+--train_url.
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ from common.modelarts.stores import is_url
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
-"""Keys of the configuration outside of sections, with a flag of the same name; output_dir has rules of its own."""
-_OWN = {"help": False, **{name: options.get("action") != "store_true" for name, options in FLAGS.items()}}
+"""Keys of the configuration outside of sections, with a flag of the same name; output_dir has rules
+of its own.
+"""
+_OWN = {
+    "help": False,
+    **{name: options.get("action") != "store_true" for name, options in FLAGS.items()},
+}
 """The flags of run_gpt2.py, and whether they take a value."""
 _KEYS = {
     "dataset": "data.train",
@@ -47,8 +54,8 @@ _NOTED = {
 class ModelArtsJob:
     """What the arguments of a job are here. argv: for run_gpt2.py's parser; values may be URLs.
 
-    output_url: where output_dir is copied at the end. one_process: --use_parallel=False, which matters where nobody
-    started one process per card.
+    output_url: where output_dir is copied at the end. one_process: --use_parallel=False, which
+    matters where nobody started one process per card.
     """
 
     run_mode: str = "train"
@@ -59,10 +66,12 @@ class ModelArtsJob:
 
 
 def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
-    """Turn ``--section.key=value``, ``--section.key value`` and the flags above into ``section.key=value``; keep the rest.
+    """Turn ``--section.key=value``, ``--section.key value`` and the flags above into
+    ``section.key=value``; keep the rest.
 
-    Inside ModelArts a flag that nobody knows is dropped with a remark, as the platform adds some; elsewhere it stays, and
-    the parser refuses it. Raises ConfigError for a flag without its value, or with one that cannot be meant.
+    Inside ModelArts a flag that nobody knows is dropped with a remark, as the platform adds some;
+    elsewhere it stays, and the parser refuses it. Raises ConfigError for a flag without its value,
+    or with one that cannot be meant.
     """
     inside = in_modelarts(environ)
     job = ModelArtsJob(run_mode=_value_of("run_mode", argv) or "train")
@@ -91,7 +100,10 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
             _FLAGS[name](job, name, _needed(argument, given, rest))
         elif inside:
             value = _value_of_unknown(given, rest)
-            job.remarks.append(f"--{match[1]}{value} is no argument of this program; ignored, as it may be the platform's")
+            job.remarks.append(
+                f"--{match[1]}{value} is no argument of this program; ignored, as it may be the"
+                " platform's"
+            )
         else:
             job.argv.append(argument)
     return job
@@ -100,7 +112,8 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
 def mindformers_argv(argv: Sequence[str]) -> list[str]:
     """Add what r0.3 did without being told.
 
-    The mode is train; train begins with new weights whatever checkpoint the YAML names; an Ascend is MindSpore's.
+    The mode is train; train begins with new weights whatever checkpoint the YAML names; an Ascend
+    is MindSpore's.
     """
     mode = _value_of("run_mode", argv)
     chosen = [] if mode is not None else ["--run_mode=train"]
@@ -119,7 +132,11 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
 
     if any(re.match("(--)?backend(=|$)", word) for word in argv):
         return False
-    asked = [word.rpartition("=")[2] for word in argv if re.match(r"(--)?(context\.)?device_target=", word)]
+    asked = [
+        word.rpartition("=")[2]
+        for word in argv
+        if re.match(r"(--)?(context\.)?device_target=", word)
+    ]
     asked += [_value_of(name, argv) or "" for name in ("device_target", "context.device_target")]
     name = _value_of("config", argv) or ""
     try:
@@ -127,12 +144,17 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
         config = build_config(tree, sources)
     except ConfigError:  # it is read again, and the error said, where the other words are known
         return "Ascend" in asked
-    if "Ascend" not in (asked if any(asked) else [(tree.get("context") or {}).get("device_target")]):
+    if "Ascend" not in (
+        asked if any(asked) else [(tree.get("context") or {}).get("device_target")]
+    ):
         return False
     if "backend" not in config.model_fields_set:
         return True
     if config.backend == "torch":
-        LOG.warning(f"device_target=Ascend, but {name} says backend: torch, which is taken; for MindSpore give backend=mindspore")
+        LOG.warning(
+            f"device_target=Ascend, but {name} says backend: torch, which is taken; for MindSpore"
+            " give backend=mindspore"
+        )
     return False
 
 
@@ -143,10 +165,15 @@ def describe_flags() -> str:
         return " ".join(f"--{name}" for name in names)
 
     rows = {
-        **{flags([name for name in _KEYS if _KEYS[name] == key]): key for key in dict.fromkeys(_KEYS.values())},
+        **{
+            flags([name for name in _KEYS if _KEYS[name] == key]): key
+            for key in dict.fromkeys(_KEYS.values())
+        },
         flags(TOP_LEVEL): "the key of the same name",
         flags(_OUTPUT): "output_dir; of a URL, where it is copied at the end",
-        flags(_CHECKPOINT): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
+        flags(
+            _CHECKPOINT
+        ): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
         "--predict_data": "predict.prompt, or predict.prompt_file where it is a file",
         "--use_parallel": "False: one process, where nobody has started ranks",
         "--profile": "True: profile.start=1 profile.stop=10",
@@ -156,7 +183,10 @@ def describe_flags() -> str:
         flags(tuple(_NOTED)): "noted, without effect",
     }
     lines = "".join(f"  {flags}\n      {meaning}\n" for flags, meaning in rows.items())
-    return f"MindFormers' and ModelArts' arguments, and what each is here (--run_mode is train when left out):\n{lines}\n"
+    return (
+        "MindFormers' and ModelArts' arguments, and what each is here (--run_mode is train"
+        f" when left out):\n{lines}\n"
+    )
 
 
 # ---- one function for each kind of flag ----
@@ -175,7 +205,10 @@ def _output(job: ModelArtsJob, name: str, value: str) -> None:
     if not is_url(value):
         job.argv.append(f"output_dir={value}")
     elif job.output_url not in (None, value):
-        raise ConfigError(f"--{name}={value}, but the output is already to be copied to {job.output_url}; give one of them")
+        raise ConfigError(
+            f"--{name}={value}, but the output is already to be copied to {job.output_url}; give"
+            " one of them"
+        )
     else:
         job.output_url = value
 
@@ -225,10 +258,15 @@ def _config(value: str, inside: bool) -> str:
     """Look in the code folder too: ModelArts starts the program in a folder of its choice."""
     if is_url(value):
         raise ConfigError(
-            f"--config={value}: expected a file of this host, beside which the files of its base: list lie; put it into the code folder"
-            " and give its path there, such as --config=configs/gpt2/run_gpt2.yaml"
+            f"--config={value}: expected a file of this host, beside which the files of its base:"
+            " list lie; put it into the code folder and give its path there, such as"
+            " --config=configs/gpt2/run_gpt2.yaml"
         )
-    return str(ROOT / value) if inside and not Path(value).exists() and (ROOT / value).is_file() else value
+    return (
+        str(ROOT / value)
+        if inside and not Path(value).exists() and (ROOT / value).is_file()
+        else value
+    )
 
 
 def _options(given: str | None, rest: deque[str]) -> list[str]:
@@ -236,7 +274,9 @@ def _options(given: str | None, rest: deque[str]) -> list[str]:
     while rest and not rest[0].startswith("--"):
         values.append(rest.popleft())
     if not values or not all("=" in value for value in values):
-        raise ConfigError(f"--options {' '.join(values)}: expected section.key=value words behind it")
+        raise ConfigError(
+            f"--options {' '.join(values)}: expected section.key=value words behind it"
+        )
     return values
 
 

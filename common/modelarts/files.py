@@ -1,4 +1,6 @@
-"""Files of a run that lie elsewhere: input and earlier output are copied here before it, and the output back after it."""
+"""Files of a run that lie elsewhere: input and earlier output are copied here before it, and the
+output back after it.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +30,46 @@ from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
 _CHECKPOINT_KEYS = ("checkpoint.resume", "checkpoint.init_from", "checkpoint.load")
-_FILE_KEYS = ("data.tokenizer.folder", "data.tokenizer.vocab_file", "data.tokenizer.merge_file", "predict.prompt_file", "evaluation.file")
+_FILE_KEYS = (
+    "data.tokenizer.folder",
+    "data.tokenizer.vocab_file",
+    "data.tokenizer.merge_file",
+    "predict.prompt_file",
+    "evaluation.file",
+)
 _METRICS = "metrics.jsonl"
 _OF_A_RANK = re.compile(r"mf_parallel(\d+)/.*|profile/.*_rank_(\d+)\.json\.gz")
 """Files that are not rank 0's, and whose they are: launchers' logs, and traces."""
 
 
 def output_url(config: RunConfig, given: str | None) -> str | None:
-    """Where the output is copied when the run ends: the URL of the command line, else output_dir where that is one."""
+    """Where the output is copied when the run ends: the URL of the command line, else output_dir
+    where that is one.
+    """
     return given or (config.output_dir if is_url(config.output_dir) else None)
 
 
 def bring_files(
-    config: RunConfig, overrides: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]
+    config: RunConfig,
+    overrides: Sequence[str],
+    url: str | None,
+    ranks: Sequence[int],
+    environ: Mapping[str, str],
 ) -> list[str]:
-    """Copy input, and output of an earlier start, to this host. Returns further overrides that name the copies.
+    """Copy input, and output of an earlier start, to this host. Returns further overrides that name
+    the copies.
 
-    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The output lies in the
-    output_dir of ``overrides``, else in a folder for it: a config's own output_dir is a folder of another machine.
+    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The
+    output lies in the output_dir of ``overrides``, else in a folder for it: a config's own
+    output_dir is a folder of another machine.
     """
     found = bring_input(config, environ)
     if url is not None:
-        given = [value for key, _, value in (item.partition("=") for item in overrides) if key == "output_dir" and not is_url(value)]
+        given = [
+            value
+            for key, _, value in (item.partition("=") for item in overrides)
+            if key == "output_dir" and not is_url(value)
+        ]
         folder = Path(given[-1]) if given else local_folder(url, environ).with_name("output")
         bring_output(url, folder, ranks=ranks, environ=environ)
         found.append(f"output_dir={folder}")
@@ -60,7 +80,8 @@ def bring_files(
 
 
 def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """Return overrides with folders and files of this host, for keys whose value is a URL or a folder with a corpus.
+    """Return overrides with folders and files of this host, for keys whose value is a URL or a
+    folder with a corpus.
 
     Raises ConfigError for a URL where none can be, DataError, CheckpointError, StorageError.
     """
@@ -69,7 +90,9 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
         local = _brought(key, value, environ)
         if local != value:
             text = local[0] if isinstance(local, list) and len(local) == 1 else local
-            found.append(f"{key}={json.dumps(text, ensure_ascii=False) if isinstance(text, list) else text}")
+            found.append(
+                f"{key}={json.dumps(text, ensure_ascii=False) if isinstance(text, list) else text}"
+            )
     return found
 
 
@@ -82,7 +105,10 @@ def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
         return str(_bring(checkpoint_url(key, value, environ), environ))
     if key in _FILE_KEYS:
         return str(_bring(value, environ))
-    raise ConfigError(f"{key}={value}: a URL cannot be written to; give a folder or file of this host, such as one in output_dir")
+    raise ConfigError(
+        f"{key}={value}: a URL cannot be written to; give a folder or file of this host, such as"
+        " one in output_dir"
+    )
 
 
 def _bring(url: str, environ: Mapping[str, str]) -> Path:
@@ -98,32 +124,41 @@ def _corpus(key: str, value: str, environ: Mapping[str, str]) -> str:
 
 
 def corpus_in(folder: Path, key: str = "data.train") -> str:
-    """Return the prefix of the one .bin/.idx pair below a folder; the folder where there is none, as with MindRecord.
+    """Return the prefix of the one .bin/.idx pair below a folder; the folder where there is none,
+    as with MindRecord.
 
     Raises DataError.
     """
-    prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
+    prefixes = sorted(
+        path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()
+    )
     if len(prefixes) > 1:
         shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
-        raise DataError(f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a folder with one")
+        raise DataError(
+            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a"
+            " folder with one"
+        )
     return str(prefixes[0] if prefixes else folder)
 
 
 def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
-    """Return the step folder meant by its own URL, or by that of a run folder, of its checkpoints or their ``latest``.
+    """Return the step folder meant by its own URL, or by that of a run folder, of its checkpoints
+    or their ``latest``.
 
     Raises CheckpointError where there is none.
     """
     found = find_checkpoint_url(url, environ)
     if found is None:
         raise CheckpointError(
-            f"{key}={url}: no whole checkpoint there; expected the URL of a run folder, of its checkpoints folder or of a step_... folder"
+            f"{key}={url}: no whole checkpoint there; expected the URL of a run folder, of its"
+            " checkpoints folder or of a step_... folder"
         )
     return found
 
 
 def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
-    """Return the step folder that ``latest`` names, else the newest whole one; None where there is none.
+    """Return the step folder that ``latest`` names, else the newest whole one; None where there is
+    none.
 
     A ``latest`` that names another folder is a warning.
     """
@@ -132,17 +167,27 @@ def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
-        folder, names = join(folder, "checkpoints"), {name.removeprefix("checkpoints/") for name in names}
+        folder, names = (
+            join(folder, "checkpoints"),
+            {name.removeprefix("checkpoints/") for name in names},
+        )
     whole = sorted(
         (name.removesuffix(f"/{MANIFEST}") for name in names if _is_manifest_of_step(name)),
         key=step_of,
     )
     if not whole:
         return None
-    named = remote.read(join(folder, LATEST), environ).decode(errors="replace").strip() if LATEST in names else whole[-1]
+    named = (
+        remote.read(join(folder, LATEST), environ).decode(errors="replace").strip()
+        if LATEST in names
+        else whole[-1]
+    )
     if named in whole:
         return join(folder, named)
-    LOG.warning(f"{join(folder, LATEST)} names {named!r}, which is not a whole checkpoint there; taking {whole[-1]} instead")
+    LOG.warning(
+        f"{join(folder, LATEST)} names {named!r}, which is not a whole checkpoint there; taking"
+        f" {whole[-1]} instead"
+    )
     return join(folder, whole[-1])
 
 
@@ -152,9 +197,15 @@ def _is_manifest_of_step(name: str) -> bool:
 
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:
-    """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among temporary files."""
+    """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among
+    temporary files.
+    """
     cache = Path("/cache")
-    base = cache if in_modelarts(environ) and os.access(cache, os.W_OK) else Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    base = (
+        cache
+        if in_modelarts(environ) and os.access(cache, os.W_OK)
+        else Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    )
     job = environ.get("MA_VJ_NAME") or environ.get("JOB_ID") or ""
     name = hashlib.sha256(f"{job}\n{url}".encode()).hexdigest()[:16]
     return base / f"gpt2_files_{os.getuid()}" / name / (base_name(url) or "files")
@@ -163,12 +214,14 @@ def local_folder(url: str, environ: Mapping[str, str]) -> Path:
 # ---- output ----
 
 
-def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+def bring_output(
+    url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]
+) -> None:
     """Copy what an earlier start of the run left at the URL into the run folder.
 
-    A host without a run folder gets everything. Any other host gets the newest checkpoint only, and only where
-    ``ranks`` are copied from here at the end. The host of rank 0 gets it only where its own is older, because another
-    host had rank 0 then. Raises StorageError.
+    A host without a run folder gets everything. Any other host gets the newest checkpoint only, and
+    only where ``ranks`` are copied from here at the end. The host of rank 0 gets it only where its
+    own is older, because another host had rank 0 then. Raises StorageError.
     """
     if not folder.exists():
         if remote.files(url, environ):
@@ -182,7 +235,10 @@ def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mappi
     if 0 not in ranks:
         _refresh(newest, checkpoints, environ)
     elif mine < step_of(base_name(newest)):
-        LOG.warning(f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there")
+        LOG.warning(
+            f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and"
+            " copied there"
+        )
         _refresh(newest, checkpoints, environ)
         if remote.files(join(url, _METRICS), environ):
             with atomic_write(folder / _METRICS) as file:
@@ -191,7 +247,9 @@ def bring_output(url: str, folder: Path, *, ranks: Sequence[int], environ: Mappi
 
 
 def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
-    """Copy a step folder, unless it is here with the same manifest, which holds the checksums of its files."""
+    """Copy a step folder, unless it is here with the same manifest, which holds the checksums of
+    its files.
+    """
     here = checkpoints / base_name(url)
     try:
         if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST), environ):
@@ -202,20 +260,24 @@ def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int], environ: Mapping[str, str]) -> Iterator[None]:
+def output_copied(
+    url: str | None, output_dir: Path, ranks: Sequence[int], environ: Mapping[str, str]
+) -> Iterator[None]:
     """Copy ``output_dir`` to ``url`` when the block ends, however it ends.
 
-    All of it is copied where rank 0 is among ``ranks``, else the files of these ranks: the rest is older than what rank
-    0 has. A SIGTERM in the block ends the program, with a copy; inside the training loop its own handler, which saves,
-    goes first. Raises StorageError when the copy fails. An error of the block itself wins: the failed copy is then told
-    on standard error.
+    All of it is copied where rank 0 is among ``ranks``, else the files of these ranks: the rest is
+    older than what rank 0 has. A SIGTERM in the block ends the program, with a copy; inside the
+    training loop its own handler, which saves, goes first. Raises StorageError when the copy fails.
+    An error of the block itself wins: the failed copy is then told on standard error.
     """
     if url is None or not ranks:
         yield
         return
 
     def push() -> None:
-        remote.push(output_dir, url, environ, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
+        remote.push(
+            output_dir, url, environ, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks
+        )
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # not StopRequested, which means that all ranks have agreed
@@ -225,7 +287,8 @@ def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int], envir
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the copy is what the time that is left is for
+            # the copy is what the time that is left is for
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except BaseException:
         try:
             push()

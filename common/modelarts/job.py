@@ -1,4 +1,6 @@
-"""A run on ModelArts: its files, its ranks and their variables, and the start of ranks that the platform did not start."""
+"""A run on ModelArts: its files, its ranks and their variables, and the start of ranks that the
+platform did not start.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
 def process_of_job(environ: Mapping[str, str]) -> Process:
-    """Return who this process is; it is alone where the ranks of its host are still to be started."""
+    """Return who this process is; it is alone where the ranks of its host are still to be
+    started.
+    """
     return ALONE if must_start_ranks(environ) else find_process(environ)
 
 
@@ -50,10 +54,14 @@ def files_here(
         yield config, found
 
 
-def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
-    """Return the ranks whose output this process copies: those of its host, where it is the first of them.
+def ranks_to_copy(
+    process: Process, environ: Mapping[str, str], *, one_process: bool
+) -> tuple[int, ...]:
+    """Return the ranks whose output this process copies: those of its host, where it is the first
+    of them.
 
-    one_process: every host does the same alone, without ranks; only what the first one did is copied.
+    one_process: every host does the same alone, without ranks; only what the first one did is
+    copied.
     """
     if is_scheduler(environ):
         return ()
@@ -61,19 +69,29 @@ def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: 
         if process.local_rank != 0:
             return ()
         if process.launcher == "rank table" and environ.get("RANK_TABLE_FILE"):
-            return tuple(device.rank_id for device in read_table(Path(environ["RANK_TABLE_FILE"])).place(process.rank)[0].devices)
+            return tuple(
+                device.rank_id
+                for device in read_table(Path(environ["RANK_TABLE_FILE"]))
+                .place(process.rank)[0]
+                .devices
+            )
         return tuple(range(process.rank, process.rank + process.local_world_size))
     places = find_places(environ)[1]
     if not one_process:
         return tuple(place.rank for place in places.own)
     if places.own_host == places.hosts[0]:
         return (0,)
-    LOG.warning(f"--use_parallel=False: this host does the same as {places.hosts[0]}, whose output is copied; ask for one node")
+    LOG.warning(
+        f"--use_parallel=False: this host does the same as {places.hosts[0]}, whose output is"
+        " copied; ask for one node"
+    )
     return ()
 
 
 def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that frameworks read, where the platform started one process per card and leaves them out."""
+    """Return variables that frameworks read, where the platform started one process per card and
+    leaves them out.
+    """
     if not in_modelarts(environ) or process.launcher != "rank table":
         return {}
     found = {"HCCL_CONNECT_TIMEOUT": "1800", "RANK_SIZE": str(process.world_size)}
@@ -91,31 +109,47 @@ def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str
 
 
 def must_start_ranks(environ: Mapping[str, str]) -> bool:
-    """Tell whether ModelArts started one process for several devices or hosts, and gave it no rank."""
-    if not in_modelarts(environ) or any(environ.get(name) for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
+    """Tell whether ModelArts started one process for several devices or hosts, and gave it no
+    rank.
+    """
+    if not in_modelarts(environ) or any(
+        environ.get(name)
+        for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    ):
         return False
     return _device_count(environ) > 1 or len(_host_names(environ)) > 1
 
 
-def start_ranks(config_path: Path, run_mode: str, overrides: Sequence[str], environ: Mapping[str, str]) -> None:
+def start_ranks(
+    config_path: Path, run_mode: str, overrides: Sequence[str], environ: Mapping[str, str]
+) -> None:
     """Start a rank for each device of this host, and wait for all.
 
-    Raises SystemExit with their common exit code where that is not 0, and ConfigError and DataError where the platform's variables
-    contradict each other.
+    Raises SystemExit with their common exit code where that is not 0, and ConfigError and DataError
+    where the platform's variables contradict each other.
     """
     from common.launcher.children import make_children, make_hosts
     from common.launcher.supervisor import Job, supervise
 
     table_file, places = find_places(environ)
-    config = resolve_mode(load_config(config_path, overrides), run_mode, world_size=places.world_size)
+    config = resolve_mode(
+        load_config(config_path, overrides), run_mode, world_size=places.world_size
+    )
     rendezvous = make_rendezvous(
-        places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu"
+        places,
+        port=None,
+        table=table_file,
+        backend=config.backend,
+        environ=environ,
+        on_cpu=config.device == "cpu",
     )
     for name in FOREIGN:
         os.environ.pop(name, None)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     job = Job(
-        children=make_children(places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ),
+        children=make_children(
+            places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ
+        ),
         log_folder=Path(config.output_dir),
         stall_limit=config.runtime.stall_limit,
         follow=True,
@@ -126,7 +160,9 @@ def start_ranks(config_path: Path, run_mode: str, overrides: Sequence[str], envi
 
 
 def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
-    """Read the platform's rank table where it gives one; else place the same devices on each of VC_WORKER_HOSTS."""
+    """Read the platform's rank table where it gives one; else place the same devices on each of
+    VC_WORKER_HOSTS.
+    """
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])
@@ -136,18 +172,31 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
             hosts = list(dict.fromkeys(place.host for place in places))
             own = environ.get("MA_CURRENT_IP", "")
             if own not in hosts:
-                own = next((host for host in hosts if is_own(host)), hosts[index] if index < len(hosts) else "")
+                own = next(
+                    (host for host in hosts if is_own(host)),
+                    hosts[index] if index < len(hosts) else "",
+                )
             if not own:
                 raise ConfigError(
-                    f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor VC_TASK_INDEX={index} says which server of"
-                    f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds {', '.join(hosts)}"
+                    f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor"
+                    f" VC_TASK_INDEX={index} says which server of"
+                    f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds"
+                    f" {', '.join(hosts)}"
                 )
-            return path, place_hosts(places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None)
+            return path, place_hosts(
+                places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None
+            )
     if index >= len(names):
-        raise ConfigError(f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}")
+        raise ConfigError(
+            f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}:"
+            f" {', '.join(names)}"
+        )
     devices = _device_count(environ)
     if devices * len(names) > MOST_RANKS:
-        raise ConfigError(f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job can have, {MOST_RANKS}")
+        raise ConfigError(
+            f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job"
+            f" can have, {MOST_RANKS}"
+        )
     everyone = tuple(
         RankPlacement(rank=node * devices + device, device_id=device, local_rank=device, host=host)
         for node, host in enumerate(names)
@@ -157,23 +206,32 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
 
 
 def _host_names(environ: Mapping[str, str]) -> list[str]:
-    """VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; this host alone where there is one."""
+    """VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; this host alone where there is
+    one.
+    """
     names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
     if count <= 1 and len(names) <= 1:
         return [LOOPBACK]
     if len(names) != count:
-        raise ConfigError(f"environment: MA_NUM_HOSTS={count}, but VC_WORKER_HOSTS={environ.get('VC_WORKER_HOSTS', '')} names {len(names)}")
+        raise ConfigError(
+            f"environment: MA_NUM_HOSTS={count}, but"
+            f" VC_WORKER_HOSTS={environ.get('VC_WORKER_HOSTS', '')} names {len(names)}"
+        )
     return names
 
 
 def _device_count(environ: Mapping[str, str]) -> int:
-    """Accelerators of this host: MA_NUM_GPUS, which counts Ascends too, else the driver's device files."""
+    """Accelerators of this host: MA_NUM_GPUS, which counts Ascends too, else the driver's device
+    files.
+    """
     return _number(environ, "MA_NUM_GPUS", 0) or len(list(Path("/dev").glob("davinci[0-9]*"))) or 1
 
 
 def _address(host: str, index: int, environ: Mapping[str, str]) -> str:
-    """Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be another network's."""
+    """Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be another
+    network's.
+    """
     names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
     return names[index] if index < len(names) and host not in names else host
 
@@ -191,5 +249,7 @@ def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
     number = whole_number(text)
     if number is None or number > MOST_RANKS:
-        raise ConfigError(f"environment: {name}={shortened(text)}: expected a whole number, {MOST_RANKS} at most")
+        raise ConfigError(
+            f"environment: {name}={shortened(text)}: expected a whole number, {MOST_RANKS} at most"
+        )
     return number

@@ -1,4 +1,6 @@
-"""Copies from URLs, once per host, and to them: whole or not there at all, tried again when the store fails."""
+"""Copies from URLs, once per host, and to them: whole or not there at all, tried again when the
+store fails.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,21 @@ class _Copy:
 
 
 def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0) -> Path:
-    """Copy ``url`` to ``folder`` unless the same is here already; one process of this host does it for all that ask.
+    """Copy ``url`` to ``folder`` unless the same is here already; one process of this host does it
+    for all that ask.
 
-    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the copy is made beside
-    it and renamed. Raises DataError for an empty URL and StorageError for a failed copy, in every process that waited.
+    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the
+    copy is made beside it and renamed. Raises DataError for an empty URL and StorageError for a
+    failed copy, in every process that waited.
     """
     began = time.time()
-    complete, failed = (folder.with_name(f".{folder.name}.{state}") for state in ("complete", "failed"))
+    complete, failed = (
+        folder.with_name(f".{folder.name}.{state}") for state in ("complete", "failed")
+    )
     with _one_of_host(folder.with_name(f".{folder.name}.lock"), url, limit):
         copy = _read_copy(complete) if folder.is_dir() else None
-        if copy is None or copy.url != url or copy.made < began:  # else it was made while this process waited
+        # else it was made while this process waited
+        if copy is None or copy.url != url or copy.made < began:
             if failed.is_file() and failed.stat().st_mtime >= began:
                 raise StorageError(failed.read_text(encoding="utf-8"))
             try:
@@ -61,7 +68,9 @@ def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: floa
 
 
 def files(url: str, environ: Mapping[str, str]) -> list[StoredFile]:
-    """What lies there, at any depth; nothing where there is nothing. Raises StorageError when the store does not answer."""
+    """What lies there, at any depth; nothing where there is nothing. Raises StorageError when the
+    store does not answer.
+    """
     store = find_store(url, environ)
     return _try(lambda: store.files(url), f"{url}: the store does not answer")
 
@@ -81,9 +90,11 @@ def push(
     *,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Copy a folder's files to a URL, those of which ``wanted`` says so of their names relative to it, hidden ones never.
+    """Copy a folder's files to a URL, those of which ``wanted`` says so of their names relative to
+    it, hidden ones never.
 
-    What makes a checkpoint look whole comes after its content, so that a copy that is cut off at any file is a run that goes on.
+    What makes a checkpoint look whole comes after its content, so that a copy that is cut off at
+    any file is a run that goes on.
     Raises StorageError.
     """
     names = [name for name in _upload_order(folder) if wanted(name)]
@@ -91,7 +102,10 @@ def push(
         return
     LOG.info(f"copying {len(names)} files of {folder} to {url}")
     store = find_store(url, environ)
-    _try(lambda: store.push(folder, names, url), f"{url}: {folder} could not be copied there, and is still here")
+    _try(
+        lambda: store.push(folder, names, url),
+        f"{url}: {folder} could not be copied there, and is still here",
+    )
 
 
 def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str]) -> None:
@@ -105,7 +119,10 @@ def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str
             return
         LOG.warning(f"{url} has changed since {made}: the copy of that time is replaced")
     if not there:
-        raise DataError(f"{url}: there is nothing; check the address (of a .bin/.idx pair: its folder), and the rights of this job")
+        raise DataError(
+            f"{url}: there is nothing; check the address (of a .bin/.idx pair: its folder), and the"
+            " rights of this job"
+        )
     LOG.info(f"copying {url} to {folder}")
     store = find_store(url, environ)
     _try(lambda: _pull(store, url, folder), f"{url}: could not be copied to {folder}")
@@ -130,7 +147,12 @@ def _upload_order(folder: Path) -> list[str]:
     """Names of all files; hidden ones are locks and what is under way."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
-    return [path.as_posix() for path in sorted(visible, key=lambda path: (path.name == LATEST, path.name == MANIFEST, path))]
+    return [
+        path.as_posix()
+        for path in sorted(
+            visible, key=lambda path: (path.name == LATEST, path.name == MANIFEST, path)
+        )
+    ]
 
 
 def _try(action: Callable[[], T], what: str) -> T:
@@ -140,7 +162,11 @@ def _try(action: Callable[[], T], what: str) -> T:
         except UserError:
             raise
         except Exception as error:  # what a store raises is its own affair
-            reason = str(error) if isinstance(error, OSError | StorageError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error)
+                if isinstance(error, OSError | StorageError)
+                else f"{type(error).__name__}: {error}"
+            )
             if pause is None:
                 raise StorageError(f"{what} ({reason}); tried {len(_PAUSES) + 1} times") from None
             LOG.warning(f"{what} ({reason}); trying again in {pause:g} s")
@@ -150,12 +176,16 @@ def _try(action: Callable[[], T], what: str) -> T:
 
 @contextmanager
 def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends; wait for it, and say so. Raises StorageError after ``limit`` seconds."""
+    """Hold a lock that ends with the process, however it ends; wait for it, and say so. Raises
+    StorageError after ``limit`` seconds.
+    """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
     except OSError as error:
-        raise StorageError(f"{lock.parent}: cannot be written: {error.strerror}; there is no place for {url}") from None
+        raise StorageError(
+            f"{lock.parent}: cannot be written: {error.strerror}; there is no place for {url}"
+        ) from None
     with file:
         deadline, told = time.monotonic() + limit, False
         while True:
@@ -168,7 +198,8 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
                     told = True
                 if time.monotonic() > deadline:
                     raise StorageError(
-                        f"{url}: another process of this host copies it for more than {limit:g} s; look into its log"
+                        f"{url}: another process of this host copies it for more than {limit:g} s;"
+                        " look into its log"
                     ) from None
                 time.sleep(0.2)
         yield
@@ -178,6 +209,10 @@ def _read_copy(complete: Path) -> _Copy | None:
     try:
         record = read_json_mapping(complete, error=DataError)
         time.localtime(record["made"])  # as it will be shown
-        return _Copy(url=record["url"], files=[StoredFile(**file) for file in record["files"]], made=float(record["made"]))
+        return _Copy(
+            url=record["url"],
+            files=[StoredFile(**file) for file in record["files"]],
+            made=float(record["made"]),
+        )
     except (DataError, OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

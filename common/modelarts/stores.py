@@ -18,7 +18,9 @@ _SMALL = 9 << 20  # of the OBS SDK's uploads: below it one request, above it par
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """name: relative to the URL, or its last part where the URL is this file. changed: the time, in the store's own words."""
+    """name: relative to the URL, or its last part where the URL is this file. changed: the time, in
+    the store's own words.
+    """
 
     name: str
     bytes: int
@@ -29,13 +31,19 @@ class RemoteStore(Protocol):
     """A failed call raises any exception; the callers try again."""
 
     def files(self, url: str) -> list[StoredFile]:
-        """What lies under ``url``, at any depth; nothing of a URL that is not there, or is an empty folder."""
+        """What lies under ``url``, at any depth; nothing of a URL that is not there, or is an empty
+        folder.
+        """
 
     def pull(self, url: str, folder: Path) -> None:
-        """Copy what lies under ``url`` into an existing folder; of a URL that is one file, that file."""
+        """Copy what lies under ``url`` into an existing folder; of a URL that is one file, that
+        file.
+        """
 
     def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        """Copy these files of ``folder``, in this order, over what lies under ``url``. Nothing there is deleted."""
+        """Copy these files of ``folder``, in this order, over what lies under ``url``. Nothing
+        there is deleted.
+        """
 
 
 def is_url(text: str) -> bool:
@@ -51,10 +59,14 @@ def join(url: str, name: str) -> str:
 
 
 def find_store(url: str, environ: Mapping[str, str]) -> RemoteStore:
-    """The store for a URL, by its scheme and what can be imported. Raises ConfigError that says what is missing."""
+    """The store for a URL, by its scheme and what can be imported. Raises ConfigError that says
+    what is missing.
+    """
     scheme = url.partition("://")[0]
     if not is_url(url):
-        raise ConfigError(f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}")
+        raise ConfigError(
+            f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}"
+        )
     if scheme == "file":
         return FolderStore()
     moxing = getattr(_import("moxing"), "file", None)
@@ -64,8 +76,8 @@ def find_store(url: str, environ: Mapping[str, str]) -> RemoteStore:
     if hasattr(sdk, "ObsClient"):
         return ObsStore(_client(sdk, url, environ))
     raise ConfigError(
-        f"{url}: neither ModelArts' moxing nor the OBS SDK can be imported; pip install esdk-obs-python, take one of ModelArts' images,"
-        " or mount the bucket and give its folder"
+        f"{url}: neither ModelArts' moxing nor the OBS SDK can be imported; pip install"
+        " esdk-obs-python, take one of ModelArts' images, or mount the bucket and give its folder"
     )
 
 
@@ -74,10 +86,18 @@ class FolderStore:
 
     def files(self, url: str) -> list[StoredFile]:
         source = _folder_of(url)
-        paths = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+        paths = (
+            [source]
+            if source.is_file()
+            else sorted(path for path in source.rglob("*") if path.is_file())
+        )
         top = source.parent if source.is_file() else source
         return [
-            StoredFile(name=path.relative_to(top).as_posix(), bytes=status.st_size, changed=str(status.st_mtime_ns))
+            StoredFile(
+                name=path.relative_to(top).as_posix(),
+                bytes=status.st_size,
+                changed=str(status.st_mtime_ns),
+            )
             for path, status in ((path, path.stat()) for path in paths)
         ]
 
@@ -90,7 +110,10 @@ class FolderStore:
 
     def push(self, folder: Path, files: Sequence[str], url: str) -> None:
         for name in files:
-            with (folder / name).open("rb") as source, atomic_write(_folder_of(url) / name) as target:
+            with (
+                (folder / name).open("rb") as source,
+                atomic_write(_folder_of(url) / name) as target,
+            ):
                 shutil.copyfileobj(source, target, 1 << 20)
 
 
@@ -106,8 +129,15 @@ class MoxingStore:
         if not self.file.is_directory(url):
             return [self._record(base_name(url), self.file.stat(url))]
         names = (str(name) for name in self.file.list_directory(url, recursive=True))
-        found = ((name, self.file.stat(join(url, name))) for name in names if name and not name.endswith("/"))
-        return sorted((self._record(name, status) for name, status in found if not status.is_directory), key=lambda file: file.name)
+        found = (
+            (name, self.file.stat(join(url, name)))
+            for name in names
+            if name and not name.endswith("/")
+        )
+        return sorted(
+            (self._record(name, status) for name, status in found if not status.is_directory),
+            key=lambda file: file.name,
+        )
 
     def pull(self, url: str, folder: Path) -> None:
         if self.file.is_directory(url):
@@ -126,19 +156,26 @@ class MoxingStore:
 
 @dataclass(frozen=True)
 class ObsStore:
-    """The SDK esdk-obs-python. client: its ObsClient, whose calls return a record with status, errorCode and errorMessage."""
+    """The SDK esdk-obs-python. client: its ObsClient, whose calls return a record with status,
+    errorCode and errorMessage.
+    """
 
     client: Any
 
     def files(self, url: str) -> list[StoredFile]:
-        return [StoredFile(name=inner, bytes=int(item.size), changed=str(item.lastModified)) for inner, item in self._objects(url)]
+        return [
+            StoredFile(name=inner, bytes=int(item.size), changed=str(item.lastModified))
+            for inner, item in self._objects(url)
+        ]
 
     def pull(self, url: str, folder: Path) -> None:
         bucket, _ = _bucket_and_key(url)
         for inner, item in self._objects(url):
             name, size, target = item.key, int(item.size), folder / inner
             if ".." in Path(inner).parts:
-                raise DataError(f"{url}: the object {name!r} would be written outside of {folder}; rename it")
+                raise DataError(
+                    f"{url}: the object {name!r} would be written outside of {folder}; rename it"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             if size == 0:
                 target.touch()
@@ -147,7 +184,9 @@ class ObsStore:
             else:
                 self._call("downloadFile", url, bucket, name, downloadFile=str(target), taskNum=4)
             if target.stat().st_size != size:
-                raise StorageError(f"{url}: {name} has {size} bytes, {target.stat().st_size} arrived")
+                raise StorageError(
+                    f"{url}: {name} has {size} bytes, {target.stat().st_size} arrived"
+                )
 
     def push(self, folder: Path, files: Sequence[str], url: str) -> None:
         bucket, key = _bucket_and_key(url)
@@ -159,12 +198,21 @@ class ObsStore:
                 self._call("uploadFile", url, bucket, name, str(path), taskNum=4)
 
     def _objects(self, url: str) -> Iterator[tuple[str, Any]]:
-        """The object of this name, or all of the folder, by their names relative to it. Markers of folders are left out."""
+        """The object of this name, or all of the folder, by their names relative to it. Markers of
+        folders are left out.
+        """
         bucket, key = _bucket_and_key(url)
         folder = f"{key.rstrip('/')}/" if key else ""
         marker = None
         while True:
-            body = self._call("listObjects", url, bucket, prefix=key.rstrip("/") or None, marker=marker, max_keys=1000).body
+            body = self._call(
+                "listObjects",
+                url,
+                bucket,
+                prefix=key.rstrip("/") or None,
+                marker=marker,
+                max_keys=1000,
+            ).body
             for item in body.contents or []:
                 if (item.key == key or item.key.startswith(folder)) and not item.key.endswith("/"):
                     yield item.key.removeprefix(key).lstrip("/") or base_name(url), item
@@ -176,13 +224,16 @@ class ObsStore:
         answer = getattr(self.client, method)(*words, **options)
         if answer.status >= 300:
             raise StorageError(
-                f"{url}: {method}: OBS answered {answer.status} {answer.errorCode or ''} {answer.errorMessage or ''}".rstrip()
+                f"{url}: {method}: OBS answered {answer.status} {answer.errorCode or ''}"
+                f" {answer.errorMessage or ''}".rstrip()
             )
         return answer
 
 
 def _client(sdk: Any, url: str, environ: Mapping[str, str]) -> Any:
-    """Keys from the environment alone: OBS_* as the SDK names them, or S3_* as ModelArts sets them."""
+    """Keys from the environment alone: OBS_* as the SDK names them, or S3_* as ModelArts sets
+    them.
+    """
 
     def value(name: str) -> str | None:
         return environ.get(f"OBS_{name}") or environ.get(f"S3_{name}") or None
@@ -190,9 +241,17 @@ def _client(sdk: Any, url: str, environ: Mapping[str, str]) -> Any:
     names = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT")
     missing = [f"OBS_{name}" for name in names if not value(name)]
     if missing:
-        raise ConfigError(f"{url}: the OBS SDK needs {', '.join(missing)} in the environment; set {'it' if len(missing) == 1 else 'them'}")
+        raise ConfigError(
+            f"{url}: the OBS SDK needs {', '.join(missing)} in the environment; set"
+            f" {'it' if len(missing) == 1 else 'them'}"
+        )
     key, secret, server = (value(name) for name in names)
-    return sdk.ObsClient(access_key_id=key, secret_access_key=secret, server=server, security_token=value("SECURITY_TOKEN"))
+    return sdk.ObsClient(
+        access_key_id=key,
+        secret_access_key=secret,
+        server=server,
+        security_token=value("SECURITY_TOKEN"),
+    )
 
 
 def _import(name: str) -> Any:

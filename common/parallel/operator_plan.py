@@ -1,8 +1,10 @@
-"""How MindSpore's compiler splits each operator of the model: a plan as data, which mindformers_gpt2/semi_auto/network.py applies.
+"""How MindSpore's compiler splits each operator of the model: a plan as data, which
+mindformers_gpt2/semi_auto/network.py applies.
 
-A strategy gives, for each input of an operator, the number of parts of each dim. Those of products with weights follow from the roles of
-common/parallel/sharding.py; what lies between them is split so that neighbours agree, and the compiler has to insert no communication but
-Megatron's (arXiv 1909.08053, and with sequence parallel arXiv 2205.05198).
+A strategy gives, for each input of an operator, the number of parts of each dim. Those of products
+with weights follow from the roles of common/parallel/sharding.py; what lies between them is split
+so that neighbours agree, and the compiler has to insert no communication but Megatron's (arXiv
+1909.08053, and with sequence parallel arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Parts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """inputs: parts of each dim of each input. output: of the result, where a sum over ranks is to leave each a part of it."""
+    """inputs: parts of each dim of each input. output: of the result, where a sum over ranks is to
+    leave each a part of it.
+    """
 
     inputs: tuple[Parts, ...]
     output: Parts | None = None
@@ -31,7 +35,8 @@ class Strategy:
 def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
     """Operator of the training graph -> its strategy; ``h.*`` stands for every block.
 
-    Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V); B, T, C, nh, hs and V as in the models.
+    Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V); B, T, C, nh, hs
+    and V as in the models.
     """
     at = config.topology
     data, tensor = at.data, at.tensor
@@ -56,7 +61,14 @@ def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
     }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
         plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
-    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+    for name in (
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.c_proj",
+        "mlp.c_fc",
+        "mlp.c_proj",
+    ):
         plan |= _linear(name, data, tensor, rows)
     return plan | _loss(config, data, tensor)
 
@@ -66,13 +78,17 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
         product = Strategy(inputs=((data, 1), (tensor, 1)))
         add = Strategy(inputs=((data, tensor), (tensor,)))
     else:
-        product = Strategy(inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None)
+        product = Strategy(
+            inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None
+        )
         add = Strategy(inputs=((rows, 1), (1,)))
     return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
 
 
 def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
-    """Rows of a whole vocabulary are split over all ranks of a stage, so that none computes another's logits."""
+    """Rows of a whole vocabulary are split over all ranks of a stage, so that none computes
+    another's logits.
+    """
     columns = tensor if splits_vocabulary(config) else 1
     rows = data * tensor // columns
     logits, row = (rows, columns), (rows,)
@@ -93,10 +109,14 @@ def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
 
 
 def splits_vocabulary(config: ResolvedRun) -> bool:
-    """Whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2. With a pipeline they always do, as in
-    MindFormers r0.3, which then takes ``vocab_emb_dp`` for false and says nothing."""
+    """Whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2. With a
+    pipeline they always do, as in MindFormers r0.3, which then takes ``vocab_emb_dp`` for false and
+    says nothing.
+    """
     parallel = config.parallel
-    return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
+    return parallel.model_parallel > 1 and not (
+        parallel.vocab_emb_dp and parallel.pipeline_stage == 1
+    )
 
 
 def stage_of(name: str, config: ResolvedRun) -> int:
@@ -110,11 +130,17 @@ def stage_of(name: str, config: ResolvedRun) -> int:
 
 
 def fusion_of(layer: int, config: ResolvedRun) -> int:
-    """Number of the group, from 1, with which a block's gradients are communicated. With a pipeline there is one, as in MindFormers:
-    gradients are communicated once, after the last micro batch."""
+    """Number of the group, from 1, with which a block's gradients are communicated. With a pipeline
+    there is one, as in MindFormers: gradients are communicated once, after the last micro batch.
+    """
     if config.parallel.pipeline_stage > 1:
         return 1
-    return layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
+    return (
+        layer
+        * min(config.parallel.gradient_aggregation_group, config.model.num_layers)
+        // config.model.num_layers
+        + 1
+    )
 
 
 def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
@@ -129,17 +155,25 @@ def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
 def splits_state(name: str, config: ResolvedRun) -> bool:
     """Whether ZeRO splits a parameter, with its state, over data-parallel ranks.
 
-    Not what has too few rows, is too small to be worth it, or is whole on every tensor-parallel rank; nor the embedding that a pipeline's
-    last stage uses too: where it is sent there, the compiler adds gradients of unlike shapes.
+    Not what has too few rows, is too small to be worth it, or is whole on every tensor-parallel
+    rank; nor the embedding that a pipeline's last stage uses too: where it is sent there, the
+    compiler adds gradients of unlike shapes.
     """
     parallel = config.parallel
-    if not parallel.zero_stage or role_of(name) is Role.REPLICATED or (parallel.model_parallel > 1 and not _is_split(name, config)):
+    if (
+        not parallel.zero_stage
+        or role_of(name) is Role.REPLICATED
+        or (parallel.model_parallel > 1 and not _is_split(name, config))
+    ):
         return False
     if len(stages_of_parameter(name, config)) > 1:
         return False
     shape = _local_shape(name, config)
     size = math.prod(shape) * NUMPY_TYPES[config.precision.parameters].itemsize
-    return shape[0] % _shards(config) == 0 and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
+    return (
+        shape[0] % _shards(config) == 0
+        and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
+    )
 
 
 def held_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
@@ -149,15 +183,28 @@ def held_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
 
 
 def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
-    """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel ranks, then over those of ZeRO."""
+    """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel
+    ranks, then over those of ZeRO.
+    """
     shards = _shards(config) if splits_state(name, config) else 1
-    tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
+    tensor, tensor_rank = (
+        (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
+    )
     shape = padded_shapes(config)[name]
-    return slice_of(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
+    return slice_of(
+        name,
+        shape,
+        tensor=tensor,
+        tensor_rank=tensor_rank,
+        shards=shards,
+        shard_rank=at.data % shards,
+    )
 
 
 def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
-    """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold the same part, one does."""
+    """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold
+    the same part, one does.
+    """
     shards = _shards(config) if splits_state(name, config) else 1
     first = stages_of_parameter(name, config)[0]
     return at.pipeline == first and at.data < shards and (at.tensor == 0 or _is_split(name, config))

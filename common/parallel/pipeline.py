@@ -1,4 +1,5 @@
-"""Pipeline schedules as arithmetic: what each rank does in which order, what waits for its backward pass meanwhile, and the bubble.
+"""Pipeline schedules as arithmetic: what each rank does in which order, what waits for its backward
+pass meanwhile, and the bubble.
 
 The orders are those of torch.distributed.pipelining, which runs them.
 """
@@ -32,25 +33,45 @@ class Action:
 
 
 def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str | None:
-    """Why this many micro batches do not fit the schedule, or None. As torch.distributed.pipelining asks."""
+    """Why this many micro batches do not fit the schedule, or None. As torch.distributed.pipelining
+    asks.
+    """
     ranks = topology.pipeline
     if ranks == 1 or schedule in ("gpipe", "zbv_zero_bubble"):
         return None
     if schedule == "1f1b":
-        return f"1f1b needs at least {ranks} micro batches, one a stage, not {micro_batches}" if micro_batches < ranks else None
+        return (
+            f"1f1b needs at least {ranks} micro batches, one a stage, not {micro_batches}"
+            if micro_batches < ranks
+            else None
+        )
     rounds = max(1, micro_batches // ranks)
-    return f"{schedule} needs micro batches in {rounds} equal rounds, not {micro_batches}" if micro_batches % rounds else None
+    return (
+        f"{schedule} needs micro batches in {rounds} equal rounds, not {micro_batches}"
+        if micro_batches % rounds
+        else None
+    )
 
 
-def order_of_rank(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:
-    """What the pipeline rank at this place does in one step. ``micro_batches``: as ``schedule_error`` accepts them."""
+def order_of_rank(
+    schedule: str, topology: Topology, place: int, micro_batches: int
+) -> list[Action]:
+    """What the pipeline rank at this place does in one step. ``micro_batches``: as
+    ``schedule_error`` accepts them.
+    """
     match schedule:
         case "gpipe" | "1f1b":
-            return list(_one_stage(place, micro_batches, _waiting(schedule, topology, place, micro_batches)))
+            return list(
+                _one_stage(place, micro_batches, _waiting(schedule, topology, place, micro_batches))
+            )
         case "zbv_zero_bubble":
             return list(_v_shape(topology, place, micro_batches))
         case _:
-            return list(_interleaved(topology, place, micro_batches, splits=schedule == "interleaved_zero_bubble"))
+            return list(
+                _interleaved(
+                    topology, place, micro_batches, splits=schedule == "interleaved_zero_bubble"
+                )
+            )
 
 
 def _waiting(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
@@ -67,10 +88,18 @@ def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]
             yield Action(what=Pass.FORWARD, stage=stage, micro_batch=number)
 
 
-def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> Iterator[Action]:
-    """A round of micro batches goes through each stage of the rank before the next (Megatron, arXiv 2104.04473, section 2.2). With
-    ``splits``, weight gradients lag behind by as many passes as there are ranks before (ZB-H1, arXiv 2401.10241, section 2.3)."""
-    virtual, stages, total = topology.virtual, topology.stages_of(place), micro_batches * topology.virtual
+def _interleaved(
+    topology: Topology, place: int, micro_batches: int, *, splits: bool
+) -> Iterator[Action]:
+    """A round of micro batches goes through each stage of the rank before the next (Megatron, arXiv
+    2104.04473, section 2.2). With ``splits``, weight gradients lag behind by as many passes as
+    there are ranks before (ZB-H1, arXiv 2401.10241, section 2.3).
+    """
+    virtual, stages, total = (
+        topology.virtual,
+        topology.stages_of(place),
+        micro_batches * topology.virtual,
+    )
     per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
     seen: Counter[tuple[Pass, int]] = Counter()
 
@@ -95,7 +124,9 @@ def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: 
 
 
 def _rounds(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> tuple[int, int]:
-    """Micro batches of a round, and passes that a rank does before its first backward pass, of interleaved schedules."""
+    """Micro batches of a round, and passes that a rank does before its first backward pass, of
+    interleaved schedules.
+    """
     ranks, virtual = topology.pipeline, topology.virtual
     per_round = micro_batches // max(1, micro_batches // ranks)
     ahead = (virtual - 1) * per_round + (1 if splits else 2) * (ranks - 1 - place)
@@ -106,7 +137,8 @@ def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Act
     """ZB-V (arXiv 2401.10241, section 6): each rank has the stage at its place from either end."""
     ranks = topology.pipeline
     down, up = topology.stages_of(place)
-    planned = max(2 * ranks - 1, micro_batches)  # with fewer than these, the places of those that lack stay empty
+    # with fewer than these, the places of those that lack stay empty
+    planned = max(2 * ranks - 1, micro_batches)
     seen: Counter[tuple[Pass, int]] = Counter()
 
     def steps(stage: int, *passes: Pass) -> Iterator[Action]:
@@ -139,18 +171,27 @@ def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Act
             yield from steps(stage, Pass.WEIGHT)
 
 
-def held_at_most(schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]) -> dict[int, int]:
+def held_at_most(
+    schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]
+) -> dict[int, int]:
     """Micro batches that wait for their backward pass on each stage of a rank, when they take most.
 
     sizes: bytes that one micro batch leaves, by stage.
     """
     stages = topology.stages_of(place)
     moments = _held_at_turns(schedule, topology, place, micro_batches)
-    most = max(moments, key=lambda held: sum(sizes[stage] * number for stage, number in zip(stages, held, strict=True)))
+    most = max(
+        moments,
+        key=lambda held: sum(
+            sizes[stage] * number for stage, number in zip(stages, held, strict=True)
+        ),
+    )
     return dict(zip(stages, most, strict=True))
 
 
-def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
+def _held_at_turns(
+    schedule: str, topology: Topology, place: int, micro_batches: int
+) -> Iterator[tuple[int, ...]]:
     """Micro batches held by each stage of a rank, at the moments of which one has the most bytes.
 
     Holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
@@ -164,7 +205,11 @@ def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches:
         if micro_batches > down:
             yield down + 1, place
         return
-    splits, virtual, total = schedule == "interleaved_zero_bubble", topology.virtual, micro_batches * topology.virtual
+    splits, virtual, total = (
+        schedule == "interleaved_zero_bubble",
+        topology.virtual,
+        micro_batches * topology.virtual,
+    )
     per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
     lag = ahead + (place if splits else 0)
 
@@ -177,40 +222,56 @@ def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches:
     forward_turns = range(first - first % per_round + per_round - 1, last, per_round)
     for number in sorted({first, last, *forward_turns, *range(lag, last, per_round)}):
         done = max(0, number - lag)
-        yield tuple(passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual))
+        yield tuple(
+            passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual)
+        )
 
 
 def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
     """Gradients from other ranks that a rank holds at once.
 
-    One is held from a stage's backward pass on, until that of its weights where it is split. One or two more may come
-    early.
+    One is held from a stage's backward pass on, until that of its weights where it is split. One or
+    two more may come early.
     """
     ranks, stages = topology.pipeline, topology.stages_of(place)
-    sent = [stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place for stage in stages]
+    sent = [
+        stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place
+        for stage in stages
+    ]
     if not any(sent) or not schedule.endswith("zero_bubble"):
         return int(any(sent))
     if schedule == "zbv_zero_bubble":
         planned = max(2 * ranks - 1, micro_batches)
-        # at the end, gradients of inputs of ``place`` micro batches come on both stages, before those of weights
+        # at the end, gradients of inputs of ``place`` micro batches come on both stages, before
+        # those of weights
         begun = (planned - ranks, planned - place)
-        late = sum(min(max(micro_batches - number, 0), place) for number, is_sent in zip(begun, sent, strict=True) if is_sent)
+        late = sum(
+            min(max(micro_batches - number, 0), place)
+            for number, is_sent in zip(begun, sent, strict=True)
+            if is_sent
+        )
         return max(1, late + (sent[0] and micro_batches > planned - ranks + place))
     per_round, _ = _rounds(topology, place, micro_batches, splits=True)
     return min(place + 1, sum(sent) * (micro_batches if all(sent) else per_round))
 
 
-def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
-    """The part of a step in which a rank waits for others, all stages being equal and messages free.
+def bubble(
+    schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False
+) -> float:
+    """The part of a step in which a rank waits for others, all stages being equal and messages
+    free.
 
-    A stage's forward pass, and its gradients of inputs and of weights, take one unit each (arXiv 2401.10241, section 3); recomputation of
-    whole blocks one more. Beside the work, a step has (p - 1) / v passes of waiting (GPipe, arXiv 1811.06965, section 2.3; 1F1B and
-    interleaved, arXiv 2104.04473, sections 2.2.1 and 2.2.2), each of forward + backward, or where they are split of forward + inputs -
-    weights (ZB-H1, arXiv 2401.10241, table 1). ZB-V has none but the first rank's lead over the last, since every step ends with a norm
-    of all gradients.
+    A stage's forward pass, and its gradients of inputs and of weights, take one unit each (arXiv
+    2401.10241, section 3); recomputation of whole blocks one more. Beside the work, a step has (p -
+    1) / v passes of waiting (GPipe, arXiv 1811.06965, section 2.3; 1F1B and interleaved, arXiv
+    2104.04473, sections 2.2.1 and 2.2.2), each of forward + backward, or where they are split of
+    forward + inputs - weights (ZB-H1, arXiv 2401.10241, table 1). ZB-V has none but the first
+    rank's lead over the last, since every step ends with a norm of all gradients.
     """
     ranks = topology.pipeline
     backward_inputs = 2 if recomputes else 1
     work = micro_batches * topology.virtual * (2 + backward_inputs)
-    waiting = (ranks - 1) * (backward_inputs if schedule.endswith("zero_bubble") else 2 + backward_inputs)
+    waiting = (ranks - 1) * (
+        backward_inputs if schedule.endswith("zero_bubble") else 2 + backward_inputs
+    )
     return waiting / (work + waiting)

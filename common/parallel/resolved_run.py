@@ -53,7 +53,9 @@ class ResolvedRun(RunConfig):
     @cached_property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        return pad_vocabulary(self.model.vocab_size, self.model.vocab_multiple, self.parallel.model_parallel)
+        return pad_vocabulary(
+            self.model.vocab_size, self.model.vocab_multiple, self.parallel.model_parallel
+        )
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -92,12 +94,20 @@ class TrainingRun(ResolvedRun):
 def topology_of(parallel: ParallelConfig, data: int) -> Topology:
     """Return the layout with so many data-parallel ranks.
 
-    Raises ConfigError where virtual stages and the schedule contradict each other, and for more stages than MAX_STAGES.
+    Raises ConfigError where virtual stages and the schedule contradict each other, and for more
+    stages than MAX_STAGES.
     """
     virtual = _virtual_stages(parallel)
     if parallel.pipeline_stage * virtual > MAX_STAGES:
-        times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
-        raise ConfigError(f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the most here; lower it")
+        times = (
+            f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages"
+            if virtual > 1
+            else ""
+        )
+        raise ConfigError(
+            f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the"
+            " most here; lower it"
+        )
     return Topology(
         data=data,
         tensor=parallel.model_parallel,
@@ -113,10 +123,14 @@ def _virtual_stages(parallel: ParallelConfig) -> int:
     if schedule in ("gpipe", "1f1b"):
         if given is not None and given > 1:
             raise ConfigError(
-                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage; choose"
-                " pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
+                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a"
+                " rank one stage; choose pipeline_schedule=interleaved_1f1b or"
+                " interleaved_zero_bubble, or leave virtual_stages out"
             )
         return 1
     if schedule == "zbv_zero_bubble" and given not in (None, 2):
-        raise ConfigError(f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank; leave virtual_stages out")
+        raise ConfigError(
+            f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank;"
+            " leave virtual_stages out"
+        )
     return (given or 2) if parallel.pipeline_stage > 1 else 1

@@ -1,7 +1,9 @@
-"""How each parameter splits over tensor-parallel ranks: the one table that backends, checkpoints and the planner read.
+"""How each parameter splits over tensor-parallel ranks: the one table that backends, checkpoints
+and the planner read.
 
-Megatron-LM, arXiv 1909.08053, section 3: q, k, v and c_fc by outputs, so that each rank has whole heads and its part of the inner width;
-both c_proj by inputs, whose results are summed; the embedding, which is the head too, by rows of the vocabulary.
+Megatron-LM, arXiv 1909.08053, section 3: q, k, v and c_fc by outputs, so that each rank has whole
+heads and its part of the inner width; both c_proj by inputs, whose results are summed; the
+embedding, which is the head too, by rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ class Role(StrEnum):
     ROW = "row"
     """(out, in) weight; split along the inputs, dim 1."""
     REPLICATED = "replicated"
-    """Whole on every rank. With sequence parallel its gradient is a sum over the tensor-parallel ranks."""
+    """Whole on every rank. With sequence parallel its gradient is a sum over the tensor-parallel
+    ranks.
+    """
 
 
 _ROLES = (
     (re.compile(r"wte\.weight"), Role.VOCABULARY),
     (re.compile(r"h\.\d+\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)"), Role.COLUMN),
     (re.compile(r"h\.\d+\.(attn|mlp)\.c_proj\.weight"), Role.ROW),
-    (re.compile(r"wpe\.weight|h\.\d+\.(ln_[12]\.(weight|bias)|(attn|mlp)\.c_proj\.bias)|ln_f\.(weight|bias)"), Role.REPLICATED),
+    (
+        re.compile(
+            r"wpe\.weight|h\.\d+\.(ln_[12]\.(weight|bias)|(attn|mlp)\.c_proj\.bias)"
+            r"|ln_f\.(weight|bias)"
+        ),
+        Role.REPLICATED,
+    ),
 )
 
 
@@ -44,7 +54,9 @@ def role_of(name: str) -> Role:
 
 
 def split_dim(name: str) -> int | None:
-    """The dim of a parameter that is split over tensor-parallel ranks, in equal contiguous parts; None for one that is whole."""
+    """The dim of a parameter that is split over tensor-parallel ranks, in equal contiguous parts;
+    None for one that is whole.
+    """
     return {Role.VOCABULARY: 0, Role.COLUMN: 0, Role.ROW: 1, Role.REPLICATED: None}[role_of(name)]
 
 
@@ -59,15 +71,25 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
 
 def padded_shapes(config: ResolvedRun) -> dict[str, tuple[int, ...]]:
     """Of all parameters, the embedding with the rows that pad it."""
-    return parameter_shapes(config.model) | {EMBEDDING: (config.vocab_rows, config.model.hidden_size)}
+    return parameter_shapes(config.model) | {
+        EMBEDDING: (config.vocab_rows, config.model.hidden_size)
+    }
 
 
 def slice_of(
-    name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank: int = 0, shards: int = 1, shard_rank: int = 0
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    tensor: int = 1,
+    tensor_rank: int = 0,
+    shards: int = 1,
+    shard_rank: int = 0,
 ) -> TensorSlice:
-    """The piece of a parameter of this padded shape: its tensor-parallel part, and of that ZeRO's share of the rows.
+    """The piece of a parameter of this padded shape: its tensor-parallel part, and of that ZeRO's
+    share of the rows.
 
-    ZeRO cuts as torch.chunk does: equal parts of ceil(rows / shards) rows, the last ones smaller or empty.
+    ZeRO cuts as torch.chunk does: equal parts of ceil(rows / shards) rows, the last ones smaller or
+    empty.
     """
     dim, spans = split_dim(name), [(0, size) for size in shape]
     if dim is not None:
@@ -79,22 +101,36 @@ def slice_of(
     return TensorSlice(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
 
 
-def slices_of_rank(config: ResolvedRun, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
-    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it updates."""
+def slices_of_rank(
+    config: ResolvedRun, topology: Topology, at: Coordinates, names: Collection[str]
+) -> dict[str, TensorSlice]:
+    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it
+    updates.
+    """
     shards = _shards(config.parallel, topology)
     return {
-        name: slice_of(name, shape, tensor=topology.tensor, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+        name: slice_of(
+            name,
+            shape,
+            tensor=topology.tensor,
+            tensor_rank=at.tensor,
+            shards=shards,
+            shard_rank=at.data % shards,
+        )
         for name, shape in padded_shapes(config).items()
         if name in names
     }
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:
-    """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient norm and in a checkpoint; of the ranks
-    that hold the same part, one does."""
+    """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient
+    norm and in a checkpoint; of the ranks that hold the same part, one does.
+    """
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
         return False
-    return at.data < _shards(parallel, topology) and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)
+    return at.data < _shards(parallel, topology) and (
+        at.tensor == 0 or role_of(name) is not Role.REPLICATED
+    )
 
 
 def _shards(parallel: ResolvedParallel, topology: Topology) -> int:

@@ -19,7 +19,9 @@ class Sizes:
     vocabulary: int
     tensor: int
     between: int
-    """Ranks that split what lies between tensor-parallel regions: all with sequence parallel, else 1."""
+    """Ranks that split what lies between tensor-parallel regions: all with sequence parallel, else
+    1.
+    """
     held: int
     compute: int
     norm: int

@@ -18,7 +18,8 @@ _PEER = "a rank"
 
 
 class TcpBarrier:
-    """A star of connections with rank 0 in its middle, kept to the end of the process that opened it.
+    """A star of connections with rank 0 in its middle, kept to the end of the process that opened
+    it.
 
     peers: connections by rank; those of all others on rank 0, that of rank 0 on the others.
     """
@@ -48,10 +49,14 @@ class TcpBarrier:
                 peer.receive(self._limit)
             except TimeoutError:
                 raise RunError(
-                    f"rank {self._rank}: no word from rank {rank} for {self._limit:.0f} s; see its log, or raise runtime.stall_limit"
+                    f"rank {self._rank}: no word from rank {rank} for {self._limit:.0f} s; see its"
+                    " log, or raise runtime.stall_limit"
                 ) from None
             except OSError:
-                raise RunError(f"rank {self._rank}: rank {rank} has left the run; see the log of the one that failed first") from None
+                raise RunError(
+                    f"rank {self._rank}: rank {rank} has left the run; see the log of the one that"
+                    " failed first"
+                ) from None
 
 
 class BarrierServer:
@@ -80,12 +85,15 @@ class BarrierServer:
                 except TimeoutError:
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
                     raise RunError(
-                        f"rank 0: no connection from rank {missing} to port {self.port} for {2 * _JOIN_SECONDS:.0f} s;"
-                        " see their logs, and open the ports between the hosts"
+                        f"rank 0: no connection from rank {missing} to port {self.port} for"
+                        f" {2 * _JOIN_SECONDS:.0f} s; see their logs, and open the ports between"
+                        " the hosts"
                     ) from None
                 hello = peer.hello()
                 rank, token = hello.get("rank"), str(hello.get("token"))
-                if isinstance(rank, int) and secrets.compare_digest(token.encode(), self.token.encode()):
+                if isinstance(rank, int) and secrets.compare_digest(
+                    token.encode(), self.token.encode()
+                ):
                     peers[rank] = peer
                 else:
                     peer.close()
@@ -99,6 +107,7 @@ def connect(rank: int, address: str, port: int, token: str) -> TcpBarrier:
         peer.send({"rank": rank, "token": token})
     except OSError as error:
         raise RunError(
-            f"rank {rank}: port {port} of {address}, the host of rank 0, cannot be reached ({error}); open the ports between the hosts"
+            f"rank {rank}: port {port} of {address}, the host of rank 0, cannot be reached"
+            f" ({error}); open the ports between the hosts"
         ) from None
     return TcpBarrier(rank, {0: peer})

@@ -1,11 +1,14 @@
-"""Which rank does what: rank <-> (data, tensor, pipeline), the groups that ranks form, and the layers of each.
+"""Which rank does what: rank <-> (data, tensor, pipeline), the groups that ranks form, and the
+layers of each.
 
-Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of megatron.core.parallel_state.RankGenerator): tensor fastest, so that
-the busiest group lies within a server, then data, then pipeline. MindSpore's semi-automatic mode cuts ranks into stages the same way:
-a stage is a contiguous range of ranks.
+Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of
+megatron.core.parallel_state.RankGenerator): tensor fastest, so that the busiest group lies within a
+server, then data, then pipeline. MindSpore's semi-automatic mode cuts ranks into stages the same
+way: a stage is a contiguous range of ranks.
 
-A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several: stage s + k x pipeline on rank s (Megatron,
-arXiv 2104.04473, section 2.2), or, in ZB-V's shape, s and the one as far from the end (arXiv 2401.10241, section 6).
+A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several: stage
+s + k x pipeline on rank s (Megatron, arXiv 2104.04473, section 2.2), or, in ZB-V's shape, s and the
+one as far from the end (arXiv 2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
 MAX_STAGES = 256
-"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan each within a second."""
+"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan each within a
+second.
+"""
 
 
 class GroupKind(StrEnum):
@@ -31,13 +36,16 @@ class GroupKind(StrEnum):
     MODEL = "model"
     """Tensor x pipeline: together one whole model, so the gradient norm is summed over them."""
     EMBEDDING = "embedding"
-    """Ranks of the first and the last stage, which both hold the tied embedding and sum its gradients; one rank where the pipeline is a V.
-    The others have no such group."""
+    """Ranks of the first and the last stage, which both hold the tied embedding and sum its
+    gradients; one rank where the pipeline is a V. The others have no such group.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands on each axis, from 0. ``data`` says which samples it reads, ``pipeline`` which stages it holds."""
+    """Where a rank stands on each axis, from 0. ``data`` says which samples it reads, ``pipeline``
+    which stages it holds.
+    """
 
     data: int
     tensor: int
@@ -60,7 +68,10 @@ class Topology:
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
-        return f"{self.world_size} {ranks} = data {self.data} x tensor {self.tensor} x pipeline {self.pipeline}"
+        return (
+            f"{self.world_size} {ranks} = data {self.data} x tensor {self.tensor} x pipeline"
+            f" {self.pipeline}"
+        )
 
     @property
     def world_size(self) -> int:
@@ -69,17 +80,26 @@ class Topology:
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ConfigError for a rank that is not in this world."""
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start as many processes as that")
+            raise ConfigError(
+                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start as"
+                " many processes as that"
+            )
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(data=data, tensor=tensor, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        assert 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline, (at, self)
+        assert (
+            0 <= at.data < self.data
+            and 0 <= at.tensor < self.tensor
+            and 0 <= at.pipeline < self.pipeline
+        ), (at, self)
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
-        """The ranks of the group to which ``rank`` belongs, itself among them, ascending; empty where it belongs to none."""
+        """The ranks of the group to which ``rank`` belongs, itself among them, ascending; empty
+        where it belongs to none.
+        """
         at, stage = self.coordinates(rank), self.data * self.tensor
         match kind:
             case GroupKind.TENSOR:
@@ -90,13 +110,19 @@ class Topology:
             case GroupKind.PIPELINE:
                 return range(rank % stage, self.world_size, stage)
             case GroupKind.MODEL:
-                return [first + tensor for first in self.group(GroupKind.PIPELINE, rank - at.tensor) for tensor in range(self.tensor)]
+                return [
+                    first + tensor
+                    for first in self.group(GroupKind.PIPELINE, rank - at.tensor)
+                    for tensor in range(self.tensor)
+                ]
             case GroupKind.EMBEDDING:
                 line, places = self.group(GroupKind.PIPELINE, rank), self.embedding_places
                 return [line[place] for place in places] if at.pipeline in places else []
 
     def groups(self, kind: GroupKind) -> list[list[int]]:
-        """All groups of a kind, by their first rank. Every process makes them in this order, member or not, as frameworks ask."""
+        """All groups of a kind, by their first rank. Every process makes them in this order, member
+        or not, as frameworks ask.
+        """
         found: list[list[int]] = []
         seen: set[int] = set()
         for rank in range(self.world_size):
@@ -119,12 +145,17 @@ class Topology:
     def place_of_stage(self, stage: int) -> int:
         """The pipeline rank that holds it."""
         assert 0 <= stage < self.stages, (stage, self)
-        return self.stages - 1 - stage if self.v_shape and stage >= self.pipeline else stage % self.pipeline
+        return (
+            self.stages - 1 - stage
+            if self.v_shape and stage >= self.pipeline
+            else stage % self.pipeline
+        )
 
     @property
     def embedding_places(self) -> tuple[int, ...]:
-        """Pipeline ranks that hold ``wte.weight``: with the first stage, which embeds tokens, and with the last, whose head is tied to it.
-        A rank with both holds it once."""
+        """Pipeline ranks that hold ``wte.weight``: with the first stage, which embeds tokens, and
+        with the last, whose head is tied to it. A rank with both holds it once.
+        """
         return tuple(sorted({0, self.place_of_stage(self.stages - 1)}))
 
     def holds_embedding(self, rank: int) -> bool:
@@ -136,7 +167,9 @@ class Topology:
         return self.coordinates(rank).pipeline == self.place_of_stage(self.stages - 1)
 
     def layers_of_stage(self, stage: int, num_layers: int) -> range:
-        """Layers of a stage. Raises ConfigError where they do not divide, or where ``stage_layers`` does not fit."""
+        """Layers of a stage. Raises ConfigError where they do not divide, or where ``stage_layers``
+        does not fit.
+        """
         assert 0 <= stage < self.stages, (stage, self)
         if self.stage_layers is not None:
             self._check_split(num_layers)
@@ -144,8 +177,9 @@ class Topology:
             return range(first, first + self.stage_layers[stage])
         if num_layers % self.stages and self.virtual > 1:
             raise ConfigError(
-                f"parallel.pipeline_stage={self.pipeline} x {self.virtual} virtual stages = {self.stages} do not divide"
-                f" model.num_layers={num_layers}; choose others, or give parallel.stage_layers, the layers of each"
+                f"parallel.pipeline_stage={self.pipeline} x {self.virtual} virtual stages ="
+                f" {self.stages} do not divide model.num_layers={num_layers}; choose others, or"
+                " give parallel.stage_layers, the layers of each"
             )
         check_divides("parallel.pipeline_stage", self.stages, "model.num_layers", num_layers)
         count = num_layers // self.stages
@@ -153,7 +187,11 @@ class Topology:
 
     def layers_of(self, place: int, num_layers: int) -> list[int]:
         """Layers of a pipeline rank, ascending."""
-        return [layer for stage in self.stages_of(place) for layer in self.layers_of_stage(stage, num_layers)]
+        return [
+            layer
+            for stage in self.stages_of(place)
+            for layer in self.layers_of_stage(stage, num_layers)
+        ]
 
     def layer_count(self, place: int, num_layers: int) -> int:
         """How many layers a pipeline rank holds, without listing them."""
@@ -162,7 +200,11 @@ class Topology:
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
         """Raises ConfigError as ``layers_of_stage``."""
         assert 0 <= layer < num_layers, (layer, num_layers)
-        return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))
+        return next(
+            stage
+            for stage in range(self.stages)
+            if layer in self.layers_of_stage(stage, num_layers)
+        )
 
     def _check_split(self, num_layers: int) -> None:
         split = self.stage_layers
@@ -170,10 +212,12 @@ class Topology:
         if len(split) != self.stages:
             virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
             raise ConfigError(
-                f"parallel.stage_layers={list(split)} names {len(split)} stages, but parallel.pipeline_stage={self.pipeline}{virtual}"
-                f" makes {self.stages}; give one number a stage"
+                f"parallel.stage_layers={list(split)} names {len(split)} stages, but"
+                f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one"
+                " number a stage"
             )
         if sum(split) != num_layers:
             raise ConfigError(
-                f"parallel.stage_layers={list(split)} add up to {sum(split)}, but model.num_layers={num_layers}; make them agree"
+                f"parallel.stage_layers={list(split)} add up to {sum(split)}, but"
+                f" model.num_layers={num_layers}; make them agree"
             )

@@ -1,4 +1,6 @@
-"""What the processes of a run agree on, whatever carries their messages; a backend says how values are gathered."""
+"""What the processes of a run agree on, whatever carries their messages; a backend says how values
+are gathered.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ class WorldBase(ABC):
         return {rank: self.topology.group(GroupKind.DATA, rank)[0] for rank in range(self.size)}
 
     def require_equal(self, facts: dict[str, Any], models: Mapping[int, int] | None = None) -> None:
-        """Raises ConfigError naming the first fact that differs between ranks, and the ranks. models: with which rank each is compared, 0
-        when left out."""
+        """Raises ConfigError naming the first fact that differs between ranks, and the ranks.
+        models: with which rank each is compared, 0 when left out.
+        """
         gathered = self.gather(facts)
         for name in facts:
             for rank, found in enumerate(gathered):
@@ -69,15 +72,18 @@ class WorldBase(ABC):
                 if repr(theirs) == repr(ours):  # nan is not nan
                     continue
                 raise ConfigError(
-                    f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every host must have the same config, the same"
-                    " data, and one output_dir that all of them share"
+                    f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every"
+                    " host must have the same config, the same data, and one output_dir that all"
+                    " of them share"
                 )
 
 
 @contextmanager
 def exit_barrier(barrier: Callable[[], Any]) -> Iterator[None]:
-    """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets at the same step: rank 0 keeps the
-    others' addresses, and launchers end a job as soon as one rank has left with a code other than 0."""
+    """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets
+    at the same step: rank 0 keeps the others' addresses, and launchers end a job as soon as one
+    rank has left with a code other than 0.
+    """
     try:
         yield
     except (StopRequested, DivergedError):

@@ -1,4 +1,6 @@
-"""What every host of a cluster would start, and whether the layout suits its servers: all of it known before anything starts."""
+"""What every host of a cluster would start, and whether the layout suits its servers: all of it
+known before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from pathlib import Path
 
 from common.accelerators import Accelerator
 from common.cluster.places import Placement, place_hosts, places_of_table
-from common.cluster.rank_environment import given_port, make_rendezvous, rank_command, rank_variables, shell_text
+from common.cluster.rank_environment import (
+    given_port,
+    make_rendezvous,
+    rank_command,
+    rank_variables,
+    shell_text,
+)
 from common.cluster.rank_table import RankTable, table_warnings
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
@@ -33,23 +41,36 @@ def describe_cluster(
     environ: Mapping[str, str],
     device: Accelerator | None = None,
 ) -> str:
-    """The plan of a run on these places: arithmetic, ranks, the checks of the whole cluster, and variables and command of
-    the first rank of each host, or of every rank. device: whose step time to estimate."""
+    """The plan of a run on these places: arithmetic, ranks, the checks of the whole cluster, and
+    variables and command of the first rank of each host, or of every rank. device: whose step time
+    to estimate.
+    """
     plan = make_plan(config)
-    lines = [describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device), "Checks of the cluster:"]
+    lines = [
+        describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device),
+        "Checks of the cluster:",
+    ]
     lines += [f"  {line}" for line in _facts(places, table)]
     found = [*layout_warnings(places, plan.topology), *(table_warnings(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
     for host in places.hosts:
         rendezvous = make_rendezvous(
-            places, port=port, table=table and table[0], backend=config.backend, environ=environ, host=host, on_cpu=config.device == "cpu"
+            places,
+            port=port,
+            table=table and table[0],
+            backend=config.backend,
+            environ=environ,
+            host=host,
+            on_cpu=config.device == "cpu",
         )
         here = places.of_host(host)
         for place in here if all_ranks else here[:1]:
             variables = rank_variables(place, places, rendezvous, cores=None, environ=environ)
             lines += ["", f"# rank {place.rank}: device {place.device_id} of {host}"]
-            lines.append(shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n"))
+            lines.append(
+                shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n")
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -57,33 +78,47 @@ def _facts(places: Placement, table: tuple[Path, RankTable] | None) -> Iterator[
     if table is not None:
         path, content = table
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        yield f"rank table {path}: valid, version {content.version}; it must be the same on every host: sha256 {digest}"
+        yield (
+            f"rank table {path}: valid, version {content.version}; it must be the same on every"
+            f" host: sha256 {digest}"
+        )
     counts = sorted({len(places.of_host(host)) for host in places.hosts})
     hosts = "1 host" if len(places.hosts) == 1 else f"{len(places.hosts)} hosts"
     yield f"{hosts}, {' or '.join(map(str, counts))} ranks each"
 
 
 def layout_warnings(places: Placement, topology: Topology) -> list[str]:
-    """What will run, but slowly, or not as MindFormers asks, a sentence each. Needs as many places as the layout has ranks."""
+    """What will run, but slowly, or not as MindFormers asks, a sentence each. Needs as many places
+    as the layout has ranks.
+    """
     host = [place.host for place in places.all]
     found = []
     for group in topology.groups(GroupKind.TENSOR):
         across = list(dict.fromkeys(host[rank] for rank in group))
         if len(across) > 1:
             found.append(
-                f"the tensor group of ranks {group[0]}-{group[-1]} lies on {' and '.join(across)}: it exchanges data in every layer, "
-                f"so model_parallel={topology.tensor} should divide the ranks of a server"
+                f"the tensor group of ranks {group[0]}-{group[-1]} lies on {' and '.join(across)}:"
+                f" it exchanges data in every layer, so model_parallel={topology.tensor} should"
+                " divide the ranks of a server"
             )
             break
     if topology.pipeline == 1:
         return found
     if topology.pipeline > len(places.hosts):
         servers = "1 server" if len(places.hosts) == 1 else f"{len(places.hosts)} servers"
-        found.append(f"pipeline_stage={topology.pipeline} is more than {servers}; MindFormers asks for a server or more a stage")
+        found.append(
+            f"pipeline_stage={topology.pipeline} is more than {servers}; MindFormers asks for a"
+            " server or more a stage"
+        )
         return found
     for name in places.hosts:
-        stages = sorted({topology.coordinates(place.rank).pipeline for place in places.of_host(name)})
+        stages = sorted(
+            {topology.coordinates(place.rank).pipeline for place in places.of_host(name)}
+        )
         if len(stages) > 1:
-            found.append(f"{name} holds ranks of the pipeline stages {', '.join(map(str, stages))}; a stage is best on servers of its own")
+            found.append(
+                f"{name} holds ranks of the pipeline stages {', '.join(map(str, stages))}; a stage"
+                " is best on servers of its own"
+            )
             break
     return found

@@ -1,6 +1,7 @@
-"""Bytes that one rank sends in an optimizer step along each axis of the layout, by ring algorithms (Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", 2009): of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, a
-reduce-scatter or an all-gather half of that.
+"""Bytes that one rank sends in an optimizer step along each axis of the layout, by ring algorithms
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009):
+of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, a reduce-scatter or an all-gather half
+of that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Traffic:
     tensor: float = 0.0
     """All-reduces of activations within layers, vocabulary and loss."""
     sequence: float = 0.0
-    """With sequence parallel in their place: gathers and reduce-scatters, and gradients of whole parameters."""
+    """With sequence parallel in their place: gathers and reduce-scatters, and gradients of whole
+    parameters.
+    """
     data: float = 0.0
     """Gradients, and under ZeRO parameters."""
     pipeline: float = 0.0
@@ -47,7 +50,11 @@ def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
     """Of the pipeline rank at this place."""
     micro_batches, sizes = config.train.accumulation_steps, config.sizes
     within = micro_batches * _within_layers(config, topology, place)
-    neighbours = sum(_sends(topology, stage, other) for stage in topology.stages_of(place) for other in (stage - 1, stage + 1))
+    neighbours = sum(
+        _sends(topology, stage, other)
+        for stage in topology.stages_of(place)
+        for other in (stage - 1, stage + 1)
+    )
     embedding = 0.0
     holders = topology.group(GroupKind.EMBEDDING, place * topology.data * topology.tensor)
     if len(holders) > 1:
@@ -65,14 +72,21 @@ def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
 
 
 def _sends(topology: Topology, stage: int, other: int) -> bool:
-    """Whether a stage has this neighbour, on another rank: it sends activations to the next, gradients to the one before."""
-    return 0 <= other < topology.stages and topology.place_of_stage(stage) != topology.place_of_stage(other)
+    """Whether a stage has this neighbour, on another rank: it sends activations to the next,
+    gradients to the one before.
+    """
+    return 0 <= other < topology.stages and topology.place_of_stage(
+        stage
+    ) != topology.place_of_stage(other)
 
 
 def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Of one micro batch. A block sums activations twice in its forward pass and gradients twice in its backward pass (Megatron, arXiv
-    1909.08053, section 3); a gather and a reduce-scatter each take as much (arXiv 2205.05198, section 4.2.2). Recomputing a block
-    repeats attention's sum alone, since the last one leaves nothing to the backward pass, but with sequence parallel both gathers."""
+    """Of one micro batch. A block sums activations twice in its forward pass and gradients twice in
+    its backward pass (Megatron, arXiv 1909.08053, section 3); a gather and a reduce-scatter each
+    take as much (arXiv 2205.05198, section 4.2.2). Recomputing a block repeats attention's sum
+    alone, since the last one leaves nothing to the backward pass, but with sequence parallel both
+    gathers.
+    """
     ranks, sizes = topology.tensor, config.sizes
     if ranks == 1:
         return 0.0
@@ -83,33 +97,48 @@ def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float
     total = (4 + again) * one * topology.layer_count(place, config.model.num_layers)
     if place == 0:  # the sum of the parts of the embedding, in the type of the table
         total += all_reduce(sizes.tokens * sizes.hidden * sizes.held, ranks)
-    if place == topology.place_of_stage(topology.stages - 1):  # the hidden states' gradient; largest logit, sum and target in float32
+    # the hidden states' gradient; largest logit, sum and target in float32
+    if place == topology.place_of_stage(topology.stages - 1):
         total += one + all_reduce(3 * 4 * sizes.tokens, ranks)
     return total
 
 
 def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Gradients of parameters that are whole on every tensor-parallel rank, which has seen a part of the sequence, once a step."""
+    """Gradients of parameters that are whole on every tensor-parallel rank, which has seen a part
+    of the sequence, once a step.
+    """
     elements = sum(unit.replicated * unit.count for unit in units_of(config, topology, place))
-    return all_reduce(4 * elements, topology.tensor) / (shard_ranks(config) if is_fully_sharded(config) else 1)
+    return all_reduce(4 * elements, topology.tensor) / (
+        shard_ranks(config) if is_fully_sharded(config) else 1
+    )
 
 
 def _data(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Without ZeRO an all-reduce of the gradients a step. With it the two halves of one (arXiv 1910.02054, section 7): a reduce-scatter of
-    the gradients, a step or a micro batch, and a gather of the parameters a step, in stage 3 every micro batch, those of blocks for the
-    forward and for the backward pass. With hybrid sharding the reduced parts are summed over the copies once a step."""
+    """Without ZeRO an all-reduce of the gradients a step. With it the two halves of one (arXiv
+    1910.02054, section 7): a reduce-scatter of the gradients, a step or a micro batch, and a gather
+    of the parameters a step, in stage 3 every micro batch, those of blocks for the forward and for
+    the backward pass. With hybrid sharding the reduced parts are summed over the copies once a
+    step.
+    """
     ranks, cut, zero = topology.data, shard_ranks(config), config.parallel.zero_stage
     if ranks == 1:
         return 0.0
     micro_batches = config.train.accumulation_steps
     padded = is_fully_sharded(config)  # so that every rank's rows are equally many
-    blocks, *others = (unit.count * (cut * unit.share(cut) if padded else unit.elements) for unit in units_of(config, topology, place))
+    blocks, *others = (
+        unit.count * (cut * unit.share(cut) if padded else unit.elements)
+        for unit in units_of(config, topology, place)
+    )
     elements = blocks + sum(others)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if cut == 1:  # a pipeline sums float32 gradients after its last micro batch
         return all_reduce(elements * (4 if topology.pipeline > 1 else reduced), ranks)
     reductions = 1 if keeps_whole_gradients(config) else micro_batches
     # a pipeline leaves parameters gathered
-    gathered = elements if zero < 3 or topology.pipeline > 1 else micro_batches * (elements + blocks)
+    gathered = (
+        elements if zero < 3 or topology.pipeline > 1 else micro_batches * (elements + blocks)
+    )
     copies = all_reduce(elements * reduced / cut, ranks // cut)
-    return all_gather(elements * reduced, cut) * reductions + copies + all_gather(gathered * held, cut)
+    return (
+        all_gather(elements * reduced, cut) * reductions + copies + all_gather(gathered * held, cut)
+    )

@@ -1,4 +1,5 @@
-"""What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and how long a step may take.
+"""What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and
+how long a step may take.
 
 Arithmetic on the config only: no framework, no device.
 """
@@ -25,13 +26,17 @@ _LISTED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel ranks do equally much."""
+    """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel
+    ranks do equally much.
+    """
 
     stages: tuple[int, ...]
     layers: tuple[range, ...]
     """Of each stage, in the order of ``stages``."""
     parameters: int
-    """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO splits anything."""
+    """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO
+    splits anything.
+    """
     memory: Memory
     traffic: Traffic
 
@@ -68,7 +73,10 @@ def make_plan(config: ResolvedRun) -> Plan:
 def _plan_place(config: ResolvedRun, topology: Topology, place: int) -> StagePlan:
     return StagePlan(
         stages=topology.stages_of(place),
-        layers=tuple(topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)),
+        layers=tuple(
+            topology.layers_of_stage(stage, config.model.num_layers)
+            for stage in topology.stages_of(place)
+        ),
         parameters=sum(unit.elements * unit.count for unit in units_of(config, topology, place)),
         memory=memory_of(config, topology, place),
         traffic=traffic_of(config, topology, place),
@@ -81,33 +89,52 @@ def time_of(plan: Plan, config: ResolvedRun, device: Accelerator) -> StepTime:
 
 
 def describe_plan(
-    plan: Plan, config: ResolvedRun, *, all_ranks: bool = False, places: Sequence[RankPlacement] = (), device: Accelerator | None = None
+    plan: Plan,
+    config: ResolvedRun,
+    *,
+    all_ranks: bool = False,
+    places: Sequence[RankPlacement] = (),
+    device: Accelerator | None = None,
 ) -> str:
-    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of more than 64 only with ``all_ranks``.
+    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of
+    more than 64 only with ``all_ranks``.
 
-    places: of every rank in order, where they are known: its host and device are shown too. device: whose step time to estimate.
+    places: of every rank in order, where they are known: its host and device are shown too. device:
+    whose step time to estimate.
     """
     topology, batch = plan.topology, plan.batch
     lines = [
         f"world: {topology}",
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
-        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {config.vocab_rows}",
+        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
+        f" {config.vocab_rows}",
     ]
     if topology.pipeline > 1:
         lines += _pipeline_lines(plan, config)
-    lines += ["", *_memory_lines(plan, config), *_room(plan, config, device), "", *_traffic_lines(plan)]
+    lines += [
+        "",
+        *_memory_lines(plan, config),
+        *_room(plan, config, device),
+        "",
+        *_traffic_lines(plan),
+    ]
     if device is not None:
         lines += ["", *_time_lines(plan, config, device)]
     lines += [
         "",
-        *table((*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)), _rank_rows(topology, all_ranks, places)),
+        *table(
+            (*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)),
+            _rank_rows(topology, all_ranks, places),
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
-    waits = bubble(schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full")
+    waits = bubble(
+        schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full"
+    )
     yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
     if error := schedule_error(schedule, plan.topology, micro_batches):
         yield f"warning: {error}; change the accumulation, or take parallel.pipeline_schedule=gpipe"
@@ -115,30 +142,47 @@ def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
 
 def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     train, parallel, precision = config.train, config.parallel, config.precision
-    zero = f"ZeRO stage {parallel.zero_stage}" + (f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else "")
-    yield (
-        f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters}, gradients and {config.optimizer.name}'s"
-        f" state float32; {zero}; recompute {train.recompute}):"
+    zero = f"ZeRO stage {parallel.zero_stage}" + (
+        f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
     )
-    yield from table(("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"), _stage_rows(plan))
+    yield (
+        f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters},"
+        f" gradients and {config.optimizer.name}'s state float32; {zero}; recompute"
+        f" {train.recompute}):"
+    )
+    yield from table(
+        ("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"),
+        _stage_rows(plan),
+    )
     if plan.batch.accumulation == 1:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
-        yield "(activations and what follows as torch would keep them; MindSpore's graph decides for itself)"
+        yield (
+            "(activations and what follows as torch would keep them; MindSpore's graph decides"
+            " for itself)"
+        )
 
 
 def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[str]:
-    """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as both backends read it, or the
-    device's."""
+    """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as
+    both backends read it, or the device's.
+    """
     limit = memory_limit(config, device)
     if limit is None:
         return []
     given = config.context.max_device_memory
-    what = f"context.max_device_memory={given}" if given is not None else f"{device.name if device else ''}, {limit / GIB:.1f} GiB"
+    what = (
+        f"context.max_device_memory={given}"
+        if given is not None
+        else f"{device.name if device else ''}, {limit / GIB:.1f} GiB"
+    )
     room = limit - plan.peak
     if room > 0:
         return [f"fits: {what} leaves {room / GIB:.2f} GiB on the fullest rank"]
-    return [f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage or zero_stage, or recompute more"]
+    return [
+        f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage"
+        " or zero_stage, or recompute more"
+    ]
 
 
 RESERVED = 0.06
@@ -146,7 +190,9 @@ RESERVED = 0.06
 
 
 def memory_limit(config: ResolvedRun, device: Accelerator | None) -> float | None:
-    """Bytes that a rank may take: context.max_device_memory, else the device's but for what is RESERVED."""
+    """Bytes that a rank may take: context.max_device_memory, else the device's but for what is
+    RESERVED.
+    """
     given = config.context.max_device_memory
     if given is not None:
         return float(given.removesuffix("GB")) * GIB
@@ -154,16 +200,30 @@ def memory_limit(config: ResolvedRun, device: Accelerator | None) -> float | Non
 
 
 def _traffic_lines(plan: Plan) -> Iterable[str]:
-    sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
+    sent = {
+        field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages)
+        for field in fields(Traffic)
+    }
     text = ", ".join(f"{axis} {size / GIB:.3g}" for axis, size in sent.items() if size)
-    yield f"A rank sends in a step at most (GiB, ring algorithms): {text}" if text else "No rank sends anything"
+    yield (
+        f"A rank sends in a step at most (GiB, ring algorithms): {text}"
+        if text
+        else "No rank sends anything"
+    )
 
 
 def _time_lines(plan: Plan, config: ResolvedRun, device: Accelerator) -> Iterable[str]:
     time = time_of(plan, config, device)
-    parts = ", ".join(f"{field.name} {part / time.total:.0%}" for field in fields(StepTime) if (part := getattr(time, field.name)))
+    parts = ", ".join(
+        f"{field.name} {part / time.total:.0%}"
+        for field in fields(StepTime)
+        if (part := getattr(time, field.name))
+    )
     speed = plan.tokens_per_step / time.total
-    yield f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated from peak rates): {parts}"
+    yield (
+        f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated"
+        f" from peak rates): {parts}"
+    )
 
 
 _RANK = ("rank", "stage", "data", "tensor")
@@ -176,8 +236,17 @@ def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
     for place, stage in enumerate(plan.stages):
         sizes = stage.memory.parts.values()
         ranks = range(place * size, (place + 1) * size)
-        numbers, layers = " ".join(map(str, stage.stages)), " ".join(map(_ranks, _joined(stage.layers)))
-        yield numbers, _ranks(ranks), layers, f"{stage.parameters:,}", *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak))
+        numbers, layers = (
+            " ".join(map(str, stage.stages)),
+            " ".join(map(_ranks, _joined(stage.layers))),
+        )
+        yield (
+            numbers,
+            _ranks(ranks),
+            layers,
+            f"{stage.parameters:,}",
+            *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak)),
+        )
 
 
 def _joined(parts: Sequence[range]) -> list[range]:
@@ -191,7 +260,9 @@ def _joined(parts: Sequence[range]) -> list[range]:
     return joined
 
 
-def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]) -> Iterable[tuple[str, ...]]:
+def _rank_rows(
+    topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]
+) -> Iterable[tuple[str, ...]]:
     world, cut = topology.world_size, _LISTED // 2
     shorten = world > _LISTED and not all_ranks
     for rank in chain(range(cut), (None,), range(world - cut, world)) if shorten else range(world):
@@ -217,5 +288,10 @@ def _ranks(numbers: Sequence[int]) -> str:
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     """Columns aligned to the right."""
     cells = [head, *rows]
-    widths = [max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in cells]
+    widths = [
+        max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))
+    ]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+        for row in cells
+    ]

@@ -1,4 +1,6 @@
-"""Whether a run fits the memory that is there: before anything is allocated, and what to say when an allocation has failed."""
+"""Whether a run fits the memory that is there: before anything is allocated, and what to say when
+an allocation has failed.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,29 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
 
 HOPELESS = 4
-"""Activations are an estimate. A plan that asks for this many times the memory cannot fit by any error of it."""
+"""Activations are an estimate. A plan that asks for this many times the memory cannot fit by any
+error of it.
+"""
 
 
 def machine_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory and swap that processes of this machine (or container) may take; None where the system does not say."""
+    """Bytes of memory and swap that processes of this machine (or container) may take; None where
+    the system does not say.
+    """
     amounts: list[int] = []
     try:
-        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines() if ":" in line)
-        amounts.append(sum(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal") if name in lines))
+        lines = dict(
+            line.split(":", 1)
+            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+            if ":" in line
+        )
+        amounts.append(
+            sum(
+                int(lines[name].split()[0]) * 1024
+                for name in ("MemTotal", "SwapTotal")
+                if name in lines
+            )
+        )
     except (OSError, ValueError):
         return None
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -41,7 +57,9 @@ def machine_memory(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What the ranks of one memory take. certain: allocated for sure; likely: by the plan's estimate, at most at once."""
+    """What the ranks of one memory take. certain: allocated for sure; likely: by the plan's
+    estimate, at most at once.
+    """
 
     certain: int
     likely: int
@@ -52,7 +70,9 @@ def need_of(config: ResolvedRun, place: int, ranks: int, *, training: bool) -> N
     """Of so many ranks like that of this pipeline place."""
     memory = _memory(config, place)
     certain = memory.weights + (memory.optimizer if training else 0)
-    return Need(certain=certain * ranks, likely=(memory.peak if training else certain) * ranks, ranks=ranks)
+    return Need(
+        certain=certain * ranks, likely=(memory.peak if training else certain) * ranks, ranks=ranks
+    )
 
 
 def _memory(config: ResolvedRun, place: int) -> Memory:
@@ -60,11 +80,19 @@ def _memory(config: ResolvedRun, place: int) -> Memory:
 
 
 def check_room(
-    config: ResolvedRun, *, kind: str, device_memory: int | None, rank: int = 0, ranks: int = 1, training: bool = False
+    config: ResolvedRun,
+    *,
+    kind: str,
+    device_memory: int | None,
+    rank: int = 0,
+    ranks: int = 1,
+    training: bool = False,
 ) -> str | None:
-    """Before anything is allocated. Returns a warning where the plan is above what is there. Raises ConfigError where it cannot fit.
+    """Before anything is allocated. Returns a warning where the plan is above what is there. Raises
+    ConfigError where it cannot fit.
 
-    kind, device_memory: of the device; on a CPU the memory is the machine's. ranks: of this host, which share a CPU's memory.
+    kind, device_memory: of the device; on a CPU the memory is the machine's. ranks: of this host,
+    which share a CPU's memory.
     """
     on_cpu = kind == "cpu"
     there = machine_memory() if on_cpu else device_memory
@@ -77,15 +105,24 @@ def check_room(
     helps = advice(config, training=training)
     if need.certain > there:
         part = "weights and optimizer state" if training else "weights"
-        raise ConfigError(f"the run does not fit: {who} {gibibytes(need.certain)} for {part} alone, and {has}; {helps}")
+        raise ConfigError(
+            f"the run does not fit: {who} {gibibytes(need.certain)} for {part} alone, and {has};"
+            f" {helps}"
+        )
     if need.likely > HOPELESS * there:
-        raise ConfigError(f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}")
+        raise ConfigError(
+            f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
+        )
     if need.likely > there:
-        return f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
+        return (
+            f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
+        )
     return None
 
 
-def check_memory(config: ResolvedRun, process: Process, device: Device, *, training: bool = False) -> None:
+def check_memory(
+    config: ResolvedRun, process: Process, device: Device, *, training: bool = False
+) -> None:
     """Compare the plan's memory with what is there, before anything is allocated.
 
     Warns on rank 0. Raises ConfigError where the run cannot fit.
@@ -104,17 +141,30 @@ def check_memory(config: ResolvedRun, process: Process, device: Device, *, train
 
 
 def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
-    """A line of the plan for a run on a CPU, where a rank is more than this machine holds; None where it fits or runs elsewhere."""
+    """A line of the plan for a run on a CPU, where a rank is more than this machine holds; None
+    where it fits or runs elsewhere.
+    """
     accelerators = [*(root / "dev").glob("davinci[0-9]*"), *(root / "dev").glob("nvidia[0-9]*")]
     there = machine_memory(root)
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and accelerators) or there is None or peak <= there:
+    if (
+        config.device not in ("auto", "cpu")
+        or (config.device == "auto" and accelerators)
+        or there is None
+        or peak <= there
+    ):
         return None
-    return f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are {gibibytes(there)}; {advice(config)}"
+    return (
+        f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are"
+        f" {gibibytes(there)}; {advice(config)}"
+    )
 
 
-def out_of_memory(error: BaseException, config: ResolvedRun, *, rank: int = 0, training: bool = False) -> str | None:
-    """The message for a failed allocation: what was asked for, what the plan computes, what the machine has, what helps. None for any
-    other error."""
+def out_of_memory(
+    error: BaseException, config: ResolvedRun, *, rank: int = 0, training: bool = False
+) -> str | None:
+    """The message for a failed allocation: what was asked for, what the plan computes, what the
+    machine has, what helps. None for any other error.
+    """
     asked = asked_for(error)
     if asked is None:
         return None
@@ -128,15 +178,18 @@ def out_of_memory(error: BaseException, config: ResolvedRun, *, rank: int = 0, t
 
 
 _WORDS = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|memory is(n't| not) enough|alloc(ate|ation)?\b.*fail"
-    r"|bad_alloc|Storage size calculation overflowed|larger than the maximum possible size|Maximum allowed dimension exceeded"
-    r"|Invalid buffer size",
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory"
+    r"|memory is(n't| not) enough|alloc(ate|ation)?\b.*fail|bad_alloc"
+    r"|Storage size calculation overflowed|larger than the maximum possible size"
+    r"|Maximum allowed dimension exceeded|Invalid buffer size",
     re.IGNORECASE,
 )
 
 
 def asked_for(error: BaseException) -> str | None:
-    """What an allocation that has failed asked for, in the words of the library; None where the error is another one."""
+    """What an allocation that has failed asked for, in the words of the library; None where the
+    error is another one.
+    """
     text = next((line.strip() for line in str(error).splitlines() if _WORDS.search(line)), "")
     named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
     lacking = isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -145,19 +198,36 @@ def asked_for(error: BaseException) -> str | None:
     size = re.search(r"tried to allocate (\d+) bytes", text)
     if size:
         return f"{gibibytes(int(size[1]))} at once were asked for"
-    return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[:200].rstrip(". ")
+    return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[
+        :200
+    ].rstrip(". ")
 
 
 def advice(config: ResolvedRun, *, training: bool = True) -> str:
     """What to change, with the values that are set now."""
     train, parallel = config.train, config.parallel
     if not training:
-        return "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
-    wishes = [f"lower train.micro_batch_size (now {train.micro_batch_size})"] if (train.micro_batch_size) > 1 else []
-    wishes += [f"lower train.global_batch_size (now {train.global_batch_size})"] if (train.accumulation_steps) > 10_000 else []
+        return (
+            "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
+        )
+    wishes = (
+        [f"lower train.micro_batch_size (now {train.micro_batch_size})"]
+        if (train.micro_batch_size) > 1
+        else []
+    )
+    wishes += (
+        [f"lower train.global_batch_size (now {train.global_batch_size})"]
+        if (train.accumulation_steps) > 10_000
+        else []
+    )
     wishes += ["set train.recompute=full"] if train.recompute != "full" else []
-    wishes += [f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}), model_parallel or pipeline_stage"]
-    return f"{', '.join(wishes)}, or take a smaller model; --run_mode plan shows what each part takes"
+    wishes += [
+        f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}),"
+        " model_parallel or pipeline_stage"
+    ]
+    return (
+        f"{', '.join(wishes)}, or take a smaller model; --run_mode plan shows what each part takes"
+    )
 
 
 def gibibytes(size: float) -> str:

@@ -1,4 +1,6 @@
-"""The text of ``--run_mode plan``: a layout on its own, on the servers of a rank table, or suggested ones."""
+"""The text of ``--run_mode plan``: a layout on its own, on the servers of a rank table, or
+suggested ones.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ def plan_text(
     accelerator: str | None = None,
     devices: int | None = None,
 ) -> str:
-    """Return the plan of the processes that a launcher announces, else of those that the layout needs.
+    """Return the plan of the processes that a launcher announces, else of those that the layout
+    needs.
 
     accelerator: whose step time to estimate. devices: how many of it to suggest layouts for.
     """
     written = load_config(config_path, overrides)
     device = require_accelerator(accelerator) if accelerator else None
-    config = resolve_config(written, world_size=announced_world_size(environ) or written_ranks(written))
+    config = resolve_config(
+        written, world_size=announced_world_size(environ) or written_ranks(written)
+    )
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
     if environ.get("RANK_TABLE_FILE"):

@@ -1,6 +1,8 @@
-"""Layouts for N devices of a kind: those that fit, best first by the estimated time of a step, and why the others do not.
+"""Layouts for N devices of a kind: those that fit, best first by the estimated time of a step, and
+why the others do not.
 
-Model, micro batch and global batch stay as they are; the layout, ZeRO, sequence parallel and recomputation are tried.
+Model, micro batch and global batch stay as they are; the layout, ZeRO, sequence parallel and
+recomputation are tried.
 """
 
 from __future__ import annotations
@@ -49,9 +51,13 @@ class Suggestions:
 
 
 def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
-    """Try every layout for so many devices. Raises ConfigError for a number that is not 1 to MAX_RANKS."""
+    """Try every layout for so many devices. Raises ConfigError for a number that is not 1 to
+    MAX_RANKS.
+    """
     if not 1 <= devices <= MAX_RANKS:
-        raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
+        raise ConfigError(
+            f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}"
+        )
     fitting: list[Layout] = []
     refused: dict[str, list[Topology]] = {}
     for tensor, pipeline in product(divisors(devices), repeat=2):
@@ -63,11 +69,15 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
             fitting.append(found)
         else:
             refused.setdefault(found, []).append(topology)
-    return Suggestions(fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused)
+    return Suggestions(
+        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused
+    )
 
 
 def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layout | str:
-    """The fastest way to make this layout fit, or why there is none. Of equally fast ones the one that changes least."""
+    """The fastest way to make this layout fit, or why there is none. Of equally fast ones the one
+    that changes least.
+    """
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
     limit = memory_limit(config, device)
@@ -79,7 +89,9 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
     for zero, recompute, sequence in _ways(config, topology):
         if (zero, sequence) in settled:
             continue
-        candidate = _with_layout(config, topology, zero=zero, recompute=recompute, sequence=sequence)
+        candidate = _with_layout(
+            config, topology, zero=zero, recompute=recompute, sequence=sequence
+        )
         if isinstance(candidate, str):
             reasons.append(candidate)
             continue
@@ -98,7 +110,9 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
 
 
 def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> float | None:
-    """Seconds of a step. None where a rank needs more memory than the limit; infinity where its state alone does."""
+    """Seconds of a step. None where a rank needs more memory than the limit; infinity where its
+    state alone does.
+    """
     topology = config.topology
     held = []
     for place in telling_places(topology):
@@ -112,11 +126,15 @@ def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> floa
 def telling_places(topology: Topology) -> Sequence[int]:
     """Pipeline ranks of which one is the fullest and one the slowest.
 
-    With equally many layers a stage, ranks that hold neither the first nor the last stage take equally long. What they hold
-    grows or shrinks from one to the next.
+    With equally many layers a stage, ranks that hold neither the first nor the last stage take
+    equally long. What they hold grows or shrinks from one to the next.
     """
     places = range(topology.pipeline)
-    return places if topology.stage_layers is not None or len(places) < 5 else (0, 1, len(places) - 2, len(places) - 1)
+    return (
+        places
+        if topology.stage_layers is not None or len(places) < 5
+        else (0, 1, len(places) - 2, len(places) - 1)
+    )
 
 
 def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
@@ -130,7 +148,9 @@ def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, b
     return product(zeros, ("none", "selective", "full"), sequences)
 
 
-def _with_layout(config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool) -> ResolvedRun | str:
+def _with_layout(
+    config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool
+) -> ResolvedRun | str:
     """The run with this layout, or what speaks against it."""
     if config.engine == "deepspeed" and topology.tensor > 1:
         return "engine deepspeed has no tensor parallel in this version"
@@ -150,27 +170,50 @@ def _with_layout(config: ResolvedRun, topology: Topology, *, zero: int, recomput
     written = as_run(ResolvedRun, config, parallel=parallel, train=train, device="auto")
     try:
         tried = resolve_config(written, world_size=topology.world_size)
-        error = schedule_error(tried.parallel.pipeline_schedule, tried.topology, tried.batch.accumulation)
+        error = schedule_error(
+            tried.parallel.pipeline_schedule, tried.topology, tried.batch.accumulation
+        )
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
     return tried if error is None else error
 
 
 def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:
-    """A table of the best layouts, the words that choose the best one, and the reasons against the others."""
-    lines = [f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), best first by the estimated time of a step:"]
+    """A table of the best layouts, the words that choose the best one, and the reasons against the
+    others.
+    """
+    lines = [
+        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), best first by the"
+        " estimated time of a step:"
+    ]
     if found.fitting:
-        head = ("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batches", "GiB", "s a step", "tokens/s")
+        head = (
+            "data",
+            "tensor",
+            "pipeline",
+            "ZeRO",
+            "sequence",
+            "recompute",
+            "micro batches",
+            "GiB",
+            "s a step",
+            "tokens/s",
+        )
         lines += table(head, map(_row, found.fitting[:_SHOWN]))
         if len(found.fitting) > _SHOWN:
             lines.append(f"and {len(found.fitting) - _SHOWN} slower ones")
         lines += ["", f"The first: {' '.join(_words(found.fitting[0].config))}"]
     else:
-        lines.append("none fits; take more devices, a smaller micro batch, or precision.parameters below float32")
+        lines.append(
+            "none fits; take more devices, a smaller micro batch, or precision.parameters below"
+            " float32"
+        )
     if found.refused:
         lines += ["", "Not possible:"]
         for reason, layouts in sorted(found.refused.items(), key=lambda item: -len(item[1])):
-            named = ", ".join(f"{layout.data} x {layout.tensor} x {layout.pipeline}" for layout in layouts)
+            named = ", ".join(
+                f"{layout.data} x {layout.tensor} x {layout.pipeline}" for layout in layouts
+            )
             lines.append(f"  {named}: {reason}")
         lines.append("  (data x tensor x pipeline)")
     return "\n".join(lines) + "\n"
@@ -178,9 +221,18 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
 
 def _row(layout: Layout) -> tuple[str, ...]:
     parallel, train, plan = layout.config.parallel, layout.config.train, layout.plan
-    axes = (str(plan.topology.data), str(plan.topology.tensor), str(plan.topology.pipeline), str(parallel.zero_stage))
+    axes = (
+        str(plan.topology.data),
+        str(plan.topology.tensor),
+        str(plan.topology.pipeline),
+        str(parallel.zero_stage),
+    )
     speed = f"{plan.tokens_per_step / layout.seconds:,.0f}"
-    ways = ("yes" if parallel.sequence_parallel else "no", train.recompute, str(plan.batch.accumulation))
+    ways = (
+        "yes" if parallel.sequence_parallel else "no",
+        train.recompute,
+        str(plan.batch.accumulation),
+    )
     return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 

@@ -1,4 +1,6 @@
-"""How long an optimizer step may take: arithmetic on a device's peak rates, to compare layouts with each other rather than to foretell."""
+"""How long an optimizer step may take: arithmetic on a device's peak rates, to compare layouts with
+each other rather than to foretell.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,21 @@ from common.planner.communication import Traffic
 from common.planner.memory import Memory
 
 PRODUCTS = 0.65
-"""Part of the peak that large matrix products reach. With the rest counted below, layouts of 18 to 1000 billion parameters come out within
-15 % of what Megatron reached on A100 (arXiv 2104.04473, table 1)."""
+"""Part of the peak that large matrix products reach. With the rest counted below, layouts of 18 to
+1000 billion parameters come out within 15 % of what Megatron reached on A100 (arXiv 2104.04473,
+table 1).
+"""
 PASSES = 4
-"""How often memory sees what a block keeps: written and read forward, read and followed by its gradient backward."""
+"""How often memory sees what a block keeps: written and read forward, read and followed by its
+gradient backward.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step, on the rank that takes longest. What overlaps is counted by its longer part."""
+    """Seconds of one optimizer step, on the rank that takes longest. What overlaps is counted by
+    its longer part.
+    """
 
     products: float
     """Matrix products."""
@@ -44,23 +52,50 @@ class StepTime:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def step_time(config: ResolvedRun, topology: Topology, device: Accelerator, held: Iterable[tuple[int, Memory, Traffic]]) -> StepTime:
-    """Of the slowest pipeline rank. held: places, and what ``memory_of`` and ``traffic_of`` say of each."""
-    times = (_of_place(config, topology, device, place, memory, traffic) for place, memory, traffic in held)
+def step_time(
+    config: ResolvedRun,
+    topology: Topology,
+    device: Accelerator,
+    held: Iterable[tuple[int, Memory, Traffic]],
+) -> StepTime:
+    """Of the slowest pipeline rank. held: places, and what ``memory_of`` and ``traffic_of`` say of
+    each.
+    """
+    times = (
+        _of_place(config, topology, device, place, memory, traffic)
+        for place, memory, traffic in held
+    )
     return max(times, key=lambda time: time.total)
 
 
-def _of_place(config: ResolvedRun, topology: Topology, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
+def _of_place(
+    config: ResolvedRun,
+    topology: Topology,
+    device: Accelerator,
+    place: int,
+    memory: Memory,
+    traffic: Traffic,
+) -> StepTime:
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
-    elements = layers * activations.of_block(config, "none") * (PASSES + (mode == "full")) / device.bandwidth
+    elements = (
+        layers
+        * activations.of_block(config, "none")
+        * (PASSES + (mode == "full"))
+        / device.bandwidth
+    )
     if place == topology.place_of_stage(topology.stages - 1):
         sizes = config.sizes
-        elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth  # float32 logits, there and back twice
+        # float32 logits, there and back twice
+        elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth
     work = products + elements
-    waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full") if topology.pipeline > 1 else 0.0
+    waiting = (
+        bubble(schedule, topology, micro_batches, recomputes=mode == "full")
+        if topology.pipeline > 1
+        else 0.0
+    )
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
     hidden = work * 2 / 3 * (micro_batches if config.parallel.zero_stage > 1 else 1)
@@ -80,12 +115,16 @@ def _of_place(config: ResolvedRun, topology: Topology, device: Accelerator, plac
 
 
 def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Of forward and backward pass on one rank: 6 per weight and token and 12 h T of attention (common.training.metrics), a third more
-    of what is recomputed."""
+    """Of forward and backward pass on one rank: 6 per weight and token and 12 h T of attention
+    (common.training.metrics), a third more of what is recomputed.
+    """
     sizes = config.sizes
     matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
     attention = 4 * sizes.seq_length * sizes.hidden
-    block = 3 * (matrices + attention) + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]
+    block = (
+        3 * (matrices + attention)
+        + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]
+    )
     flops = block * topology.layer_count(place, config.model.num_layers)
     if place == topology.place_of_stage(topology.stages - 1):
         flops += 6 * sizes.vocabulary * sizes.hidden
@@ -93,7 +132,9 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
 
 
 def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
-    """Bytes per second of a group whose ranks lie one after another on servers: the network's where it leaves a server."""
+    """Bytes per second of a group whose ranks lie one after another on servers: the network's where
+    it leaves a server.
+    """
     group = topology.group(kind, 0)
     within = group[0] // device.server_devices == group[-1] // device.server_devices
     return device.link if within else device.network

@@ -85,8 +85,12 @@ def _is_literal(host: str) -> bool:
 
 
 def _route_to(address: str) -> str | None:
-    """Return the address of this machine from which another one is reached; None without a route."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return the address of this machine from which another one is reached; None without a
+    route.
+    """
+    with socket.socket(
+        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         try:
             probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
         except OSError:
@@ -102,7 +106,11 @@ def _default_address() -> str | None:
     route = _route_to("192.0.2.1")  # an address of documentation (RFC 5737), nobody's
     if route is not None and not is_loopback(route):
         return route
-    held = [str(address) for address, _ in _interfaces() if not (address.is_loopback or address.is_link_local)]
+    held = [
+        str(address)
+        for address, _ in _interfaces()
+        if not (address.is_loopback or address.is_link_local)
+    ]
     return held[0] if len(held) == 1 else None
 
 

@@ -1,4 +1,5 @@
-"""JSON objects between two processes, a line each, over TCP: the one channel of launchers, doctors and ranks.
+"""JSON objects between two processes, a line each, over TCP: the one channel of launchers, doctors
+and ranks.
 
 A caller sends its hello first, by which the other side knows it or closes the connection. Whoever
 reaches the port of a launcher or a doctor can call: it belongs into the network of the cluster.
@@ -42,7 +43,9 @@ class Channel:
         with suppress(OSError):  # a socket of another kind than TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0)
+        )
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError."""
@@ -64,7 +67,9 @@ class Channel:
         return message
 
     def hello(self) -> dict[str, Any]:
-        """Return what the caller says first; empty where it says nothing in time or is a stranger."""
+        """Return what the caller says first; empty where it says nothing in time or is a
+        stranger.
+        """
         with suppress(OSError):
             return self.receive(HELLO_SECONDS)
         return {}

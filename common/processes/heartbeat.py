@@ -1,7 +1,8 @@
-"""A launched rank tells its launcher that it lives and how far it is, and ends when the launcher does.
+"""A launched rank tells its launcher that it lives and how far it is, and ends when the launcher
+does.
 
-Lines over the pipe GPT2_HEARTBEAT_FD: ``alive`` every two seconds, and ``STEP DOING`` as the run gets on. Nothing of it happens in a
-process that was not launched.
+Lines over the pipe GPT2_HEARTBEAT_FD: ``alive`` every two seconds, and ``STEP DOING`` as the run
+gets on. Nothing of it happens in a process that was not launched.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from common.whole_numbers import whole_number
 ALIVE = "alive"
 ALIVE_SECONDS = 2.0
 DUMP_SIGNAL = signal.SIGUSR1
-"""Makes a launched rank write the stacks of its threads to standard error: where it hangs, when it hangs."""
+"""Makes a launched rank write the stacks of its threads to standard error: where it hangs, when it
+hangs.
+"""
 _pipe: int | None = None
 
 
 def start_heartbeat() -> None:
     """Call it first thing in the process. Exits with code 1 where the launcher has gone already.
 
-    The kernel kills this process when its launcher dies, however that dies. GPT2_HEARTBEAT_FD is taken out of the environment, and
-    the pipe is closed in children, so that none of them speaks for the rank.
+    The kernel kills this process when its launcher dies, however that dies. GPT2_HEARTBEAT_FD is
+    taken out of the environment, and the pipe is closed in children, so that none of them speaks
+    for the rank.
     """
     global _pipe
     words = [os.environ.pop("GPT2_HEARTBEAT_FD", ""), os.environ.get("GPT2_LAUNCHER_PID", "")]

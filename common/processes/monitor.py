@@ -1,4 +1,6 @@
-"""How far a rank is, as the process knows it that started the rank: the other end of the heartbeat."""
+"""How far a rank is, as the process knows it that started the rank: the other end of the
+heartbeat.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class RankState:
             why = "; its process waits for a disk or a driver (state D)"
         elif self.is_silent:
             why = f"; its process has given no sign of life for {self.silent:.0f} s"
-        return f"{self.name} has made no progress for {self.idle:.0f} s: {where}{why}; its log: {self.log}"
+        return (
+            f"{self.name} has made no progress for {self.idle:.0f} s: {where}{why}; its log:"
+            f" {self.log}"
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -97,7 +102,9 @@ class Monitor:
 
     def state(self, now: float) -> RankState:
         silent = None if self._heard is None else now - self._heard
-        return replace(self._told, idle=now - self._moved, silent=silent, process_state=self.process_state)
+        return replace(
+            self._told, idle=now - self._moved, silent=silent, process_state=self.process_state
+        )
 
     def close(self) -> None:
         os.close(self._pipe)

@@ -25,7 +25,9 @@ _HINTS = {
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process as psutil names it, such as "stopped"; empty where it has gone."""
+    """Return the state of a process as psutil names it, such as "stopped"; empty where it has
+    gone.
+    """
     with suppress(psutil.Error):
         return str(psutil.Process(pid).status())
     return ""

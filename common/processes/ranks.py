@@ -15,7 +15,14 @@ from typing import IO, Self
 
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.monitor import Monitor
-from common.processes.process_tree import adopted_orphans, end_all, living, orphan_guard, reap, watch
+from common.processes.process_tree import (
+    adopted_orphans,
+    end_all,
+    living,
+    orphan_guard,
+    reap,
+    watch,
+)
 
 _KILL_SECONDS = 8.0
 _LEAVE_SECONDS = 2.0
@@ -128,7 +135,12 @@ class Ranks(ABC):
         self._guard(process.pid)
         self._processes[index] = process
         self.monitors[index] = Monitor(
-            rank=spec.rank, name=self.name(index), log=self.log(index), pid=process.pid, pipe=reading, now=time.monotonic()
+            rank=spec.rank,
+            name=self.name(index),
+            log=self.log(index),
+            pid=process.pid,
+            pipe=reading,
+            now=time.monotonic(),
         )
         watch(process.pid, partial(self.ended, index))
 
@@ -140,7 +152,8 @@ class Ranks(ABC):
         """Send a signal to processes that were started; not to what they started themselves."""
         for index in indices:
             with suppress(ProcessLookupError):
-                os.kill(self._processes[index].pid, number)  # not reaped: the number is still its own
+                # not reaped: the number is still its own
+                os.kill(self._processes[index].pid, number)
 
     def dump_stacks(self, indices: Collection[int]) -> None:
         """Let processes with a heartbeat write into their logs where they are."""

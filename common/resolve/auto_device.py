@@ -11,15 +11,18 @@ from common.errors import ConfigError, DeviceError
 
 @contextmanager
 def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
-    """Put the cause before a refusal that follows from ``auto`` having become ``cpu``. missing: what is not there, such as "Ascend"."""
+    """Put the cause before a refusal that follows from ``auto`` having become ``cpu``. missing:
+    what is not there, such as "Ascend".
+    """
     try:
         yield
     except (ConfigError, DeviceError) as error:
         if config.device != "auto" or kind != "cpu":
             raise
         raise type(error)(
-            f"device=auto became cpu because no {missing} is seen here (where there is one, device={_WANTED[config.backend]} tells why it"
-            f" is not found), and the CPU refuses this: {error}"
+            f"device=auto became cpu because no {missing} is seen here (where there is one,"
+            f" device={_WANTED[config.backend]} tells why it is not found), and the CPU refuses"
+            f" this: {error}"
         ) from None
 
 
@@ -27,6 +30,11 @@ _WANTED = {"torch": "cuda or device=npu", "mindspore": "npu"}
 
 
 def check_device_id(config: RunConfig, kind: str) -> None:
-    """Refuse a number of a device where there is one without numbers. kind: of the device that the run has. Raises ConfigError."""
+    """Refuse a number of a device where there is one without numbers. kind: of the device that the
+    run has. Raises ConfigError.
+    """
     if kind == "cpu" and config.context.device_id:
-        raise ConfigError(f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it out")
+        raise ConfigError(
+            f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it"
+            " out"
+        )

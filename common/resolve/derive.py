@@ -14,11 +14,15 @@ from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
 ONE_DEVICE_MODES = ("eval", "predict", "export")
-"""Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows with torch."""
+"""Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows
+with torch.
+"""
 
 
 def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
-    """Fill in every derived value. Raises ConfigError naming both values of a contradiction and a fix."""
+    """Fill in every derived value. Raises ConfigError naming both values of a contradiction and a
+    fix.
+    """
     _check_model(config)
     _check_optimizer(config)
     _check_length(config)
@@ -40,7 +44,11 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     )
     scale_mode = config.loss_scale.mode
     if scale_mode == "auto":
-        scale_mode = "dynamic" if "float16" in (config.precision.compute, config.precision.parameters) else "none"
+        scale_mode = (
+            "dynamic"
+            if "float16" in (config.precision.compute, config.precision.parameters)
+            else "none"
+        )
     resolved = as_run(
         ResolvedRun,
         config,
@@ -59,67 +67,110 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
 
 
 def written_ranks(config: RunConfig) -> int:
-    """Return how many processes the layout of the files needs; a data_parallel that is left out counts as 1."""
+    """Return how many processes the layout of the files needs; a data_parallel that is left out
+    counts as 1.
+    """
     parallel = config.parallel
     return (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:
-    """resolve_config, for a run mode that may use one device whatever the layout of the training and the number of processes.
+    """resolve_config, for a run mode that may use one device whatever the layout of the training
+    and the number of processes.
 
-    An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline and ZeRO-3.
+    An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline
+    and ZeRO-3.
     """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
-    shared = run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
+    shared = (
+        run_mode == "eval"
+        and config.evaluation.task == "validation"
+        and config.backend == "torch"
+        and world_size > 1
+    )
     plain = dict(ParallelConfig())
     if shared:
-        kept = {name: getattr(parallel, name) for name in ("model_parallel", "pipeline_stage", "sequence_parallel")}
-        one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
-        plain |= kept | {"stage_layers": parallel.stage_layers if one_stage else None, "zero_stage": parallel.zero_stage // 3 * 3}
+        kept = {
+            name: getattr(parallel, name)
+            for name in ("model_parallel", "pipeline_stage", "sequence_parallel")
+        }
+        one_stage = (
+            parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
+        )
+        plain |= kept | {
+            "stage_layers": parallel.stage_layers if one_stage else None,
+            "zero_stage": parallel.zero_stage // 3 * 3,
+        }
         copies = world_size // (parallel.model_parallel * parallel.pipeline_stage)
         if copies == 1:
             plain["zero_stage"] = 0
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
-    return resolve_config(as_run(RunConfig, config, parallel=plain, train=batch, **alone), world_size=world_size if shared else 1)
+    return resolve_config(
+        as_run(RunConfig, config, parallel=plain, train=batch, **alone),
+        world_size=world_size if shared else 1,
+    )
 
 
 def _check_backend(config: RunConfig) -> None:
     """Refuse what the backend cannot honour whatever the device."""
     context, train = config.context, config.train
     if config.export.batch_size is not None and config.export.format == "safetensors":
-        raise ConfigError(f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it out with safetensors")
+        raise ConfigError(
+            f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it"
+            " out with safetensors"
+        )
     check_device_id(config, config.device)
     if config.backend == "mindspore":
         if train.compile:
-            raise ConfigError("train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)")
+            raise ConfigError(
+                "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
+                " compiles)"
+            )
         if train.recompute != "none" and context.mode == "pynative":
-            raise ConfigError(f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise")
+            raise ConfigError(
+                f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one"
+                " of them otherwise"
+            )
         if context.graph_kernel_flags and not context.enable_graph_kernel:
-            raise ConfigError("context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave the flags out")
+            raise ConfigError(
+                "context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or"
+                " leave the flags out"
+            )
         if train.parallel_optimizer_comm_recompute:
             raise ConfigError(
-                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 takes no notice of it; leave it out. parallel.zero_stage=3"
-                " gathers parameters again in the backward pass, on several Ascends"
+                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 takes no notice of"
+                " it; leave it out. parallel.zero_stage=3 gathers parameters again in the backward"
+                " pass, on several Ascends"
             )
         if train.recompute_slice_activation and config.parallel.model_parallel == 1:
-            raise ConfigError("train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out")
+            raise ConfigError(
+                "train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave"
+                " it out"
+            )
         return
     if config.export.format == "mindir":
-        raise ConfigError("export.format=mindir is for backend mindspore; set export.format=safetensors, or backend=mindspore")
+        raise ConfigError(
+            "export.format=mindir is for backend mindspore; set export.format=safetensors, or"
+            " backend=mindspore"
+        )
     for section, values in config:
         for name in values.changed("backend") if isinstance(values, Section) else ():
-            raise ConfigError(f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with backend torch")
+            raise ConfigError(
+                f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out"
+                " with backend torch"
+            )
 
 
 def _check_observation(config: RunConfig) -> None:
     train, profile = config.train, config.profile
     if profile.stop is not None and (profile.start is None or profile.stop < profile.start):
         raise ConfigError(
-            f"profile.stop={profile.stop} is before profile.start={profile.start}; give a start that is not after it"
+            f"profile.stop={profile.stop} is before profile.start={profile.start}; give a start"
+            " that is not after it"
             if profile.start is not None
             else f"profile.stop={profile.stop} needs profile.start, the first step to trace"
         )
@@ -128,16 +179,22 @@ def _check_observation(config: RunConfig) -> None:
     if not train.skip_outliers:
         return
     if not config.logging.outlier_deviations:
-        raise ConfigError("train.skip_outliers=true needs to know what an outlier is; set logging.outlier_deviations=6")
+        raise ConfigError(
+            "train.skip_outliers=true needs to know what an outlier is; set"
+            " logging.outlier_deviations=6"
+        )
     if train.sink_size > 1:
         raise ConfigError(
-            f"train.skip_outliers=true decides by the steps before, train.sink_size={train.sink_size} starts a step before it knows them;"
-            " set sink_size=1"
+            "train.skip_outliers=true decides by the steps before,"
+            f" train.sink_size={train.sink_size} starts a step before it knows them; set"
+            " sink_size=1"
         )
 
 
 def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
-    """The run's length in steps, and the schedule's, from epochs or tokens. Raises ConfigError where there is neither."""
+    """The run's length in steps, and the schedule's, from epochs or tokens. Raises ConfigError
+    where there is neither.
+    """
     train, optimizer = config.train, config.optimizer
     batch = train.global_batch_size
     if train.max_steps is not None:
@@ -146,7 +203,8 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
         steps = max(1, int(train.max_epochs * samples_per_epoch) // batch)
         if steps > MOST:
             raise ConfigError(
-                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps} steps; lower it to at most {MOST} steps"
+                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps}"
+                f" steps; lower it to at most {MOST} steps"
             )
     elif train.max_tokens is not None:
         steps = max(1, train.max_tokens // (batch * config.model.seq_length))
@@ -159,7 +217,8 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
         decay = max(steps, warmup)  # a run shorter than its warm-up is a trial, not a mistake
     elif warmup > decay:
         raise ConfigError(
-            f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower it or raise optimizer.decay_steps"
+            f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower"
+            " it or raise optimizer.decay_steps"
         )
     return as_run(
         TrainingRun,
@@ -169,13 +228,18 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     )
 
 
-def resolve_vocabulary(config: ResolvedRun, tokenizer_size: int, tokenizer_name: str) -> ResolvedRun:
-    """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is replaced by the true one."""
+def resolve_vocabulary(
+    config: ResolvedRun, tokenizer_size: int, tokenizer_name: str
+) -> ResolvedRun:
+    """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is
+    replaced by the true one.
+    """
     model = config.model
     if tokenizer_size > model.vocab_size:
         raise ConfigError(
             f"{tokenizer_name} has {tokenizer_size} tokens but model.vocab_size={model.vocab_size};"
-            f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of {model.vocab_multiple} by itself)"
+            f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of"
+            f" {model.vocab_multiple} by itself)"
         )
     if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
         return as_run(ResolvedRun, config, model={"vocab_size": tokenizer_size})
@@ -183,23 +247,30 @@ def resolve_vocabulary(config: ResolvedRun, tokenizer_size: int, tokenizer_name:
 
 
 def export_format(config: RunConfig) -> str:
-    """What --run_mode export writes. The key stays open in a run folder, whose config the other backend may read."""
+    """What --run_mode export writes. The key stays open in a run folder, whose config the other
+    backend may read.
+    """
     return config.export.format or {"torch": "safetensors", "mindspore": "mindir"}[config.backend]
 
 
 def _check_model(config: RunConfig) -> None:
     model, parallel = config.model, config.parallel
     check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
-    check_divides("parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads)
+    check_divides(
+        "parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads
+    )
     topology_of(parallel, parallel.data_parallel or 1).layers_of_stage(0, model.num_layers)
     ffn = model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
     if parallel.sequence_parallel:
-        check_divides("parallel.model_parallel", parallel.model_parallel, "model.seq_length", model.seq_length)
+        check_divides(
+            "parallel.model_parallel", parallel.model_parallel, "model.seq_length", model.seq_length
+        )
     if model.max_positions is not None and model.seq_length > model.max_positions:
         raise ConfigError(
-            f"model.seq_length={model.seq_length} is longer than model.max_positions={model.max_positions};"
-            " shorten the window or leave max_positions out"
+            f"model.seq_length={model.seq_length} is longer than"
+            f" model.max_positions={model.max_positions}; shorten the window or leave max_positions"
+            " out"
         )
 
 
@@ -207,37 +278,46 @@ def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
     if optimizer.warmup_steps is not None and optimizer.warmup_fraction is not None:
         raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.warmup_fraction={optimizer.warmup_fraction}"
-            " say the same thing twice; keep one"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and"
+            f" optimizer.warmup_fraction={optimizer.warmup_fraction} say the same thing twice; keep"
+            " one"
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise ConfigError(
-            f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above optimizer.learning_rate={optimizer.learning_rate};"
-            " lower the first"
+            f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above"
+            f" optimizer.learning_rate={optimizer.learning_rate}; lower the first"
         )
     if optimizer.momentum and optimizer.name != "sgd":
         raise ConfigError(
-            f"optimizer.momentum={optimizer.momentum} means nothing to optimizer.name={optimizer.name};"
-            " use optimizer.beta1, or optimizer.name=sgd"
+            f"optimizer.momentum={optimizer.momentum} means nothing to"
+            f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd"
         )
 
 
 def _check_precision(config: RunConfig) -> None:
     precision = config.precision
-    if precision.parameters != "float32" and precision.reduction not in ("float32", precision.parameters):
+    if precision.parameters != "float32" and precision.reduction not in (
+        "float32",
+        precision.parameters,
+    ):
         raise ConfigError(
-            f"precision.reduction={precision.reduction} is neither float32 nor precision.parameters={precision.parameters};"
-            " choose one of these"
+            f"precision.reduction={precision.reduction} is neither float32 nor"
+            f" precision.parameters={precision.parameters}; choose one of these"
         )
 
 
 def _check_length(config: RunConfig) -> None:
     train = config.train
     given = {
-        f"train.{name}": getattr(train, name) for name in ("max_steps", "max_epochs", "max_tokens") if getattr(train, name) is not None
+        f"train.{name}": getattr(train, name)
+        for name in ("max_steps", "max_epochs", "max_tokens")
+        if getattr(train, name) is not None
     }
     if len(given) > 1:
-        raise ConfigError(" and ".join(f"{k}={v}" for k, v in given.items()) + " both set the length of the run; keep one")
+        raise ConfigError(
+            " and ".join(f"{k}={v}" for k, v in given.items())
+            + " both set the length of the run; keep one"
+        )
 
 
 def require_length(config: RunConfig) -> None:
@@ -248,4 +328,7 @@ def require_length(config: RunConfig) -> None:
 
 
 def _without_length() -> ConfigError:
-    return ConfigError("the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens")
+    return ConfigError(
+        "the length of the run is not given; set train.max_steps, train.max_epochs or"
+        " train.max_tokens"
+    )

@@ -1,4 +1,6 @@
-"""What ``engine: deepspeed`` and ``parallel.strategy`` combine with; refused here, before any process is started."""
+"""What ``engine: deepspeed`` and ``parallel.strategy`` combine with; refused here, before any
+process is started.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,20 @@ DEEPSPEED_MATRIX = """engine=deepspeed goes with
   2, 3                 yes   no        no"""
 
 NATIVE_MATRIX = """engine=native goes with (any value of one column with any of the others)
-  data                                 tensor                      pipeline
-  copies, or zero_stage 1, 2, 3 from   model_parallel, alone or    gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble,
-  2 ranks on, shard_size dividing      with sequence_parallel      zbv_zero_bubble; equal stages, or stage_layers
-  them
-and train.compile with copies and tensor parallel; strategy parameter_server or horovod with copies alone"""
+  data                         tensor                      pipeline
+  copies, or zero_stage        model_parallel, alone or    gpipe, 1f1b, interleaved_1f1b,
+  1, 2, 3 from 2 ranks on,     with sequence_parallel      interleaved_zero_bubble,
+  shard_size dividing them                                 zbv_zero_bubble; equal stages,
+                                                           or stage_layers
+and train.compile with copies and tensor parallel; strategy parameter_server or horovod with
+copies alone"""
 
 MINDSPORE_MATRIX = """backend=mindspore goes with
   parallel.data_parallel x model_parallel x pipeline_stage  any product
   parallel.zero_stage                                       0, 1
   parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers
-and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also sequence_parallel, zero_stage 2 and 3, shard_size"""
+and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also
+sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
 def check_engine(config: ResolvedRun) -> None:
@@ -48,72 +53,105 @@ def check_engine(config: ResolvedRun) -> None:
         for name, field in DeepSpeedConfig.model_fields.items():
             if getattr(config.deepspeed, name) != field.default:
                 raise ConfigError(
-                    f"deepspeed.{name}={getattr(config.deepspeed, name)} needs engine=deepspeed; set it, or leave the key out"
+                    f"deepspeed.{name}={getattr(config.deepspeed, name)} needs engine=deepspeed;"
+                    " set it, or leave the key out"
                 )
     if config.parallel.strategy != "ddp":
         _check_strategy(config)
 
 
 def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
-    """The tree of ``deepspeed.config_file``, empty where there is none. Raises ConfigError for what is no JSON object."""
+    """The tree of ``deepspeed.config_file``, empty where there is none. Raises ConfigError for what
+    is no JSON object.
+    """
     name = config.deepspeed.config_file
     if name is None:
         return {}
     try:
         return read_json_mapping(Path(name))
     except ConfigError as error:
-        raise ConfigError(f"deepspeed.config_file: {error}; expected the ds_config.json of DeepSpeed's manual") from None
+        raise ConfigError(
+            f"deepspeed.config_file: {error}; expected the ds_config.json of DeepSpeed's manual"
+        ) from None
 
 
 def _check_deepspeed(config: ResolvedRun) -> None:
-    parallel, precision, train, own = config.parallel, config.precision, config.train, config.deepspeed
+    parallel, precision, train, own = (
+        config.parallel,
+        config.precision,
+        config.train,
+        config.deepspeed,
+    )
     stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
     if config.backend != "torch":
-        raise ConfigError(f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native")
-    if parallel.model_parallel > 1 or parallel.sequence_parallel:
-        raise ConfigError(f"parallel.model_parallel={parallel.model_parallel} needs engine=native in this version.\n{DEEPSPEED_MATRIX}")
-    if pipeline > 1 and stage != 1:
-        reason = "DeepSpeed then does not clip float32 gradients, and says nothing" if stage == 0 else "DeepSpeed refuses it"
         raise ConfigError(
-            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: {reason}; set zero_stage=1, or engine=native.\n"
-            f"{DEEPSPEED_MATRIX}"
+            f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native"
+        )
+    if parallel.model_parallel > 1 or parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.model_parallel={parallel.model_parallel} needs engine=native in this"
+            f" version.\n{DEEPSPEED_MATRIX}"
+        )
+    if pipeline > 1 and stage != 1:
+        reason = (
+            "DeepSpeed then does not clip float32 gradients, and says nothing"
+            if stage == 0
+            else "DeepSpeed refuses it"
+        )
+        raise ConfigError(
+            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: {reason}; set"
+            f" zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
         )
     if pipeline > 1 and parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has"
-            " 1f1b with one stage a rank; choose that, or engine=native"
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} with"
+            f" parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has 1f1b with one stage"
+            " a rank; choose that, or engine=native"
         )
     if parallel.shard_size is not None and parallel.shard_size != parallel.data_parallel:
         raise ConfigError(
-            f"parallel.shard_size={parallel.shard_size}: DeepSpeed splits over all parallel.data_parallel={parallel.data_parallel} ranks"
-            " here; leave it out, or set engine=native"
+            f"parallel.shard_size={parallel.shard_size}: DeepSpeed splits over all"
+            f" parallel.data_parallel={parallel.data_parallel} ranks here; leave it out, or set"
+            " engine=native"
         )
     if parallel.strategy != "ddp":
-        raise ConfigError(f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it out, or set engine=native")
+        raise ConfigError(
+            f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it"
+            " out, or set engine=native"
+        )
     if own.offload_optimizer and (stage == 0 or pipeline > 1):
         raise ConfigError(
-            f"deepspeed.offload_optimizer=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}: needs zero_stage 1 to 3"
-            " without pipeline; change one of them"
+            f"deepspeed.offload_optimizer=true with parallel.zero_stage={stage} and"
+            f" pipeline_stage={pipeline}: needs zero_stage 1 to 3 without pipeline; change one of"
+            " them"
         )
     if own.offload_parameters and stage != 3:
-        raise ConfigError(f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs zero_stage=3; change one of them")
+        raise ConfigError(
+            f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
+            " zero_stage=3; change one of them"
+        )
     if precision.parameters != "float32" and stage == 0:
         raise ConfigError(
-            f"precision.parameters={precision.parameters} with parallel.zero_stage=0: DeepSpeed sums such gradients below float32; set"
-            " zero_stage=1, or parameters=float32"
+            f"precision.parameters={precision.parameters} with parallel.zero_stage=0: DeepSpeed"
+            " sums such gradients below float32; set zero_stage=1, or parameters=float32"
         )
     if train.compile and (stage == 3 or pipeline > 1):
         raise ConfigError(
-            f"train.compile=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}: DeepSpeed's hooks break the graph;"
-            " leave compile out"
+            f"train.compile=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}:"
+            " DeepSpeed's hooks break the graph; leave compile out"
         )
     if train.skip_outliers:
-        raise ConfigError("train.skip_outliers=true: DeepSpeed tells the norm of a step after it; leave it out, or set engine=native")
+        raise ConfigError(
+            "train.skip_outliers=true: DeepSpeed tells the norm of a step after it; leave it out,"
+            " or set engine=native"
+        )
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
 def check_mindspore(config: ResolvedRun, kind: str) -> None:
-    """For a device of this kind; what several Ascends may do is asked again where it is not known yet (auto). Raises ConfigError."""
+    """For a device of this kind; what several Ascends may do is asked again where it is not known
+    yet (auto). Raises ConfigError.
+    """
     parallel = config.parallel
     check_parallel_mode(config, kind)
     if compiled_mode(config, kind):
@@ -123,7 +161,8 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
         raise ConfigError(f"{needs}.\n{MINDSPORE_MATRIX}")
     if parallel.pipeline_schedule not in ("gpipe", "1f1b"):
         raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose one of its own.\n{MINDSPORE_MATRIX}"
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose"
+            f" one of its own.\n{MINDSPORE_MATRIX}"
         )
     if kind == "auto" and parallel.parallel_mode is None:
         return
@@ -133,13 +172,21 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
         (parallel.zero_stage > 1 and f"zero_stage={parallel.zero_stage}", "set 1"),
     ):
         if refused:
-            raise ConfigError(f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}")
+            raise ConfigError(
+                f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}"
+            )
 
 
 def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
-    """The device of a run that this host is about to start, as far as known without a framework: on MindSpore ``auto`` can only
-    be the CPU where the host shows no Ascend (/dev/davinciN). Raises ConfigError as ``check_mindspore``."""
-    if config.backend == "mindspore" and config.device == "auto" and not any((root / "dev").glob("davinci[0-9]*")):
+    """The device of a run that this host is about to start, as far as known without a framework: on
+    MindSpore ``auto`` can only be the CPU where the host shows no Ascend (/dev/davinciN). Raises
+    ConfigError as ``check_mindspore``.
+    """
+    if (
+        config.backend == "mindspore"
+        and config.device == "auto"
+        and not any((root / "dev").glob("davinci[0-9]*"))
+    ):
         with naming_auto(config, "cpu", "Ascend"):
             check_device_id(config, "cpu")
             check_mindspore(config, "cpu")
@@ -151,7 +198,10 @@ def _unmet_need(parallel: ResolvedParallel) -> str | None:
     if parallel.sequence_parallel and parallel.model_parallel == 1:
         return "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
     if parallel.zero_stage and parallel.data_parallel == 1:
-        return f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there is 1; set zero_stage=0"
+        return (
+            f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and"
+            " there is 1; set zero_stage=0"
+        )
     return None
 
 
@@ -163,17 +213,26 @@ def _check_native(config: ResolvedRun) -> None:
         raise _refused(needs)
     if parallel.shard_size is not None:
         if not stage:
-            raise _refused(f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave shard_size out")
+            raise _refused(
+                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set"
+                " it, or leave shard_size out"
+            )
         check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
     if config.train.compile and (stage or parallel.pipeline_stage > 1):
         raise _refused(
-            f"train.compile=true goes with data and tensor parallel, not with parallel.zero_stage={stage} and"
-            f" parallel.pipeline_stage={parallel.pipeline_stage}; leave it out"
+            "train.compile=true goes with data and tensor parallel, not with"
+            f" parallel.zero_stage={stage} and parallel.pipeline_stage={parallel.pipeline_stage};"
+            " leave it out"
         )
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches that is gpipe
-        reason = schedule_error(parallel.pipeline_schedule, config.topology, config.train.accumulation_steps)
+        reason = schedule_error(
+            parallel.pipeline_schedule, config.topology, config.train.accumulation_steps
+        )
         if reason:
-            raise _refused(f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the schedule")
+            raise _refused(
+                f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the"
+                " schedule"
+            )
 
 
 def _check_strategy(config: ResolvedRun) -> None:
@@ -183,7 +242,10 @@ def _check_strategy(config: ResolvedRun) -> None:
         raise ConfigError(f"{named} is for backend torch, not {config.backend}; leave it out")
     for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0)):
         if getattr(parallel, key) != plain:
-            raise _refused(f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set {plain}, or strategy=ddp")
+            raise _refused(
+                f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set"
+                f" {plain}, or strategy=ddp"
+            )
 
 
 def _refused(text: str) -> ConfigError:

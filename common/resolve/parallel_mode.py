@@ -1,4 +1,6 @@
-"""``parallel.parallel_mode``: who splits the work on MindSpore, and what that combines with; refused before any framework is imported."""
+"""``parallel.parallel_mode``: who splits the work on MindSpore, and what that combines with;
+refused before any framework is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def compiled_mode(config: ResolvedRun, kind: str) -> bool:
     parallel = config.parallel
     if config.backend != "mindspore":
         return False
-    return parallel.parallel_mode in COMPILED if parallel.parallel_mode else kind == "npu" and config.topology.world_size > 1
+    return (
+        parallel.parallel_mode in COMPILED
+        if parallel.parallel_mode
+        else kind == "npu" and config.topology.world_size > 1
+    )
 
 
 def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
@@ -27,8 +33,9 @@ def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
     named = f"parallel.parallel_mode={mode}"
     if mode in COMPILED and kind in ("cpu", "cuda"):
         raise ConfigError(
-            f"{named}: MindSpore's compiler splits graphs for Ascend, and this run has device={kind}; set parallel.parallel_mode=3"
-            " (hybrid_parallel), whose own collectives run here in the same layouts"
+            f"{named}: MindSpore's compiler splits graphs for Ascend, and this run has"
+            f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
+            " run here in the same layouts"
         )
     if kind == "auto" and mode is None:
         return  # asked again when the device is open
@@ -40,11 +47,15 @@ def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
 
 def _check_explicit(config: ResolvedRun) -> None:
     parallel, train = config.parallel, config.train
-    if parallel.parallel_mode == "data_parallel" and parallel.model_parallel * parallel.pipeline_stage > 1:
+    if (
+        parallel.parallel_mode == "data_parallel"
+        and parallel.model_parallel * parallel.pipeline_stage > 1
+    ):
         raise ConfigError(
-            f"parallel.parallel_mode=data_parallel with parallel.model_parallel={parallel.model_parallel} and"
-            f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3 (hybrid_parallel), or 1 (semi_auto_parallel)"
-            " on Ascend"
+            "parallel.parallel_mode=data_parallel with"
+            f" parallel.model_parallel={parallel.model_parallel} and"
+            f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3"
+            " (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend"
         )
     given = parallel.changed("parallel_mode")
     if parallel.full_batch is False:  # which is what it does
@@ -54,9 +65,10 @@ def _check_explicit(config: ResolvedRun) -> None:
         + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
     )
     if words:
+        mode = f" with parallel_mode={parallel.parallel_mode}" if parallel.parallel_mode else ""
         raise ConfigError(
-            f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel) have this, on several Ascends; leave it out"
-            f"{f' with parallel_mode={parallel.parallel_mode}' if parallel.parallel_mode else ''}"
+            f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel)"
+            f" have this, on several Ascends; leave it out{mode}"
         )
 
 
@@ -65,36 +77,76 @@ def _check_compiled(config: ResolvedRun) -> None:
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
     micro, accumulation = train.micro_batch_size, train.accumulation_steps
     if config.topology.world_size == 1:
-        raise ConfigError(f"{named} splits over several processes, and there is 1; leave it out, or start more")
+        raise ConfigError(
+            f"{named} splits over several processes, and there is 1; leave it out, or start more"
+        )
     if config.context.mode == "pynative":
-        raise ConfigError(f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)")
+        raise ConfigError(
+            f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3"
+            " (hybrid_parallel)"
+        )
     if config.precision.reduction != "float32":
-        raise ConfigError(f"{named} sums gradients in float32, found precision.reduction={config.precision.reduction}; leave it out")
+        raise ConfigError(
+            f"{named} sums gradients in float32, found"
+            f" precision.reduction={config.precision.reduction}; leave it out"
+        )
     if parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
-            f"{named} has pipeline_schedule=1f1b with one stage a rank, found {parallel.pipeline_schedule} with"
-            f" virtual_stages={parallel.virtual_stages}; choose that"
+            f"{named} has pipeline_schedule=1f1b with one stage a rank, found"
+            f" {parallel.pipeline_schedule} with virtual_stages={parallel.virtual_stages}; choose"
+            " that"
         )
     if accumulation < parallel.pipeline_stage:
         raise ConfigError(
-            f"parallel.micro_batch_num={accumulation} is below parallel.pipeline_stage={parallel.pipeline_stage}: MindSpore's pipeline"
-            " needs a micro batch for each stage; raise the first"
+            f"parallel.micro_batch_num={accumulation} is below"
+            f" parallel.pipeline_stage={parallel.pipeline_stage}: MindSpore's pipeline needs a"
+            " micro batch for each stage; raise the first"
         )
     if parallel.sequence_parallel and parallel.model_parallel == 1:
-        raise ConfigError("parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out")
+        raise ConfigError(
+            "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
+        )
     if parallel.zero_stage and parallel.data_parallel == 1:
-        raise ConfigError(f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there is 1; set zero_stage=0")
+        raise ConfigError(
+            f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there"
+            " is 1; set zero_stage=0"
+        )
     if parallel.shard_size is not None:
         if not parallel.zero_stage:
-            raise ConfigError(f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it, or leave it out")
-        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", parallel.data_parallel)
-    if parallel.parallel_optimizer_config != type(parallel.parallel_optimizer_config)() and not parallel.zero_stage:
-        raise ConfigError("parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set it, or leave it out")
-    check_divides("parallel.micro_batch_interleave_num", parallel.micro_batch_interleave_num, "train.micro_batch_size", micro)
-    if parallel.micro_batch_interleave_num > 1 and parallel.model_parallel > 1 and parallel.pipeline_stage > 1:
+            raise ConfigError(
+                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set"
+                " it, or leave it out"
+            )
+        check_divides(
+            "parallel.shard_size",
+            parallel.shard_size,
+            "parallel.data_parallel",
+            parallel.data_parallel,
+        )
+    if (
+        parallel.parallel_optimizer_config != type(parallel.parallel_optimizer_config)()
+        and not parallel.zero_stage
+    ):
         raise ConfigError(
-            f"parallel.micro_batch_interleave_num={parallel.micro_batch_interleave_num} with model_parallel={parallel.model_parallel} and"
-            f" pipeline_stage={parallel.pipeline_stage}: MindSpore 2.10 cannot compile the three together; leave the first out"
+            "parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set"
+            " it, or leave it out"
+        )
+    check_divides(
+        "parallel.micro_batch_interleave_num",
+        parallel.micro_batch_interleave_num,
+        "train.micro_batch_size",
+        micro,
+    )
+    if (
+        parallel.micro_batch_interleave_num > 1
+        and parallel.model_parallel > 1
+        and parallel.pipeline_stage > 1
+    ):
+        raise ConfigError(
+            f"parallel.micro_batch_interleave_num={parallel.micro_batch_interleave_num} with"
+            f" model_parallel={parallel.model_parallel} and"
+            f" pipeline_stage={parallel.pipeline_stage}: MindSpore 2.10 cannot compile the three"
+            " together; leave the first out"
         )
     if parallel.parallel_mode != "auto_parallel":
         for key, value in (
@@ -102,4 +154,7 @@ def _check_compiled(config: ResolvedRun) -> None:
             ("strategy_ckpt_config.load_file", parallel.strategy_ckpt_config.load_file),
         ):
             if value is not None:
-                raise ConfigError(f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set that, or leave it out")
+                raise ConfigError(
+                    f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set"
+                    " that, or leave it out"
+                )

@@ -1,4 +1,6 @@
-"""What the config means in the words of a vendor's own settings; pure functions, without the framework."""
+"""What the config means in the words of a vendor's own settings; pure functions, without the
+framework.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,15 @@ from common.parallel.resolved_run import ResolvedRun
 def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
     """Arguments of mindspore.set_context, apart from the device, which set_device takes."""
     context = config.context
-    settings: dict[str, Any] = {"mode": {"graph": 0, "pynative": 1}[context.mode], "max_call_depth": context.max_call_depth}
+    settings: dict[str, Any] = {
+        "mode": {"graph": 0, "pynative": 1}[context.mode],
+        "max_call_depth": context.max_call_depth,
+    }
     if context.save_graphs:
-        settings |= {"save_graphs": True, "save_graphs_path": context.save_graphs_path or f"{config.output_dir}/graph"}
+        settings |= {
+            "save_graphs": True,
+            "save_graphs_path": context.save_graphs_path or f"{config.output_dir}/graph",
+        }
     if context.enable_graph_kernel:
         settings |= {"enable_graph_kernel": True}
         if context.graph_kernel_flags:
@@ -25,9 +33,11 @@ def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
 
 
 def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
-    """Arguments of mindspore.set_auto_parallel_context (2.10), for a run that MindSpore's compiler splits.
+    """Arguments of mindspore.set_auto_parallel_context (2.10), for a run that MindSpore's compiler
+    splits.
 
-    The loss is divided by the global batch before gradients are taken, so they are summed and no mean is asked for.
+    The loss is divided by the global batch before gradients are taken, so they are summed and no
+    mean is asked for.
     """
     parallel, topology = config.parallel, config.topology
     files = parallel.strategy_ckpt_config
@@ -43,7 +53,9 @@ def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
         "global_rank": rank,
         "gradients_mean": False,
         "loss_repeated_mean": True,
-        "dataset_strategy": "full_batch" if parallel.full_batch is not False else ((topology.data, 1), (topology.data, 1)),
+        "dataset_strategy": "full_batch"
+        if parallel.full_batch is not False
+        else ((topology.data, 1), (topology.data, 1)),
         "enable_alltoall": parallel.enable_alltoall,
         "enable_parallel_optimizer": parallel.zero_stage > 0,
         "strategy_ckpt_config": strategy_files,
@@ -51,15 +63,19 @@ def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
     if parallel.parallel_mode == "auto_parallel":
         settings["search_mode"] = parallel.search_mode or "sharding_propagation"
     if parallel.zero_stage:
+        threshold = parallel.parallel_optimizer_config.parallel_optimizer_threshold
         settings["parallel_optimizer_config"] = {
             "optimizer_level": f"level{parallel.zero_stage}",
             "optimizer_weight_shard_size": parallel.shard_size or topology.data,
-            "parallel_optimizer_threshold": parallel.parallel_optimizer_config.parallel_optimizer_threshold,
+            "parallel_optimizer_threshold": threshold,
         }
     if topology.pipeline > 1:
         settings |= {
             "pipeline_stages": topology.pipeline,
-            "pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": parallel.pipeline_schedule},
+            "pipeline_config": {
+                "pipeline_interleave": False,
+                "pipeline_scheduler": parallel.pipeline_schedule,
+            },
             "pipeline_result_broadcast": True,
         }
     return settings
@@ -67,7 +83,10 @@ def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
 
 def strategy_file(config: ResolvedRun, rank: int) -> str:
     """Where a rank's compiler writes how it split the parameters."""
-    name = config.parallel.strategy_ckpt_config.save_file or f"{config.output_dir}/strategy/ckpt_strategy_rank_{{rank}}.ckpt"
+    name = (
+        config.parallel.strategy_ckpt_config.save_file
+        or f"{config.output_dir}/strategy/ckpt_strategy_rank_{{rank}}.ckpt"
+    )
     return name.replace("{rank}", str(rank))
 
 
@@ -100,16 +119,20 @@ _REPLACED = {
 """Sections of DeepSpeed's that have another place here."""
 
 _FREE = {
-    "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "comms_logger", "flops_profiler",
-    "prescale_gradients", "gradient_predivide_factor", "aio", "timers", "csv_monitor", "wandb", "comet", "pipeline",
+    "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state",
+    "memory_breakdown", "comms_logger", "flops_profiler",
+    "prescale_gradients", "gradient_predivide_factor", "aio", "timers", "csv_monitor", "wandb",
+    "comet", "pipeline",
 }  # fmt: skip
 """What a file of one's own may add: how DeepSpeed does its work, never what it computes."""
 
 
 def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's config of a run; ``own`` is a user's ds_config.json, whose "auto" stands for what follows from the run.
+    """DeepSpeed's config of a run; ``own`` is a user's ds_config.json, whose "auto" stands for what
+    follows from the run.
 
-    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Raises ConfigError where ``own`` contradicts.
+    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Raises
+    ConfigError where ``own`` contradicts.
     """
     precision, optimizer, wish = config.precision, config.optimizer, config.deepspeed
     zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
@@ -127,8 +150,14 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
         "zero_force_ds_cpu_optimizer": wish.build_kernels,
         "communication_data_type": _SHORT[precision.reduction],
         # the engine sets the loss scale before each step, and DeepSpeed's own must not move
-        "fp16": {"enabled": True, "loss_scale": 1.0} if precision.parameters == "float16" else {"enabled": False},
-        "bf16": {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": config.parallel.pipeline_stage > 1}
+        "fp16": {"enabled": True, "loss_scale": 1.0}
+        if precision.parameters == "float16"
+        else {"enabled": False},
+        "bf16": {
+            "enabled": True,
+            "check_grad_overflow": True,
+            "immediate_grad_update": config.parallel.pipeline_stage > 1,
+        }
         if precision.parameters == "bfloat16"
         else {"enabled": False},
     }
@@ -147,13 +176,18 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
     return _merged(settings, own or {}, f"deepspeed.config_file={wish.config_file}")
 
 
-def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+def _merged(
+    settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix: str = ""
+) -> dict[str, Any]:
     merged = dict(settings)
     for key, value in own.items():
         name = prefix + key
         ours = next((_OURS[part] for part in (name, prefix.rstrip(".")) if part in _OURS), None)
         if not prefix and key in _REPLACED:
-            raise ConfigError(f"{where}: {key} has its place in this run's config ({_REPLACED[key]}); set it there and take it out here")
+            raise ConfigError(
+                f"{where}: {key} has its place in this run's config ({_REPLACED[key]}); set it"
+                " there and take it out here"
+            )
         if value == "auto":
             continue
         if key in settings and isinstance(settings[key], dict) and isinstance(value, Mapping):
@@ -161,10 +195,18 @@ def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix
         elif key in settings or ours is not None:
             if value != settings.get(key):
                 follows = f"{settings[key]}" if key in settings else "nothing of that name"
-                remedy = f"set {ours}, or take it out of the file" if ours else "take it out of the file"
-                raise ConfigError(f"{where}: {name}={value}, but from the run's config follows {follows}; {remedy}")
+                remedy = (
+                    f"set {ours}, or take it out of the file" if ours else "take it out of the file"
+                )
+                raise ConfigError(
+                    f"{where}: {name}={value}, but from the run's config follows {follows};"
+                    f" {remedy}"
+                )
         elif prefix or key in _FREE:
             merged[key] = value
         else:
-            raise ConfigError(f"{where}: {key} is not taken over by this version (it takes {', '.join(sorted(_FREE))}); take it out")
+            raise ConfigError(
+                f"{where}: {key} is not taken over by this version (it takes"
+                f" {', '.join(sorted(_FREE))}); take it out"
+            )
     return merged

@@ -11,7 +11,14 @@ from types import ModuleType
 from typing import Any
 
 from common.config.hints import schema_keys
-from common.config.load import apply_overrides, build_config, foreign_readers, load_config, parse_scalar, read_yaml
+from common.config.load import (
+    apply_overrides,
+    build_config,
+    foreign_readers,
+    load_config,
+    parse_scalar,
+    read_yaml,
+)
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.structured_files import MAX_DEPTH
@@ -27,7 +34,9 @@ DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
 """Systems with YAML files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
 
 COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
-"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, translate and settle."""
+"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, translate and
+settle.
+"""
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
@@ -37,7 +46,9 @@ _Sources = dict[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Opened:
-    """A configuration, and where it was in another system's words: whose, the YAML that it became, and what had no effect."""
+    """A configuration, and where it was in another system's words: whose, the YAML that it became,
+    and what had no effect.
+    """
 
     config: RunConfig
     system: str | None = None
@@ -76,13 +87,15 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
 
 
 def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
-    """Return a line for the log of a configuration in another system's words; None for one in ours."""
+    """Return a line for the log of a configuration in another system's words; None for one in
+    ours.
+    """
     opened = open_config(path, overrides)
     if opened.system is None:
         return None
     return (
-        f"{path}: read as {opened.system}'s; {opened.without_effect} of its keys have no effect here,"
-        " and --show_config lists them beside the YAML that it became"
+        f"{path}: read as {opened.system}'s; {opened.without_effect} of its keys have no effect"
+        " here, and --show_config lists them beside the YAML that it became"
     )
 
 
@@ -94,26 +107,44 @@ def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
 
 
 def _is_theirs(dialect: ModuleType, word: str) -> bool:
-    """Tell whether an override is in the words of a dialect; a key that both have means the same."""
+    """Tell whether an override is in the words of a dialect; a key that both have means the
+    same.
+    """
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
-    return dotted not in schema_keys() and (section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE})
+    return dotted not in schema_keys() and (
+        section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE}
+    )
 
 
 def find_command_line(flags: Sequence[str]) -> str:
     """Return the system that knows most of these flags, a key of COMMAND_LINES."""
-    names = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    names = {
+        word.lstrip("-").partition("=")[0].replace("-", "_")
+        for word in flags
+        if word.startswith("--")
+    }
     return max(COMMAND_LINES, key=lambda system: len(names & set(COMMAND_LINES[system].FLAGS)))
 
 
-def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line") -> Opened:
-    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
+def open_flags(
+    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line"
+) -> Opened:
+    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises
+    ConfigError.
+    """
     dialect = COMMAND_LINES[system]
     tree, sources = read_flags(words, where)
     return _finish(dialect, where, tree, sources, overrides)
 
 
-def _finish(dialect: ModuleType, origin: str, tree: dict[str, Any], sources: _Sources, overrides: Sequence[str]) -> Opened:
+def _finish(
+    dialect: ModuleType,
+    origin: str,
+    tree: dict[str, Any],
+    sources: _Sources,
+    overrides: Sequence[str],
+) -> Opened:
     ours = dialect.translate(tree, sources)
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
@@ -129,48 +160,73 @@ def _finish(dialect: ModuleType, origin: str, tree: dict[str, Any], sources: _So
 
 
 def find_dialect(path: Path) -> ModuleType | None:
-    """The system whose words a YAML has; None: ours. Raises ConfigError for a file in the words of several."""
+    """The system whose words a YAML has; None: ours. Raises ConfigError for a file in the words of
+    several.
+    """
     tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]
     if not found:
         return None
     if len(found) > 1:
-        places = "; ".join(f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.SYSTEM}'s" for dialect, marks in found)
+        places = "; ".join(
+            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.SYSTEM}'s"
+            for dialect, marks in found
+        )
         raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
     dialect, marks = found[0]
     own = {"base", "train", "precision", "logging"} & tree.keys()
     if own:
         raise ConfigError(
-            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]} ({sources.get((marks[0],), path)}) is"
-            f" {dialect.SYSTEM}'s; keep one system's words in a file, and give the rest on the command line"
+            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]}"
+            f" ({sources.get((marks[0],), path)}) is {dialect.SYSTEM}'s; keep one system's words in"
+            " a file, and give the rest on the command line"
         )
     return dialect
 
 
 def _marks(tree: Mapping[str, Any], dialect: ModuleType) -> set[str]:
     marks = set(dialect.MARKS & tree.keys())
-    if dialect is mindformers and isinstance(model := tree.get("model"), Mapping) and "model_config" in model:
+    if (
+        dialect is mindformers
+        and isinstance(model := tree.get("model"), Mapping)
+        and "model_config" in model
+    ):
         marks.add("model")
     return marks
 
 
-def _read_with_bases(dialect: ModuleType, path: Path, parents: tuple[str, ...]) -> tuple[dict[str, Any], _Sources]:
-    """Return a file merged over its bases, as both systems do: what the file says wins, section by section."""
+def _read_with_bases(
+    dialect: ModuleType, path: Path, parents: tuple[str, ...]
+) -> tuple[dict[str, Any], _Sources]:
+    """Return a file merged over its bases, as both systems do: what the file says wins, section by
+    section.
+    """
     real = os.path.realpath(path)
     if real in parents or len(parents) >= MAX_DEPTH:
-        raise ConfigError(f"{path}: {dialect.BASE}: files include each other: {' -> '.join((*parents, real))}")
+        raise ConfigError(
+            f"{path}: {dialect.BASE}: files include each other: {' -> '.join((*parents, real))}"
+        )
     own, sources = read_yaml(path)
     bases = own.pop(dialect.BASE, None) or []
     bases = [bases] if isinstance(bases, str) else bases
     where = sources.pop((dialect.BASE,), str(path))
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases) or len(bases) > MAX_DEPTH:
-        raise ConfigError(f"{where}: {dialect.BASE}: expected the name of a file or a list of at most {MAX_DEPTH}")
+    if (
+        not isinstance(bases, list)
+        or not all(isinstance(base, str) for base in bases)
+        or len(bases) > MAX_DEPTH
+    ):
+        raise ConfigError(
+            f"{where}: {dialect.BASE}: expected the name of a file or a list of at most {MAX_DEPTH}"
+        )
     tree: dict[str, Any] = {}
     merged: _Sources = {}
     for base in bases:
         if not (path.parent / base).is_file():
-            raise ConfigError(f"{where}: {dialect.BASE}: {path.parent / base}: no such file; copy it beside, or take it out of the list")
+            raise ConfigError(
+                f"{where}: {dialect.BASE}: {path.parent / base}: no such file; copy it beside, or"
+                " take it out of the list"
+            )
         base_tree, base_sources = _read_with_bases(dialect, path.parent / base, (*parents, real))
         _merge(tree, base_tree)
         merged |= base_sources
@@ -179,7 +235,9 @@ def _read_with_bases(dialect: ModuleType, path: Path, parents: tuple[str, ...]) 
 
 
 def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says there."""
+    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says
+    there.
+    """
     for key, value in other.items():
         old = target.get(key)
         if isinstance(value, Mapping) and value.get("_inherited_") is False:
@@ -207,8 +265,13 @@ def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
             at = at.setdefault(section, {})
             at = at if at is not None else {}
         else:
-            raise ConfigError(f"command line: {word}: {section} is not a section of the file; check the path")
-    value = parse_scalar({"True": "true", "False": "false", "None": "null"}.get(text, text), f"command line: {dotted}")
+            raise ConfigError(
+                f"command line: {word}: {section} is not a section of the file; check the path"
+            )
+    value = parse_scalar(
+        {"True": "true", "False": "false", "None": "null"}.get(text, text),
+        f"command line: {dotted}",
+    )
     if isinstance(at, list):
         if not name.isdigit() or int(name) >= len(at):
             raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
@@ -216,13 +279,21 @@ def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
     elif isinstance(at, dict):
         at[name] = value
     else:
-        raise ConfigError(f"command line: {word}: {'.'.join(sections)} is not a section of the file; check the path")
+        raise ConfigError(
+            f"command line: {word}: {'.'.join(sections)} is not a section of the file; check the"
+            " path"
+        )
     sources[tuple(dotted.split("."))] = f"command line: {dotted}"
 
 
 def annotated(system: str, origin: str, ours: Translation) -> str:
-    """The YAML that a configuration became: behind each key the one it was, at the end what has no effect here, by reason."""
-    lines = [f"# {origin}: written for {system}, in the words of this project.", *_lines(ours, ours.tree, ())]
+    """The YAML that a configuration became: behind each key the one it was, at the end what has no
+    effect here, by reason.
+    """
+    lines = [
+        f"# {origin}: written for {system}, in the words of this project.",
+        *_lines(ours, ours.tree, ()),
+    ]
     reasons: dict[str, list[str]] = {}
     for key, why in ours.without_effect.items():
         reasons.setdefault(why, []).append(key)
@@ -230,7 +301,14 @@ def annotated(system: str, origin: str, ours: Translation) -> str:
         lines += ["", f"# Keys of {system} that have no effect here:"]
     for why, keys in reasons.items():
         text = f"{', '.join(keys)}: {why}"
-        lines += textwrap.wrap(text, 100, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False, break_long_words=False)
+        lines += textwrap.wrap(
+            text,
+            100,
+            initial_indent="#   ",
+            subsequent_indent="#     ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
     return "\n".join(lines) + "\n"
 
 

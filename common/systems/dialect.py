@@ -1,7 +1,9 @@
-"""How a configuration in another system's words becomes ours: rules for its keys, and a record of what was done.
+"""How a configuration in another system's words becomes ours: rules for its keys, and a record of
+what was done.
 
-A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours, ``Without`` accepts a key that has no
-meaning here, ``Only`` accepts the values that say what is done here anyway and refuses any other. A key in no table is refused.
+A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours,
+``Without`` accepts a key that has no meaning here, ``Only`` accepts the values that say what is
+done here anyway and refuses any other. A key in no table is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class To:
-    """The value, changed, belongs to the key ``key`` of ours. ``change`` raises ValueError with what it expected."""
+    """The value, changed, belongs to the key ``key`` of ours. ``change`` raises ValueError with
+    what it expected.
+    """
 
     key: str
     change: Callable[[Any], Any] = _same
@@ -45,7 +49,9 @@ class Only:
 
 Rule = To | Without | Only
 Table = Mapping[str, Rule]
-"""Rules by dotted key; ``section.*`` stands for all keys of a section that have no rule of their own."""
+"""Rules by dotted key; ``section.*`` stands for all keys of a section that have no rule of their
+own.
+"""
 
 
 def one_of(**names: Any) -> Callable[[Any], Any]:
@@ -77,7 +83,8 @@ def whole(value: Any) -> int:
 class Translation:
     """A configuration of ours in the making.
 
-    sources: where each key was read. origins: the key of theirs that each key of ours was. without_effect: keys of theirs, and why.
+    sources: where each key was read. origins: the key of theirs that each key of ours was.
+    without_effect: keys of theirs, and why.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -86,13 +93,18 @@ class Translation:
     without_effect: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: Any, where: str = "", theirs: str = "") -> None:
-        """Give a key of ours its value. Raises ConfigError where another key of theirs gave it another one."""
+        """Give a key of ours its value. Raises ConfigError where another key of theirs gave it
+        another one.
+        """
         *sections, name = key.split(".")
         at = self.tree
         for section in sections:
             at = at.setdefault(section, {})
         if name in at and at[name] != value and self.origins.get(key):
-            raise ConfigError(f"{where}: {theirs} makes {key}={value!r}, and {self.origins[key]} makes it {at[name]!r}; keep one of them")
+            raise ConfigError(
+                f"{where}: {theirs} makes {key}={value!r}, and {self.origins[key]} makes it"
+                f" {at[name]!r}; keep one of them"
+            )
         at[name] = value
         self.sources[tuple(key.split("."))] = where
         self.origins[key] = theirs
@@ -106,7 +118,9 @@ class Translation:
         return at
 
     def drop(self, key: str, why: str) -> None:
-        """Take a key or a section away again, since it has no effect; what the command line said stays."""
+        """Take a key or a section away again, since it has no effect; what the command line said
+        stays.
+        """
         *sections, name = key.split(".")
         at = self.tree
         for section in sections:
@@ -125,7 +139,9 @@ class Translation:
 class Theirs:
     """The leaves of their configuration, each taken once."""
 
-    def __init__(self, system: str, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> None:
+    def __init__(
+        self, system: str, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]
+    ) -> None:
         self.system = system
         self._sources = sources
         self._left = dict(flatten(tree))
@@ -144,7 +160,10 @@ class Theirs:
     def where(self, key: str) -> str:
         """``file:line`` of a key, or of the section it stands in."""
         path = tuple(key.split("."))
-        return next((self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources), self.system)
+        return next(
+            (self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources),
+            self.system,
+        )
 
     def refuse(self, key: str, value: Any, instead: str) -> NoReturn:
         raise ConfigError(f"{self.where(key)}: {key}={value!r}: {instead}")
@@ -157,9 +176,17 @@ class Theirs:
 
 
 def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
-    """Take every key that ``table`` has a rule for. Raises ConfigError for a value that cannot be obeyed."""
+    """Take every key that ``table`` has a rule for. Raises ConfigError for a value that cannot be
+    obeyed.
+    """
     for pattern, rule in table.items():
-        keys = theirs.under(pattern[:-2]) if pattern.endswith(".*") else (pattern,) if pattern in theirs.left() else ()
+        keys = (
+            theirs.under(pattern[:-2])
+            if pattern.endswith(".*")
+            else (pattern,)
+            if pattern in theirs.left()
+            else ()
+        )
         for key in tuple(keys):
             if key in table and key != pattern:
                 continue
@@ -174,7 +201,11 @@ def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -
             try:
                 changed = change(value)
             except (ValueError, TypeError) as error:
-                theirs.refuse(key, value, str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}")
+                theirs.refuse(
+                    key,
+                    value,
+                    str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}",
+                )
             ours.set(name, changed, theirs.where(key), key)
         case Without(why):
             ours.note(key, why)
@@ -190,7 +221,13 @@ def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
         return
     lines = []
     for key in left[:10]:
-        near = difflib.get_close_matches(key, [name for name in known if not name.endswith("*")], n=1, cutoff=0.75)
-        hint = f"did you mean {near[0]}?" if near else f"it is not known of {theirs.system}; take it out, or say the same in our words"
+        near = difflib.get_close_matches(
+            key, [name for name in known if not name.endswith("*")], n=1, cutoff=0.75
+        )
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"it is not known of {theirs.system}; take it out, or say the same in our words"
+        )
         lines.append(f"{theirs.where(key)}: {key}: unknown key; {hint}")
     raise ConfigError("\n".join(lines))

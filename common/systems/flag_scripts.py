@@ -1,4 +1,6 @@
-"""Starting a run by another system's command line: its flags become the configuration of run_gpt2.py."""
+"""Starting a run by another system's command line: its flags become the configuration of
+run_gpt2.py.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,17 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     from common.config.hints import schema_keys  # not above: --help loads no library
 
     own = [word for word in flags if word in ("--show_config", "--help", "-h")]
-    overrides = [word for word in flags if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()]
+    overrides = [
+        word
+        for word in flags
+        if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
+    ]
     theirs = [word for word in flags if word not in own and word not in overrides]
-    with tempfile.NamedTemporaryFile("w", prefix=f"{program}-", suffix=".flags", encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8"
+    ) as file:
         file.write(shlex.join(theirs))
         file.flush()
-        return main(["--config", file.name, "--run_mode", "train", *own, *overrides], program=program)
+        return main(
+            ["--config", file.name, "--run_mode", "train", *own, *overrides], program=program
+        )

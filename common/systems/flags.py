@@ -1,4 +1,6 @@
-"""Command lines of other systems as plain mappings: ``--num-layers 24 --fp16`` becomes num_layers: 24, fp16: true."""
+"""Command lines of other systems as plain mappings: ``--num-layers 24 --fp16`` becomes num_layers:
+24, fp16: true.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ MOST_BYTES = 1 << 20
 """Largest file of flags."""
 
 
-def read_flags(words: Sequence[str], where: str) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """Return each flag's value, and where it stands. A flag without a value is true, one with several a list.
+def read_flags(
+    words: Sequence[str], where: str
+) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
+    """Return each flag's value, and where it stands. A flag without a value is true, one with
+    several a list.
 
-    Raises ConfigError for a word that belongs to no flag, and a flag given twice with different values.
+    Raises ConfigError for a word that belongs to no flag, and a flag given twice with different
+    values.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -26,7 +32,9 @@ def read_flags(words: Sequence[str], where: str) -> tuple[dict[str, Any], dict[t
     while number < len(words):
         word = words[number]
         if not _is_flag(word):
-            raise ConfigError(f"{where}: {word!r} stands where a flag is expected; flags begin with --")
+            raise ConfigError(
+                f"{where}: {word!r} stands where a flag is expected; flags begin with --"
+            )
         name, equals, text = word.lstrip("-").partition("=")
         number += 1
         values = [text] if equals else []
@@ -36,16 +44,20 @@ def read_flags(words: Sequence[str], where: str) -> tuple[dict[str, Any], dict[t
         key = name.replace("-", "_")
         value = _value(values, f"{where}: --{name}")
         if key in tree and tree[key] != value:
-            raise ConfigError(f"{where}: --{name} is given twice, as {tree[key]} and {value}; keep one")
+            raise ConfigError(
+                f"{where}: --{name} is given twice, as {tree[key]} and {value}; keep one"
+            )
         tree[key] = value
         sources[key,] = f"{where}: --{name}"
     return tree, sources
 
 
 def read_flag_file(path: Path) -> list[str]:
-    """Return the words of a file of flags: one or several a line, ``\\`` at a line's end, ``#`` for remarks.
+    """Return the words of a file of flags: one or several a line, ``\\`` at a line's end, ``#`` for
+    remarks.
 
-    Raises ConfigError for a file that cannot be read, and for variables, which only the shell knows.
+    Raises ConfigError for a file that cannot be read, and for variables, which only the shell
+    knows.
     """
     with open_input(path, ConfigError) as file, reading(path, ConfigError):
         raw = file.read(MOST_BYTES + 1)
@@ -54,17 +66,24 @@ def read_flag_file(path: Path) -> list[str]:
     try:
         words = shlex.split(raw.decode().replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise ConfigError(f"{path}: is not a list of flags: {error}; close each quotation mark, and write UTF-8") from None
+        raise ConfigError(
+            f"{path}: is not a list of flags: {error}; close each quotation mark, and write UTF-8"
+        ) from None
     for word in words:
         if "$" in word or "`" in word:
-            raise ConfigError(f"{path}: {word[:80]}: variables are the shell's; write their values, or give the flags behind --")
+            raise ConfigError(
+                f"{path}: {word[:80]}: variables are the shell's; write their values, or give the"
+                " flags behind --"
+            )
     first = next((number for number, word in enumerate(words) if _is_flag(word)), len(words))
     return words[first:]
 
 
 def _is_flag(word: str) -> bool:
     """Negative numbers are values."""
-    return word.startswith("--") or (word.startswith("-") and len(word) > 1 and not word[1].isdigit() and word[1] != ".")
+    return word.startswith("--") or (
+        word.startswith("-") and len(word) > 1 and not word[1].isdigit() and word[1] != "."
+    )
 
 
 def _value(values: list[str], where: str) -> Any:

@@ -1,4 +1,6 @@
-"""``model.yaml``, beside weights whose own files have no place for it: the section model of the config, and where a run stood."""
+"""``model.yaml``, beside weights whose own files have no place for it: the section model of the
+config, and where a run stood.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ def read_model_yaml(path: Path) -> tuple[ResolvedModel, dict[str, Any] | None]:
     """Return the section model, and the section run where there is one. Raises ConfigError."""
     if not os.path.lexists(path):
         raise ConfigError(
-            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section model of the config beside the weights"
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section"
+            " model of the config beside the weights"
         )
     content = read_yaml_mapping(path)
     section = content.get("model")
     if not isinstance(section, dict):
         raise ConfigError(
-            f"{path}: no section model (found {kind_of(section)}); expected num_layers, hidden_size, num_heads, seq_length, vocab_size"
+            f"{path}: no section model (found {kind_of(section)}); expected num_layers,"
+            " hidden_size, num_heads, seq_length, vocab_size"
         )
     run = content.get("run")
     return checked_model(path, section), None if run is None else checked_run(path, run)

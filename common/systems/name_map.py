@@ -1,4 +1,6 @@
-"""The names and layouts that another format has for the parameters, as a table that reads in both directions."""
+"""The names and layouts that another format has for the parameters, as a table that reads in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class NameRow:
     fusion: Fusion = Fusion.BLOCKS
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of their tensor from the shapes of ours, which may be those of a tensor-parallel rank."""
+        """Return the shape of their tensor from the shapes of ours, which may be those of a
+        tensor-parallel rank.
+        """
         first, *rest = shapes[self.ours[0]]
         fused = (len(self.ours) * first, *rest)
         return fused[::-1] if self.transposed else fused
@@ -52,13 +56,17 @@ class NameRow:
         """Return their tensor from ours, which hold ``heads`` heads; a view where one will do."""
         if len(parts) == 1:
             return parts[0].T if self.transposed else parts[0]
-        fused: NDArray[Any] = np.empty((len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype)
+        fused: NDArray[Any] = np.empty(
+            (len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype
+        )
         for place, part in zip(self._apart(fused, heads), parts, strict=True):
             copy_in_bands(place, part.reshape(place.shape))
         return fused.T if self.transposed else fused
 
     def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
-        """Return one of ours from their tensor: the inverse of ``pack``, a view where one will do."""
+        """Return one of ours from their tensor: the inverse of ``pack``, a view where one will
+        do.
+        """
         fused = theirs.T if self.transposed else theirs
         if len(self.ours) == 1:
             return fused
@@ -89,7 +97,11 @@ class NameMap:
     def rows(self, layers: int) -> list[NameRow]:
         """Return a row for each of their tensors."""
         blocks = (
-            replace(row, ours=tuple(name.format(layer=layer) for name in row.ours), theirs=row.theirs.format(layer=layer))
+            replace(
+                row,
+                ours=tuple(name.format(layer=layer) for name in row.ours),
+                theirs=row.theirs.format(layer=layer),
+            )
             for layer in range(layers)
             for row in self.layer_rows
         )
@@ -100,7 +112,12 @@ class NameMap:
 
     def fused(self, fusion: Fusion) -> NameMap:
         """Return the map with another order of query, key and value."""
-        return replace(self, layer_rows=tuple(replace(row, fusion=fusion) if len(row.ours) > 1 else row for row in self.layer_rows))
+        return replace(
+            self,
+            layer_rows=tuple(
+                replace(row, fusion=fusion) if len(row.ours) > 1 else row for row in self.layer_rows
+            ),
+        )
 
 
 def name_map(
@@ -111,16 +128,23 @@ def name_map(
     head: str | None = None,
     ignored: str = r"(?!)",
 ) -> NameMap:
-    """Return the map that ``table`` describes: our module or tensor -> theirs, in the order of their modules.
+    """Return the map that ``table`` describes: our module or tensor -> theirs, in the order of
+    their modules.
 
-    Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and so on. ``attn.qkv_proj`` is query,
-    key and value in one tensor. A module has a weight and a bias; where theirs are called otherwise, it ends with both: ``gamma|beta``.
-    transposed: modules whose weight is (in, out).
+    Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and
+    so on. ``attn.qkv_proj`` is query, key and value in one tensor. A module has a weight and a
+    bias; where theirs are called otherwise, it ends with both: ``gamma|beta``. transposed: modules
+    whose weight is (in, out).
     """
-    rows = {ours: tuple(_rows_of(ours, theirs, ours in transposed, fusion)) for ours, theirs in table.items()}
+    rows = {
+        ours: tuple(_rows_of(ours, theirs, ours in transposed, fusion))
+        for ours, theirs in table.items()
+    }
     return NameMap(
         global_rows=tuple(row for ours, found in rows.items() for row in found if ours in _GLOBAL),
-        layer_rows=tuple(row for ours, found in rows.items() for row in found if ours not in _GLOBAL),
+        layer_rows=tuple(
+            row for ours, found in rows.items() for row in found if ours not in _GLOBAL
+        ),
         head=head,
         ignored=ignored,
     )
@@ -133,14 +157,30 @@ def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterat
     block = "" if ours in _GLOBAL else "h.{layer}."
     modules = [block + ours.replace("qkv", part) for part in ("qkv" if "qkv" in ours else " ")]
     weight, bias = (theirs if "|" in theirs else f"{theirs}.weight|bias").split("|")
-    yield NameRow(ours=tuple(f"{name}.weight" for name in modules), theirs=weight, transposed=transposed, fusion=fusion)
-    yield NameRow(ours=tuple(f"{name}.bias" for name in modules), theirs=re.sub(r"\w+$", bias, weight), fusion=fusion)
+    yield NameRow(
+        ours=tuple(f"{name}.weight" for name in modules),
+        theirs=weight,
+        transposed=transposed,
+        fusion=fusion,
+    )
+    yield NameRow(
+        ours=tuple(f"{name}.bias" for name in modules),
+        theirs=re.sub(r"\w+$", bias, weight),
+        fusion=fusion,
+    )
 
 
-def match_name_map(where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]) -> NameMap:
-    """Return the variant of a format whose tensor names match best. Raises CheckpointError if none matches."""
+def match_name_map(
+    where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]
+) -> NameMap:
+    """Return the variant of a format whose tensor names match best. Raises CheckpointError if none
+    matches.
+    """
     best = max(name_maps, key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
     if not any(row.theirs in names for row in best.rows(1)):
         shown = ", ".join(list(names)[:4]) or "nothing"
-        raise CheckpointError(f"{where}: holds no names of {format}, but {shown}; say --from FORMAT, or choose another file")
+        raise CheckpointError(
+            f"{where}: holds no names of {format}, but {shown}; say --from FORMAT, or choose"
+            " another file"
+        )
     return best

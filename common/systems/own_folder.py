@@ -1,4 +1,6 @@
-"""Our own folders: a run, a checkpoint in the parts of any layout, or a folder of weights; both backends share them."""
+"""Our own folders: a run, a checkpoint in the parts of any layout, or a folder of weights; both
+backends share them.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,26 @@ def open_project(path: Path) -> Iterator[Weights]:
     manifest = read_manifest(checkpoint)
     model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
     shapes = parameter_shapes(model)
-    with open_stored(checkpoint, MODEL_FILE, manifest) as stored, open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer:
+    with (
+        open_stored(checkpoint, MODEL_FILE, manifest) as stored,
+        open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
+    ):
         stored.require(shapes)
         tensors = {name: _weight(stored, name, shape) for name, shape in shapes.items()}
-        weights = Weights(path=checkpoint, format="torch_gpt2", model=model, tensors=tensors, tokenizer=_tokenizer_of(manifest))
+        weights = Weights(
+            path=checkpoint,
+            format="torch_gpt2",
+            model=model,
+            tensors=tensors,
+            tokenizer=_tokenizer_of(manifest),
+        )
         if manifest["files"].keys() == {MODEL_FILE}:  # an export, or made of weights without a run
             yield weights
             return
-        run = checked_run(checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER})
+        run = checked_run(
+            checkpoint / MANIFEST,
+            {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER},
+        )
         run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
         of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
         optimizer.require(of_moments)
@@ -57,43 +71,64 @@ _OF_THE_FOLDER = ("format_version", "converted_from", "files")
 def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     data = manifest["config"].get("data")
     parts = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
-    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()} or None
+    return {
+        key: value for part in parts if isinstance(part, dict) for key, value in part.items()
+    } or None
 
 
 def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
-    return Weight(dtype="float32", shape=shape, load=lambda: stored.read(name, slice_of(parameter_of(name), shape)))
+    return Weight(
+        dtype="float32",
+        shape=shape,
+        load=lambda: stored.read(name, slice_of(parameter_of(name), shape)),
+    )
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """Write a float32 folder for checkpoint.init_from, and for checkpoint.resume where the source was a run.
+    """Write a float32 folder for checkpoint.init_from, and for checkpoint.resume where the source
+    was a run.
 
     Returns the CRC-32 of its files.
     """
     if dtype not in (None, "float32"):
         raise ConfigError(
-            f"--dtype {dtype}: our own folders hold float32; leave it out, and say precision.parameters={dtype} when you train"
+            f"--dtype {dtype}: our own folders hold float32; leave it out, and say"
+            f" precision.parameters={dtype} when you train"
         )
-    files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
+    files = {MODEL_FILE: weights.tensors} | (
+        {} if weights.run is None else {OPTIMIZER_FILE: weights.moments}
+    )
     sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
-    run: dict[str, Any] = {"state": TrainState().to_dict(), "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={}))}
+    run: dict[str, Any] = {
+        "state": TrainState().to_dict(),
+        "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={})),
+    }
     run |= weights.run or {}
     manifest = {
         **run,
         "config": {**run.get("config", {}), "model": weights.model.model_dump()},
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
-        "files": {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum} for name, checksum in sums.items()},
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "crc32": checksum}
+            for name, checksum in sums.items()
+        },
     }
     write_manifest(folder, manifest)
     return sums
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
-    whole = {name: replace(weight, dtype="float32", load=partial(weight.load_as, "float32")) for name, weight in tensors.items()}
+    whole = {
+        name: replace(weight, dtype="float32", load=partial(weight.load_as, "float32"))
+        for name, weight in tensors.items()
+    }
     return stream_safetensors(path, whole, arrays_of(whole))
 
 
 SYSTEM = System(
     weight_formats={
-        "torch_gpt2": WeightFormat(title="torch_gpt2", detects=detects, open=open_project, write=write_project),
+        "torch_gpt2": WeightFormat(
+            title="torch_gpt2", detects=detects, open=open_project, write=write_project
+        ),
     }
 )

@@ -24,17 +24,21 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
 _TYPES: dict[str, Any] = {
     "state": {
-        "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT, "skipped_in_a_row": _COUNT,
+        "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
+        "skipped_in_a_row": _COUNT,
         "losses?": list[float], "grad_norms?": list[float],
     },
     "engine": {
         "optimizer_steps": _COUNT, "rng": dict[str, Any],
-        "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT, "overflows?": _COUNT},
+        "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT,
+        "overflows?": _COUNT},
     },
     "config": {
         "optimizer": {
-            "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float, "min_learning_rate?": float | None, "schedule?": str,
-            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float, "beta1?": float, "beta2?": float,
+            "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float,
+            "min_learning_rate?": float | None, "schedule?": str,
+            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
+            "beta1?": float, "beta2?": float,
             "epsilon?": float, "momentum?": float,
         },
         "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
@@ -42,7 +46,9 @@ _TYPES: dict[str, Any] = {
         "loss_scale?": {"hysteresis?": _COUNT},
     },
 }  # fmt: skip
-"""The values of a ``Weights.run`` that formats read. A key with ``?`` may be absent, as in older files; other keys may hold anything."""
+"""The values of a ``Weights.run`` that formats read. A key with ``?`` may be absent, as in older
+files; other keys may hold anything.
+"""
 
 
 def _checker(name: str, types: Mapping[str, Any]) -> type[BaseModel]:
@@ -54,14 +60,20 @@ def _checker(name: str, types: Mapping[str, Any]) -> type[BaseModel]:
         )
         for key, kind in types.items()
     }
-    return create_model(name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields)
+    return create_model(
+        name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields
+    )
 
 
 _RUN = _checker("run", _TYPES)
 
 
-def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0) -> dict[str, Any]:
-    """Return a ``Weights.run`` of the numbers that a foreign checkpoint tells. scale: the state of the loss scale."""
+def new_run(
+    optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0
+) -> dict[str, Any]:
+    """Return a ``Weights.run`` of the numbers that a foreign checkpoint tells. scale: the state of
+    the loss scale.
+    """
     return {
         "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
@@ -70,34 +82,52 @@ def new_run(optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any]
 
 
 def checked_run(path: Path, record: Any) -> dict[str, Any]:
-    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it and every value is of its type."""
+    """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it
+    and every value is of its type.
+    """
     try:
         _RUN.model_validate(record)
         TrainState.from_dict(record["state"])
         EngineState(**record["engine"])
-        if record["engine"]["loss_scale"].get("mode") == "dynamic" and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys():
+        if (
+            record["engine"]["loss_scale"].get("mode") == "dynamic"
+            and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys()
+        ):
             raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
         json.dumps(record, allow_nan=False)  # as it may be written to a manifest
     except ValidationError as error:
         first = error.errors()[0]
-        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
+        found = (
+            "is missing"
+            if first["type"] == "missing"
+            else f"is {shown(first['input'])}: {first['msg']}"
+        )
         problem = f"{'.'.join(map(str, first['loc'])) or 'it'} {found}"
     except (TypeError, ValueError) as error:
         problem = str(error)
     else:
         return dict(record)
     raise ConfigError(
-        f"{path}: does not say where its run stood: {problem}; expected state, engine and config as in our manifests; copy it again"
+        f"{path}: does not say where its run stood: {problem}; expected state, engine and config as"
+        " in our manifests; copy it again"
     )
 
 
 def moment_shapes(model: ResolvedModel, optimizer: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of ``Weights.moments``."""
-    return {f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in STATE_NAMES[optimizer]}
+    return {
+        f"{name}.{part}": shape
+        for name, shape in parameter_shapes(model).items()
+        for part in STATE_NAMES[optimizer]
+    }
 
 
-def require_moments(path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ResolvedModel) -> dict[str, Weight]:
-    """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless all are there, or none was made yet."""
+def require_moments(
+    path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ResolvedModel
+) -> dict[str, Weight]:
+    """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless
+    all are there, or none was made yet.
+    """
     optimizer = run["config"]["optimizer"]["name"]
     expected = moment_shapes(model, optimizer)
     if not moments and (optimizer == "sgd" or not run["engine"]["optimizer_steps"]):

@@ -1,8 +1,10 @@
-"""The systems whose files we read and write: a new one is a folder beside this file, and a line here.
+"""The systems whose files we read and write: a new one is a folder beside this file, and a line
+here.
 
-This package is above all that a system has a part in. A lower package that needs something of each system (names of config keys, a style
-of log lines) defines the type of it. A system's folder makes one, ``System`` gets a field for it, and an entry script hands it down.
-The folders do not import each other.
+This package is above all that a system has a part in. A lower package that needs something of each
+system (names of config keys, a style of log lines) defines the type of it. A system's folder makes
+one, ``System`` gets a field for it, and an entry script hands it down. The folders do not import
+each other.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ SYSTEMS: dict[str, System] = {
 }
 """A path is compared with them in this order."""
 
-FORMATS: dict[str, WeightFormat] = {name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()}
+FORMATS: dict[str, WeightFormat] = {
+    name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()
+}
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]  # both backends share our own folder
 
 
@@ -32,4 +36,7 @@ def detect(path: Path) -> str:
     for name, format in FORMATS.items():
         if format.detects(path):
             return name
-    raise ConfigError(f"{path}: no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give another path")
+    raise ConfigError(
+        f"{path}: no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or"
+        " give another path"
+    )

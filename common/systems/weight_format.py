@@ -19,18 +19,26 @@ class WeightFormat:
     open: Callable[[Path], AbstractContextManager[Weights]]
     """Raises CheckpointError and ConfigError."""
     write: Callable[[Path, Weights, str | None], dict[str, int]] | None = None
-    """(empty folder, weights, dtype) -> the CRC-32 of each file by its name. None: the format is read only."""
+    """(empty folder, weights, dtype) -> the CRC-32 of each file by its name. None: the format is
+    read only.
+    """
     write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
-    """Like ``write``, for so many tensor and pipeline ranks, each with a file of its own. None: a model is one, for any layout."""
+    """Like ``write``, for so many tensor and pipeline ranks, each with a file of its own. None: a
+    model is one, for any layout.
+    """
     holds_run: bool = True
     """Whether the optimizer's state and where training stood have a place in it."""
     missing_config: Callable[[Path], str | None] | None = None
-    """Returns a shell command that writes the config which a folder lacks, as far as shapes tell it; None where there is one."""
+    """Returns a shell command that writes the config which a folder lacks, as far as shapes tell
+    it; None where there is one.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """All that is known of one foreign system. What a further part needs of it becomes a further field with a default."""
+    """All that is known of one foreign system. What a further part needs of it becomes a further
+    field with a default.
+    """
 
     weight_formats: Mapping[str, WeightFormat]
     """Keyed by the names that ``--from`` and ``--to`` of tools/convert_weight.py take."""

@@ -19,7 +19,14 @@ from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
 from common.systems.name_map import NameMap, NameRow
-from common.tensor_files.arrays import FileTensor, TensorKind, prefetch_arrays, round_to_bfloat16, same_bytes, widen_bfloat16
+from common.tensor_files.arrays import (
+    FileTensor,
+    TensorKind,
+    prefetch_arrays,
+    round_to_bfloat16,
+    same_bytes,
+    widen_bfloat16,
+)
 from common.weights.names import EMBEDDING, check_tensors, parameter_shapes
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -49,12 +56,17 @@ class Weights:
     tensors: Mapping[str, Weight]
     """All parameters by our names, in the order of ``parameter_shapes``."""
     moments: Mapping[str, Weight] = field(default_factory=dict)
-    """The optimizer's state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all parameters, or nothing."""
+    """The optimizer's state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all
+    parameters, or nothing.
+    """
     run: Mapping[str, Any] | None = None
-    """Where training stood, as the manifest of our own checkpoints says it: state, engine, config (but its model), and what else the
-    format knows. None: these are weights alone."""
+    """Where training stood, as the manifest of our own checkpoints says it: state, engine, config
+    (but its model), and what else the format knows. None: these are weights alone.
+    """
     tokenizer: Mapping[str, Any] | None = None
-    """The run's record of its tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer, which say where it was."""
+    """The run's record of its tokenizer (kind, sha256, vocab_size), with the keys of
+    data.tokenizer, which say where it was.
+    """
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Names that were left out, and why."""
 
@@ -62,7 +74,9 @@ class Weights:
         """Return the weights without what only a run needs."""
         if self.run is None:
             return self
-        left_out = dict.fromkeys(self.moments, "state of the optimizer") | {"run": "where training stood"}
+        left_out = dict.fromkeys(self.moments, "state of the optimizer") | {
+            "run": "where training stood"
+        }
         return replace(self, moments={}, run=None, ignored={**self.ignored, **left_out})
 
     def with_progress(self, add: Callable[[int], object]) -> Weights:
@@ -76,30 +90,47 @@ class Weights:
 
             return replace(weight, load=load)
 
-        tensors, moments = ({name: counted(weight) for name, weight in group.items()} for group in (self.tensors, self.moments))
+        tensors, moments = (
+            {name: counted(weight) for name, weight in group.items()}
+            for group in (self.tensors, self.moments)
+        )
         return replace(self, tensors=tensors, moments=moments)
 
 
 def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
-    """Return the model of a section, with every size. Raises ConfigError where it describes no model."""
+    """Return the model of a section, with every size. Raises ConfigError where it describes no
+    model.
+    """
     try:
         model = ModelConfig.model_validate(section)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "section"
         found = "" if first["type"] == "missing" else f"={shown(first['input'])}"
-        raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; mend the file") from None
+        raise ConfigError(
+            f"{path}: {where}{found} of the model: {first['msg']}; mend the file"
+        ) from None
     if model.num_layers > MAX_LAYERS:
-        raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file")
+        raise ConfigError(
+            f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file"
+        )
     if model.hidden_size % model.num_heads:
-        raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend the file")
+        raise ConfigError(
+            f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend"
+            " the file"
+        )
     return resolve_model(model)
 
 
 def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> None:
-    """Raise CheckpointError unless the head is the embedding bit for bit; a NaN equals no number."""
+    """Raise CheckpointError unless the head is the embedding bit for bit; a NaN equals no
+    number.
+    """
     if not same_bytes(head, table):
-        raise CheckpointError(f"{path}: {name} differs from the embedding; our head is the embedding, so this model has no place here")
+        raise CheckpointError(
+            f"{path}: {name} differs from the embedding; our head is the embedding, so this model"
+            " has no place here"
+        )
 
 
 ReadPart: TypeAlias = Callable[[Any, NameRow, int, int], NDArray[Any]]
@@ -121,12 +152,20 @@ def weights_from(
     ignored: Mapping[str, str],
     read: ReadPart = _read_part,
 ) -> Weights:
-    """Return the weights of ``file``, in which ``path`` results. Raises CheckpointError as ``import_names`` does."""
+    """Return the weights of ``file``, in which ``path`` results. Raises CheckpointError as
+    ``import_names`` does.
+    """
     table = next(row.theirs for row in name_map.global_rows if row.ours == (EMBEDDING,))
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
-    padding = {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
+    padding = (
+        {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"}
+        if rows > model.vocab_size
+        else {}
+    )
     tensors = import_names(file, name_map, stored, model, read=read)
-    return Weights(path=path, format=format, model=model, tensors=tensors, ignored={**ignored, **padding})
+    return Weights(
+        path=path, format=format, model=model, tensors=tensors, ignored={**ignored, **padding}
+    )
 
 
 def import_names(
@@ -139,10 +178,12 @@ def import_names(
     suffix: str = "",
     read: ReadPart = _read_part,
 ) -> dict[str, Weight]:
-    """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and ``suffix`` after its name here.
+    """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and
+    ``suffix`` after its name here.
 
     read: how a tensor of ``stored`` is read, where those are not whole tensors of one file.
-    Raises CheckpointError listing all that are missing, unexpected or of another shape. The embedding may have rows of padding.
+    Raises CheckpointError listing all that are missing, unexpected or of another shape. The
+    embedding may have rows of padding.
     """
     shapes = parameter_shapes(model)
     rows = name_map.rows(model.num_layers)
@@ -154,20 +195,31 @@ def import_names(
     check_tensors(path, found, expected)
     if strange := [name for name in expected if stored[name].dtype not in (*FLOATS, "float64")]:
         raise CheckpointError(
-            f"{path}: {strange[0]} and {len(strange) - 1} more are {stored[strange[0]].dtype}, as a quantized model's; expected"
-            f" {', '.join(FLOATS)} or float64: convert the model as it was before"
+            f"{path}: {strange[0]} and {len(strange) - 1} more are {stored[strange[0]].dtype}, as a"
+            f" quantized model's; expected {', '.join(FLOATS)} or float64: convert the model as it"
+            " was before"
         )
 
     def weight(row: NameRow, part: int, shape: tuple[int, ...]) -> Weight:
         tensor = stored[prefix + row.theirs]
-        return Weight(dtype=tensor.dtype, shape=shape, load=lambda: read(tensor, row, part, model.num_heads)[: shape[0]])
+        return Weight(
+            dtype=tensor.dtype,
+            shape=shape,
+            load=lambda: read(tensor, row, part, model.num_heads)[: shape[0]],
+        )
 
     places = {name: (row, part) for row in rows for part, name in enumerate(row.ours)}
     return {name + suffix: weight(*places[name], shape) for name, shape in shapes.items()}
 
 
 def export_names(
-    name_map: NameMap, tensors: Mapping[str, Weight], model: ResolvedModel, dtype: str | None, *, prefix: str = "", suffix: str = ""
+    name_map: NameMap,
+    tensors: Mapping[str, Weight],
+    model: ResolvedModel,
+    dtype: str | None,
+    *,
+    prefix: str = "",
+    suffix: str = "",
 ) -> dict[str, Weight]:
     """Return the tensors of another format, from ``tensors`` by our names.
 
@@ -178,18 +230,25 @@ def export_names(
         parts = [tensors[name + suffix] for name in row.ours]
         wanted = dtype or parts[0].dtype
         shape = row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)})
-        return Weight(dtype=wanted, shape=shape, load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads))
+        return Weight(
+            dtype=wanted,
+            shape=shape,
+            load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads),
+        )
 
     return {prefix + row.theirs: packed(row) for row in name_map.rows(model.num_layers)}
 
 
 def arrays_of(tensors: Mapping[str, Weight]) -> Iterator[NDArray[Any]]:
-    """Yield the arrays of ``tensors``, row-major. The next one is made while the caller writes this one."""
+    """Yield the arrays of ``tensors``, row-major. The next one is made while the caller writes this
+    one.
+    """
     return prefetch_arrays(weight.load for weight in tensors.values())
 
 
 def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """Return an array in another type, bfloat16 as words on either side; the array itself where nothing changes.
+    """Return an array in another type, bfloat16 as words on either side; the array itself where
+    nothing changes.
 
     Raises CheckpointError where a number is too large.
     """
@@ -204,5 +263,6 @@ def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
     except FloatingPointError:
         most = float(np.abs(values[np.isfinite(values)]).max())
         raise CheckpointError(
-            f"a weight of {most:.4g} would be infinite in {wanted}, which ends at {np.finfo(wanted).max:.4g}; say --dtype bfloat16, or none"
+            f"a weight of {most:.4g} would be infinite in {wanted}, which ends at"
+            f" {np.finfo(wanted).max:.4g}; say --dtype bfloat16, or none"
         ) from None

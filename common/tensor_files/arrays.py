@@ -1,6 +1,8 @@
-"""Tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them, read by memory map when it is asked for.
+"""Tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them, read
+by memory map when it is asked for.
 
-numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit for bit, until somebody asks for float32.
+numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit for bit, until
+somebody asks for float32.
 """
 
 from __future__ import annotations
@@ -55,27 +57,44 @@ class TensorKind:
 class FileTensor(TensorKind):
     name: str
     segments: tuple[Bytes, ...]
-    """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its first element on."""
+    """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its
+    first element on.
+    """
     strides: tuple[int, ...] | None = None
     """Strides in elements of a tensor that is not row-major; None where it is."""
     check: Callable[[], None] | None = None
-    """Compares the checksum of what holds the bytes, before they are first read. Raises CheckpointError."""
+    """Compares the checksum of what holds the bytes, before they are first read. Raises
+    CheckpointError.
+    """
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
 
     def __post_init__(self) -> None:
         """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
         if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) >= 2**60:
-            raise ValueError(f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims, beyond what an array can have")
+            raise ValueError(
+                f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims,"
+                " beyond what an array can have"
+            )
 
     def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
-        """The whole, or the part with [first, end) of each dim: read-only, a view of the file unless segments had to be joined.
+        """The whole, or the part with [first, end) of each dim: read-only, a view of the file
+        unless segments had to be joined.
 
-        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before a framework gets it.
-        Raises ValueError if the rectangle does not lie within the shape, and CheckpointError where the bytes have changed.
+        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before
+        a framework gets it.
+        Raises ValueError if the rectangle does not lie within the shape, and CheckpointError where
+        the bytes have changed.
         """
-        spans = [(0, size) for size in self.shape] if rectangle is None else [(first, end) for first, end in rectangle]
-        if len(spans) != len(self.shape) or any(not 0 <= first <= end <= size for (first, end), size in zip(spans, self.shape)):  # noqa: B905
+        spans = (
+            [(0, size) for size in self.shape]
+            if rectangle is None
+            else [(first, end) for first, end in rectangle]
+        )
+        if len(spans) != len(self.shape) or any(
+            not 0 <= first <= end <= size
+            for (first, end), size in zip(spans, self.shape)  # noqa: B905
+        ):
             raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is no part of it")
         if self.check is not None:
             self.check()
@@ -111,7 +130,9 @@ class TensorFile(Mapping[str, FileTensor]):
     path: Path
     tensors: Mapping[str, FileTensor]
     plain: Mapping[str, Any]
-    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch and MindSpore files."""
+    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch
+    and MindSpore files.
+    """
     tree: Any
     """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
 
@@ -126,7 +147,9 @@ class TensorFile(Mapping[str, FileTensor]):
 
 
 def map_file(path: Path) -> Bytes:
-    """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives. Raises CheckpointError."""
+    """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives.
+    Raises CheckpointError.
+    """
     with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
         if not path.stat().st_size:
             raise CheckpointError(f"{path}: the file is empty; copy it again or use another one")
@@ -134,7 +157,9 @@ def map_file(path: Path) -> Bytes:
 
 
 def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArray[Any]:
-    """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if that is given."""
+    """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if
+    that is given.
+    """
     if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
         ordered = (room or ScratchBuffer()).take(array)
         copy_in_bands(ordered, array)
@@ -145,7 +170,8 @@ def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArra
 def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy a matrix in bands of columns.
 
-    numpy copies a transposed matrix along the columns of the result, which no cache holds. In bands it is two to five times as fast.
+    numpy copies a transposed matrix along the columns of the result, which no cache holds. In bands
+    it is two to five times as fast.
     """
     for first in range(0, source.shape[-1], _BAND):
         target[..., first : first + _BAND] = source[..., first : first + _BAND]
@@ -158,7 +184,9 @@ class ScratchBuffer:
         self._memory = np.empty(0, np.uint8)
 
     def take(self, like: NDArray[Any]) -> NDArray[Any]:
-        """An array of that shape and type, whose content is anything; the one taken before is overwritten."""
+        """An array of that shape and type, whose content is anything; the one taken before is
+        overwritten.
+        """
         if self._memory.size < like.nbytes:
             self._memory = np.empty(like.nbytes, np.uint8)
         return self._memory[: like.nbytes].view(like.dtype).reshape(like.shape)
@@ -207,13 +235,18 @@ def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The words of the nearest bfloat16, ties to even; beyond the largest is infinity, NaN stays NaN with its sign."""
+    """The words of the nearest bfloat16, ties to even; beyond the largest is infinity, NaN stays
+    NaN with its sign.
+    """
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     words = np.empty(flat.size, np.uint16)
     for first in range(0, flat.size, _BLOCK):
         block = flat[first : first + _BLOCK]
         bits = block.view(np.uint32)
         upper = bits >> 16
-        # a NaN whose payload lies in the lower half alone would become infinity: its quiet bit is set instead
-        words[first : first + _BLOCK] = np.where(np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16)
+        # a NaN whose payload lies in the lower half alone would become infinity: its quiet bit is
+        # set instead
+        words[first : first + _BLOCK] = np.where(
+            np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16
+        )
     return words.reshape(np.shape(values))

@@ -13,9 +13,11 @@ _BEFORE_SYNC = 2**27
 
 
 class ChecksummedFile:
-    """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends. OSError is left to the caller.
+    """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends.
+    OSError is left to the caller.
 
-    Two threads go along: for the checksum, which takes half as long as a fast disk, and to hand what is written to the disk meanwhile.
+    Two threads go along: for the checksum, which takes half as long as a fast disk, and to hand
+    what is written to the disk meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +30,8 @@ class ChecksummedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         summed = self._summing.submit(zlib.crc32, data, self.checksum)
-        for first in range(0, len(data), _AT_ONCE):  # a large write from a mapped file may take Linux ten times as long
+        # a large write from a mapped file may take Linux ten times as long
+        for first in range(0, len(data), _AT_ONCE):
             self._file.write(data[first : first + _AT_ONCE])
         self.checksum = summed.result()
         self.position += len(data)
@@ -42,7 +45,12 @@ class ChecksummedFile:
     def __enter__(self) -> ChecksummedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._summing.shutdown()
         self._syncing.shutdown()
         with self._file:

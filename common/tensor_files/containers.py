@@ -27,8 +27,12 @@ class _Container:
     """The exceptions of the reader on a broken file."""
 
 
-_SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
-_TORCH = _Container(title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"), faults=Exception)
+_SAFETENSORS = _Container(
+    title="safetensors file", read=read_safetensors, endings=(".safetensors",)
+)
+_TORCH = _Container(
+    title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"), faults=Exception
+)
 _CONTAINERS = (
     _SAFETENSORS,
     _TORCH,
@@ -38,16 +42,25 @@ _CONTAINERS = (
         endings=(".ckpt",),
         remedy="copy it again, decrypt it with MindSpore, or use another one",
     ),
-    _Container(title="TensorFlow checkpoint", read=read_tensorflow, endings=(".index",), remedy="copy its files again or use another one"),
-    _Container(title="file of paddle.save", read=read_paddle, endings=(".pdparams",), faults=Exception),
+    _Container(
+        title="TensorFlow checkpoint",
+        read=read_tensorflow,
+        endings=(".index",),
+        remedy="copy its files again or use another one",
+    ),
+    _Container(
+        title="file of paddle.save", read=read_paddle, endings=(".pdparams",), faults=Exception
+    ),
 )
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """Open a file by what it begins with, then by its ending, and ``NAME.index.json`` with all its shards.
+    """Open a file by what it begins with, then by its ending, and ``NAME.index.json`` with all its
+    shards.
 
-    No tensor is read before it is asked for. Raises CheckpointError on a file that is missing, broken, of no known format, or names code.
+    No tensor is read before it is asked for. Raises CheckpointError on a file that is missing,
+    broken, of no known format, or names code.
     """
     yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
 
@@ -61,7 +74,9 @@ def _read(path: Path) -> TensorFile:
         raise
     except container.faults as error:
         reason = str(error) or type(error).__name__
-        raise CheckpointError(f"{path}: not a whole {container.title}: {reason}; {container.remedy}") from None
+        raise CheckpointError(
+            f"{path}: not a whole {container.title}: {reason}; {container.remedy}"
+        ) from None
 
 
 def _container_of(path: Path, content: Bytes) -> _Container:
@@ -73,29 +88,43 @@ def _container_of(path: Path, content: Bytes) -> _Container:
     if head[8:9] == b"{":
         return _SAFETENSORS
     raise CheckpointError(
-        f"{path}: no weight file that is known; expected safetensors, a file of torch.save (.bin, .pt, .pth), a MindSpore .ckpt,"
-        " the .index of TensorFlow, a .pdparams of Paddle, or the .index.json of shards"
+        f"{path}: no weight file that is known; expected safetensors, a file of torch.save (.bin,"
+        " .pt, .pth), a MindSpore .ckpt, the .index of TensorFlow, a .pdparams of Paddle, or the"
+        " .index.json of shards"
     )
 
 
 def _is_beside(shard: str) -> bool:
-    """Whether this is the plain name of a file, other than that of an index: indices that name each other would have no end."""
-    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
+    """Whether this is the plain name of a file, other than that of an index: indices that name each
+    other would have no end.
+    """
+    return (
+        shard != ""
+        and Path(shard).name == shard
+        and shard.isprintable()
+        and not shard.endswith(".index.json")
+    )
 
 
 def _read_shards(path: Path) -> TensorFile:
     places = read_json_mapping(path, error=CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise CheckpointError(f"{path}: no index of shards; expected weight_map, from tensors to files beside it")
+        raise CheckpointError(
+            f"{path}: no index of shards; expected weight_map, from tensors to files beside it"
+        )
     if strange := [shard for shard in places.values() if not _is_beside(shard)]:
-        raise CheckpointError(f"{path}: the shard {strange[0][:60]!r} is in another folder, or is no file; copy the whole folder again")
+        raise CheckpointError(
+            f"{path}: the shard {strange[0][:60]!r} is in another folder, or is no file; copy the"
+            " whole folder again"
+        )
     files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}
     found = {name: shard for shard, file in files.items() for name in file}
     strays = sorted(name for name in {*places, *found} if places.get(name) != found.get(name))
     if strays or len(found) < sum(map(len, files.values())):
         shown = ", ".join(strays[:6]) or "one of them is there twice"
         raise CheckpointError(
-            f"{path}: the index and its {len(files)} shards do not hold the same tensors: {shown}; copy the whole folder again"
+            f"{path}: the index and its {len(files)} shards do not hold the same tensors: {shown};"
+            " copy the whole folder again"
         )
     tensors = {name: files[shard][name] for name, shard in places.items()}
     return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)

@@ -1,7 +1,9 @@
-"""MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map, written as a stream.
+"""MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map, written as a
+stream.
 
-Format: mindspore/ccsrc/utils/checkpoint.proto, and ``_exec_save`` of mindspore/train/serialization.py for what the schema leaves open:
-a large tensor is several values of one tag, and ``crc_num`` with a CRC-32 in ten bytes may follow the last value.
+Format: mindspore/ccsrc/utils/checkpoint.proto, and ``_exec_save`` of
+mindspore/train/serialization.py for what the schema leaves open: a large tensor is several values
+of one tag, and ``crc_num`` with a CRC-32 in ten bytes may follow the last value.
 """
 
 from __future__ import annotations
@@ -15,13 +17,21 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
+from common.tensor_files.arrays import (
+    NUMPY_TYPES,
+    Bytes,
+    FileTensor,
+    TensorFile,
+    TensorKind,
+    bytes_of,
+)
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.protobuf import BYTES, read_fields, read_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
-    "int64": "Int64", "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint8": "UInt8", "bool": "Bool",
+    "int64": "Int64", "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint8": "UInt8",
+    "bool": "Bool",
 }  # fmt: skip
 _WORDS = {theirs: word for word, theirs in _TYPES.items()}
 _SLICE = 2**29
@@ -34,7 +44,8 @@ _SEAL_SIZE = len(_SEAL) + 10
 def read_mindspore(path: Path, content: Bytes) -> TensorFile:
     """Tensors by tag; texts are plain values, and numbers (``step_num``) are tensors of shape ().
 
-    Raises ValueError if the file is broken or encrypted, its checksum is wrong, or it holds types that GPT-2 does not have.
+    Raises ValueError if the file is broken or encrypted, its checksum is wrong, or it holds types
+    that GPT-2 does not have.
     """
     tensors, texts = _parse(_without_seal(content))
     return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
@@ -54,7 +65,11 @@ def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
     tensors: dict[str, FileTensor] = {}
     texts: dict[str, str] = {}
     slices: list[_Value] = []
-    values = [_value(part) for number, part in read_fields(content) if number == 1 and not isinstance(part, int)]
+    values = [
+        _value(part)
+        for number, part in read_fields(content)
+        if number == 1 and not isinstance(part, int)
+    ]
     for place, value in enumerate(values, 1):
         slices.append(value)
         if place < len(values) and values[place].tag == value.tag:
@@ -62,7 +77,9 @@ def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
         if value.tag in tensors or value.tag in texts:
             raise ValueError(f"{value.tag} is there twice")
         if value.type == "str":  # as numpy stores texts
-            texts[value.tag] = b"".join(part.data.tobytes() for part in slices).decode("utf-32-le").rstrip("\0")
+            texts[value.tag] = (
+                b"".join(part.data.tobytes() for part in slices).decode("utf-32-le").rstrip("\0")
+            )
         else:
             tensors[value.tag] = _tensor(slices)
         slices = []
@@ -82,7 +99,9 @@ def _tensor(slices: list[_Value]) -> FileTensor:
         raise ValueError(f"the slices of {last.tag} differ in shape or type")
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
         raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
+    return FileTensor(
+        name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices)
+    )
 
 
 def _value(message: Bytes) -> _Value:
@@ -116,18 +135,26 @@ def _packed(part: Bytes) -> list[int]:
 
 
 def _without_seal(content: Bytes) -> Bytes:
-    """Return what comes before the checksum. Raises ValueError if it is not the checksum of that."""
+    """Return what comes before the checksum. Raises ValueError if it is not the checksum of
+    that.
+    """
     seal = content[-_SEAL_SIZE:].tobytes()
     if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
         return content
-    found, expected = zlib.crc32(content[:-_SEAL_SIZE].data), int.from_bytes(seal[len(_SEAL) :], "big")
+    found, expected = (
+        zlib.crc32(content[:-_SEAL_SIZE].data),
+        int.from_bytes(seal[len(_SEAL) :], "big"),
+    )
     if found != expected:
         raise ValueError(f"its checksum is {found}, and the file says {expected}")
     return content[:-_SEAL_SIZE]
 
 
-def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
-    """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``; bfloat16 as uint16 words.
+def stream_mindspore(
+    path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
+) -> int:
+    """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``; bfloat16
+    as uint16 words.
 
     Returns the CRC-32 of the file's bytes. OSError is left to the caller, who owns the folder.
     """
@@ -136,7 +163,9 @@ def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterab
         for array in arrays:  # zip would hold the last one while the next is made
             (name, kind), data = next(pending), bytes_of(array)
             assert len(data) == kind.nbytes, f"the array of {name} is that of its kind"
-            head = b"".join(b"\x08" + _to_varint(size) for size in kind.shape) + _length(2, _TYPES[kind.dtype].encode())
+            head = b"".join(b"\x08" + _to_varint(size) for size in kind.shape) + _length(
+                2, _TYPES[kind.dtype].encode()
+            )
             tag = _length(1, name.encode())
             for first in range(0, max(len(data), 1), _SLICE):
                 part = data[first : first + _SLICE]

@@ -1,7 +1,8 @@
-"""Paddle's ``.pdparams`` without Paddle: a pickle of numpy arrays by name, taken as data alone, whose bytes stay in the mapped file.
+"""Paddle's ``.pdparams`` without Paddle: a pickle of numpy arrays by name, taken as data alone,
+whose bytes stay in the mapped file.
 
-Format: python/paddle/framework/io.py, ``_build_saved_state_dict`` (arrays, and their other names under StructuredToParameterName@@) and
-``_pickle_save`` (pairs of such a name and an array).
+Format: python/paddle/framework/io.py, ``_build_saved_state_dict`` (arrays, and their other names
+under StructuredToParameterName@@) and ``_pickle_save`` (pairs of such a name and an array).
 """
 
 from __future__ import annotations
@@ -18,26 +19,42 @@ from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFil
 from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 _PARAMETER_NAMES = "StructuredToParameterName@@"
-_TYPES = {dtype.name: word for word, dtype in NUMPY_TYPES.items()}  # Paddle's bfloat16 is uint16 too
+# Paddle's bfloat16 is uint16 too
+_TYPES = {dtype.name: word for word, dtype in NUMPY_TYPES.items()}
 _LONG = 4096
 """Bytes from which on an array stays in the file."""
 
 
 def read_paddle(path: Path, content: Bytes) -> TensorFile:
-    """Arrays by name. Raises CheckpointError if the file names code, and almost any error if it is broken."""
-    found = PlainTree(load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))).tree
+    """Arrays by name. Raises CheckpointError if the file names code, and almost any error if it is
+    broken.
+    """
+    found = PlainTree(
+        load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))
+    ).tree
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
-    tensors = {name: _tensor(name, value) for name, value in found.items() if name != _PARAMETER_NAMES}
+    tensors = {
+        name: _tensor(name, value) for name, value in found.items() if name != _PARAMETER_NAMES
+    }
     return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
 
 
 def _tensor(name: Any, value: Any) -> FileTensor:
     array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.name not in _TYPES:
+    if (
+        not isinstance(name, str)
+        or not isinstance(array, np.ndarray)
+        or array.dtype.name not in _TYPES
+    ):
         raise ValueError(f"{name} is no array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return FileTensor(name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, segments=(ordered.reshape(-1).view(np.uint8),))
+    return FileTensor(
+        name=name,
+        dtype=_TYPES[array.dtype.name],
+        shape=array.shape,
+        segments=(ordered.reshape(-1).view(np.uint8),),
+    )
 
 
 def _storage_of(content: Bytes) -> Any:
@@ -51,20 +68,28 @@ def _storage_of(content: Bytes) -> Any:
 
 
 def _without_arrays(path: Path) -> bytes:
-    """The pickle with the place of every long string of bytes instead of it, as torch's pickles name storages; what is left is small."""
+    """The pickle with the place of every long string of bytes instead of it, as torch's pickles
+    name storages; what is left is small.
+    """
     program = bytearray()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         start, frame_end = 0, 0
-        for opcode, argument, position in pickletools.genops(cast(IO[bytes], mapped)):  # it stops at the end of the file, whatever is asked
+        # it stops at the end of the file, whatever is asked
+        for opcode, argument, position in pickletools.genops(cast(IO[bytes], mapped)):
             end, size = mapped.tell(), len(argument) if isinstance(argument, bytes) else 0
             if opcode.name == "FRAME":
                 frame_end = end + int(argument or 0)
             elif (position or 0) < frame_end < end or (opcode.name == "STOP" and end < frame_end):
-                raise ValueError("bytes of it are missing or too many: it does not end where its frames do")
-            if size < _LONG and opcode.name != "FRAME":  # frames tell the size of what follows: checked above, and left out
+                raise ValueError(
+                    "bytes of it are missing or too many: it does not end where its frames do"
+                )
+            # frames tell the size of what follows: checked above, and left out
+            if size < _LONG and opcode.name != "FRAME":
                 continue
             program += mapped[start:position]
             if size:
-                program += f"(Vstorage\nctorch\nByteStorage\nV{end - size}\nVcpu\nI{size}\ntQ".encode()
+                program += (
+                    f"(Vstorage\nctorch\nByteStorage\nV{end - size}\nVcpu\nI{size}\ntQ".encode()
+                )
             start = end
         return bytes(program + mapped[start:])

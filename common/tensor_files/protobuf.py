@@ -1,4 +1,5 @@
-"""The fields of protobuf messages, of which the weight files of MindSpore and TensorFlow are made, without protobuf.
+"""The fields of protobuf messages, of which the weight files of MindSpore and TensorFlow are made,
+without protobuf.
 
 Format: https://protobuf.dev/programming-guides/encoding.
 """
@@ -14,7 +15,9 @@ _VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
-    """Number and content of each field, in order. Raises ValueError where the message breaks off."""
+    """Number and content of each field, in order. Raises ValueError where the message breaks
+    off.
+    """
     position = 0
     while position < message.size:
         key, position = read_varint(message, position)
@@ -24,10 +27,18 @@ def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
             yield number, value
             continue
         if wire not in (_FIXED64, BYTES, _FIXED32) or not number:
-            raise ValueError(f"no protobuf field begins {position} bytes into a message of {message.size}")
-        size, position = read_varint(message, position) if wire == BYTES else (8 if wire == _FIXED64 else 4, position)
+            raise ValueError(
+                f"no protobuf field begins {position} bytes into a message of {message.size}"
+            )
+        size, position = (
+            read_varint(message, position)
+            if wire == BYTES
+            else (8 if wire == _FIXED64 else 4, position)
+        )
         if position + size > message.size:
-            raise ValueError(f"a field of {size} bytes begins at byte {position} of a message of {message.size}")
+            raise ValueError(
+                f"a field of {size} bytes begins at byte {position} of a message of {message.size}"
+            )
         yield number, message[position : position + size]
         position += size
 

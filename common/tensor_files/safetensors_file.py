@@ -1,7 +1,8 @@
-"""Safetensors files of others, bfloat16 and shards included: read by memory map, written as a stream.
+"""Safetensors files of others, bfloat16 and shards included: read by memory map, written as a
+stream.
 
-Format: https://github.com/huggingface/safetensors#format; shards are model-00001-of-00002.safetensors beside an index,
-as transformers names them.
+Format: https://github.com/huggingface/safetensors#format; shards are
+model-00001-of-00002.safetensors beside an index, as transformers names them.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
 
 
 def read_safetensors(path: Path, content: Bytes) -> TensorFile:
-    """Raises ValueError saying what is broken: nothing is read of a file that does not fit together as a whole."""
+    """Raises ValueError saying what is broken: nothing is read of a file that does not fit together
+    as a whole.
+    """
     if content.size < 8:
         raise ValueError(f"{content.size} bytes are too few for the length of its header")
     length = int.from_bytes(content[:8].tobytes(), "little")
     if length > min(MAX_JSON_BYTES, content.size - 8):
-        raise ValueError(f"its header should be {length} bytes long, and the file has {content.size}")
+        raise ValueError(
+            f"its header should be {length} bytes long, and the file has {content.size}"
+        )
     header = parse_json(content[8 : 8 + length].tobytes())
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
@@ -49,12 +54,19 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
     data = content[8 + length :]
     tensors = {name: _tensor(name, entry, data) for name, entry in header.items()}
     position = 0
-    for name, (first, end) in sorted(((name, entry["data_offsets"]) for name, entry in header.items()), key=lambda item: item[1]):
+    for name, (first, end) in sorted(
+        ((name, entry["data_offsets"]) for name, entry in header.items()), key=lambda item: item[1]
+    ):
         if first != position:
-            raise ValueError(f"{name} begins at byte {first} of the data, and the tensor before it ends at {position}")
+            raise ValueError(
+                f"{name} begins at byte {first} of the data, and the tensor before it ends at"
+                f" {position}"
+            )
         position = end
     if position != data.size:
-        raise ValueError(f"the tensors have {position} bytes, and the file holds {data.size} of them")
+        raise ValueError(
+            f"the tensors have {position} bytes, and the file holds {data.size} of them"
+        )
     return TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
 
 
@@ -63,15 +75,24 @@ def _tensor(name: str, entry: Any, data: Bytes) -> FileTensor:
         raise ValueError(f"the header's entry of {name} lacks dtype, shape or data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in _WORDS:
-        raise ValueError(f"{name} is of type {shown(entry['dtype'])}, and {', '.join(_WORDS)} are known")
+        raise ValueError(
+            f"{name} is of type {shown(entry['dtype'])}, and {', '.join(_WORDS)} are known"
+        )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is no list of sizes")
+        raise ValueError(
+            f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is no list of"
+            " sizes"
+        )
     kind = TensorKind(dtype=_WORDS[entry["dtype"]], shape=tuple(shape))
     first, end = offsets
     if end - first != kind.nbytes:
-        raise ValueError(f"{name} has {end - first} bytes, and {kind.dtype} {shape} has {kind.nbytes}")
+        raise ValueError(
+            f"{name} has {end - first} bytes, and {kind.dtype} {shape} has {kind.nbytes}"
+        )
     if end > data.size:
-        raise ValueError(f"{name} ends at byte {end} of the data, and the file holds {data.size} of them")
+        raise ValueError(
+            f"{name} ends at byte {end} of the data, and the file holds {data.size} of them"
+        )
     return FileTensor(name=name, dtype=kind.dtype, shape=kind.shape, segments=(data[first:end],))
 
 
@@ -80,20 +101,32 @@ def _are_sizes(values: Any) -> bool:
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:
-    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy at most.
+    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy
+    at most.
 
     OSError is left to the caller, who owns the folder.
     """
-    kinds = {name: TensorKind(dtype=array.dtype.name, shape=array.shape) for name, array in tensors.items()}
+    kinds = {
+        name: TensorKind(dtype=array.dtype.name, shape=array.shape)
+        for name, array in tensors.items()
+    }
     return stream_safetensors(path, kinds, tensors.values())
 
 
-def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
-    """Write ``arrays``, made one at a time in the order of ``kinds``: none is held while the next is made. Returns the CRC-32."""
+def stream_safetensors(
+    path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
+) -> int:
+    """Write ``arrays``, made one at a time in the order of ``kinds``: none is held while the next
+    is made. Returns the CRC-32.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, kind in kinds.items():
-        header[name] = {"dtype": SAFETENSORS_TYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, offset + kind.nbytes]}
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[kind.dtype],
+            "shape": list(kind.shape),
+            "data_offsets": [offset, offset + kind.nbytes],
+        }
         offset += kind.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -106,9 +139,12 @@ def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iter
     return file.checksum
 
 
-def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int) -> dict[str, int]:
-    """Write ``arrays``, made one at a time in the order of ``kinds``, into files of at most ``limit`` bytes of tensors each (a larger
-    tensor has one to itself), with an index if there are several; returns the CRC-32 of each file by its name.
+def stream_shards(
+    folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int
+) -> dict[str, int]:
+    """Write ``arrays``, made one at a time in the order of ``kinds``, into files of at most
+    ``limit`` bytes of tensors each (a larger tensor has one to itself), with an index if there are
+    several; returns the CRC-32 of each file by its name.
 
     OSError and StorageError are left to the caller, who owns the folder.
     """
@@ -118,13 +154,23 @@ def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterabl
             shards.append({})
         shards[-1][name] = kind
     if len(shards) == 1:
-        return {"model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)}
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        return {
+            "model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)
+        }
+    files = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     source = iter(arrays)
-    sums = {file: stream_safetensors(folder / file, shard, islice(source, len(shard))) for file, shard in zip(files, shards, strict=True)}
+    sums = {
+        file: stream_safetensors(folder / file, shard, islice(source, len(shard)))
+        for file, shard in zip(files, shards, strict=True)
+    }
     index = {
         "metadata": {"total_size": sum(kind.nbytes for kind in kinds.values())},
-        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+        "weight_map": {
+            name: file for file, shard in zip(files, shards, strict=True) for name in shard
+        },
     }
     with atomic_write(folder / INDEX, "w") as file:
         json.dump(index, file, indent=2)
@@ -133,21 +179,32 @@ def stream_shards(folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterabl
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError on a file that is missing or broken."""
+    """A ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError on a file that is
+    missing or broken.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        path.open("rb").close()  # the library says of every file that it cannot open that it is not there
+        # the library says of every file that it cannot open that it is not there
+        path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json") from None
+        raise CheckpointError(
+            f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json"
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; allow this user to read it, or use another checkpoint") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror}; allow this user to read it, or use another"
+            " checkpoint"
+        ) from None
     try:
         with safe_open(path, framework="numpy") as reader:
             yield reader
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); use another checkpoint") from None
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file ({error}); use another checkpoint"
+        ) from None
 
 
 def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118  (safe_open is no mapping)
+    names = reader.keys()  # safe_open is no mapping
+    return {name: tuple(reader.get_slice(name).get_shape()) for name in names}

@@ -1,6 +1,8 @@
-"""TensorFlow's checkpoints without TensorFlow: NAME.index, a sorted table of where each tensor lies in NAME.data-00000-of-00001.
+"""TensorFlow's checkpoints without TensorFlow: NAME.index, a sorted table of where each tensor lies
+in NAME.data-00000-of-00001.
 
-Format: tensorflow/core/util/tensor_bundle/tensor_bundle.cc and tensorflow/core/protobuf/tensor_bundle.proto; the table is LevelDB's,
+Format: tensorflow/core/util/tensor_bundle/tensor_bundle.cc and
+tensorflow/core/protobuf/tensor_bundle.proto; the table is LevelDB's,
 tensorflow/core/lib/io/format.cc and block.cc.
 """
 
@@ -19,7 +21,8 @@ _TRAILER = 5
 """After each block: how it is compressed, and its checksum."""
 _MAX_SHARDS = 10_000
 _TYPES = {
-    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 9: "int64", 10: "bool", 14: "bfloat16", 19: "float16",
+    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 9: "int64",
+    10: "bool", 14: "bfloat16", 19: "float16",
 }  # fmt: skip
 """Keyed by the numbers of tensorflow/core/framework/types.proto."""
 _TEXT = 7
@@ -28,7 +31,8 @@ _TEXT = 7
 def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
     """path: NAME.index. Tensors by name, and texts as their raw bytes; every checksum is compared.
 
-    Raises ValueError if a file is broken or compressed, or a tensor is cut into slices, and CheckpointError if a file is missing.
+    Raises ValueError if a file is broken or compressed, or a tensor is cut into slices, and
+    CheckpointError if a file is missing.
     """
     entries = dict(_table(content))
     if b"" not in entries:
@@ -36,10 +40,14 @@ def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
     header = _Message(entries.pop(b""))
     count = header.number(1)
     if header.number(2):
-        raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
+        raise ValueError(
+            "its numbers are big-endian; save it again on a machine with little-endian numbers"
+        )
     if not 1 <= count <= _MAX_SHARDS:
         raise ValueError(f"it says that its data are {count} files")
-    shards = [map_file(path.with_suffix(f".data-{number:05d}-of-{count:05d}")) for number in range(count)]
+    shards = [
+        map_file(path.with_suffix(f".data-{number:05d}-of-{count:05d}")) for number in range(count)
+    ]
     tensors: dict[str, FileTensor] = {}
     texts: dict[str, bytes] = {}
     for key, value in entries.items():
@@ -55,7 +63,9 @@ def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
 
 
 class _Message:
-    """The fields of a protobuf message by number. Raises ValueError where one is of another kind than asked for."""
+    """The fields of a protobuf message by number. Raises ValueError where one is of another kind
+    than asked for.
+    """
 
     def __init__(self, content: Bytes) -> None:
         self._fields: dict[int, list[int | Bytes]] = {}
@@ -74,19 +84,27 @@ class _Message:
 
 def _data(name: str, entry: _Message, shards: list[Bytes]) -> Bytes:
     if entry.parts(7):
-        raise ValueError(f"{name} is cut into slices, as a variable with a partitioner is; save it again without one")
+        raise ValueError(
+            f"{name} is cut into slices, as a variable with a partitioner is; save it again without"
+            " one"
+        )
     number, first, size = (entry.number(field) for field in (3, 4, 5))
     if number >= len(shards):
         raise ValueError(f"{name} lies in data file {number}, and there are {len(shards)}")
     data = shards[number][first : first + size]
     if data.size < size:
-        raise ValueError(f"{name} ends at byte {first + size} of data file {number}, and that has {shards[number].size}")
+        raise ValueError(
+            f"{name} ends at byte {first + size} of data file {number}, and that has"
+            f" {shards[number].size}"
+        )
     return data
 
 
 def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> FileTensor:
     if kind not in _TYPES:
-        raise ValueError(f"{name} is of TensorFlow's type {kind}, and {', '.join(_TYPES.values())} are known")
+        raise ValueError(
+            f"{name} is of TensorFlow's type {kind}, and {', '.join(_TYPES.values())} are known"
+        )
     dtype = _TYPES[kind]
     dims = [_Message(dim).number(1) for shape in entry.parts(2) for dim in _Message(shape).parts(2)]
     if math.prod(dims) * NUMPY_TYPES[dtype].itemsize != data.size:
@@ -94,15 +112,21 @@ def _tensor(name: str, kind: int, entry: _Message, data: Bytes) -> FileTensor:
     expected = b"".join(part.tobytes() for part in entry.parts(6))
     found = masked_crc32c(data)
     if int.from_bytes(expected, "little") != found:
-        raise ValueError(f"the checksum of {name} is {found:08x}, and the index says {int.from_bytes(expected, 'little'):08x}")
+        raise ValueError(
+            f"the checksum of {name} is {found:08x}, and the index says"
+            f" {int.from_bytes(expected, 'little'):08x}"
+        )
     return FileTensor(name=name, dtype=dtype, shape=tuple(dims), segments=(data,))
 
 
 def masked_crc32c(data: Bytes) -> int:
-    """Return the CRC-32C of ``data``, rotated and shifted as in tensorflow/core/lib/hash/crc32c.h."""
+    """Return the CRC-32C of ``data``, rotated and shifted as in
+    tensorflow/core/lib/hash/crc32c.h.
+    """
     import google_crc32c  # no other format needs it
 
-    value: int = google_crc32c.value(data)  # type: ignore[arg-type]  # any contiguous buffer, without a copy
+    # it takes any contiguous buffer, without a copy
+    value: int = google_crc32c.value(data)  # type: ignore[arg-type]
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -130,10 +154,13 @@ def _handle(content: Bytes, position: int) -> tuple[tuple[int, int], int]:
 def _block(content: Bytes, first: int, size: int) -> Iterator[tuple[bytes, Bytes]]:
     whole = content[first : first + size + _TRAILER]
     if size < 4 or whole.size < size + _TRAILER:
-        raise ValueError(f"a block of {size} bytes begins at byte {first}, and the index has {content.size}")
+        raise ValueError(
+            f"a block of {size} bytes begins at byte {first}, and the index has {content.size}"
+        )
     if whole[size]:
         raise ValueError(
-            f"a block is compressed in manner {whole[size]} (1 is snappy), which TensorFlow does not do; save it again with it"
+            f"a block is compressed in manner {whole[size]} (1 is snappy), which TensorFlow does"
+            " not do; save it again with it"
         )
     if masked_crc32c(whole[: size + 1]) != int.from_bytes(whole[size + 1 :].tobytes(), "little"):
         raise ValueError(f"the checksum of the block at byte {first} is wrong")

@@ -1,6 +1,8 @@
-"""The pickles inside torch files, read as plain data: what they name is looked up in a table here, never imported, never called.
+"""The pickles inside torch files, read as plain data: what they name is looked up in a table here,
+never imported, never called.
 
-Pickle programs may name any function. These few stand for inert records; any other name ends the reading with an error.
+Pickle programs may name any function. These few stand for inert records; any other name ends the
+reading with an error.
 """
 
 from __future__ import annotations
@@ -21,17 +23,23 @@ from common.errors import CheckpointError
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor
 
 STORAGES = {
-    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage", "uint8": "ByteStorage",
+    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
+    "uint8": "ByteStorage",
     "bool": "BoolStorage",
 }  # fmt: skip
 _WORDS = {storage: word for word, storage in STORAGES.items()} | {"UntypedStorage": "uint8"}
 _MAX_VALUES = 1_000_000
-"""Beyond any file of weights; a few lists, each of the one before, could hold more than the memory."""
+"""Beyond any file of weights; a few lists, each of the one before, could hold more than the
+memory.
+"""
 
 
 _INERT_PACKAGES = ("megatron",)
-"""Packages whose files hold objects of their own classes; these are records, as are buffers of bytes (``_io.BytesIO``)."""
+"""Packages whose files hold objects of their own classes; these are records, as are buffers of
+bytes (``_io.BytesIO``).
+"""
 
 
 class TorchName(str):
@@ -42,7 +50,9 @@ class TorchName(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """The content of an object whose class is not loaded: one of _INERT_PACKAGES, or a buffer of bytes."""
+    """The content of an object whose class is not loaded: one of _INERT_PACKAGES, or a buffer of
+    bytes.
+    """
 
     name: str
     arguments: tuple[Any, ...]
@@ -75,7 +85,9 @@ class Storage(_Sealed):
 
 
 StorageOf: TypeAlias = Callable[[str, str, int, Any], Storage]
-"""Finds the storage that a tensor names: (dtype, key, elements, view). view: None, or (key, offset, elements) of a part of it."""
+"""Finds the storage that a tensor names: (dtype, key, elements, view). view: None, or (key, offset,
+elements) of a part of it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,14 +99,16 @@ class _View(_Sealed):
 
 
 class _Record:
-    """A record that the pickle makes and fills. Its state goes here and nowhere else: without ``__setstate__``, pickle would set
-    attributes by name."""
+    """A record that the pickle makes and fills. Its state goes here and nowhere else: without
+    ``__setstate__``, pickle would set attributes by name.
+    """
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> Self:  # __init__ is not called by every way in which a pickle makes an object
+    # __init__ is not called by every way in which a pickle makes an object
+    def __new__(cls, *arguments: Any) -> Self:
         self = super().__new__(cls)
         self.arguments, self.state = arguments, None
         return self
@@ -130,7 +144,9 @@ class _Dict(dict[Any, Any]):
 
 
 class _Function(_Sealed):
-    """A function that a pickle may call. It is an instance, since pickle can set the attributes of a function."""
+    """A function that a pickle may call. It is an instance, since pickle can set the attributes of
+    a function.
+    """
 
     __slots__ = ("_make",)
 
@@ -142,18 +158,28 @@ class _Function(_Sealed):
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+    if not isinstance(values, tuple | list) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
         raise ValueError(f"{values!r} is no list of sizes")
     return tuple(values)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _View:
-    view = _View(storage=storage, offset=_sizes([offset])[0], shape=_sizes(shape), strides=_sizes(strides))
+    view = _View(
+        storage=storage, offset=_sizes([offset])[0], shape=_sizes(shape), strides=_sizes(strides)
+    )
     if not isinstance(storage, Storage) or len(view.shape) != len(view.strides):
-        raise ValueError(f"a tensor {view.shape} with strides {view.strides} is no view of a storage")
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+        raise ValueError(
+            f"a tensor {view.shape} with strides {view.strides} is no view of a storage"
+        )
+    last = view.offset + sum(
+        (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
+    )
     if math.prod(view.shape) and last >= storage.numel:
-        raise ValueError(f"a tensor {list(view.shape)} ends at element {last} of a storage of {storage.numel}")
+        raise ValueError(
+            f"a tensor {list(view.shape)} ends at element {last} of a storage of {storage.numel}"
+        )
     return view
 
 
@@ -183,7 +209,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     # a tensor that carries attributes, as Megatron's float32 copies do
     "torch._tensor._rebuild_from_type_v2": lambda make, kind, arguments, state: make(*arguments),
     "torch.Size": lambda values=(): _sizes(values),
-    "torch.device": lambda kind, index=None: TorchName(kind if index is None else f"{kind}:{index}"),
+    "torch.device": lambda kind, index=None: TorchName(
+        kind if index is None else f"{kind}:{index}"
+    ),
     "_codecs.encode": _encode,
     "numpy.core.multiarray._reconstruct": lambda *arguments: _Array(),
     "numpy.core.multiarray.scalar": _scalar,
@@ -197,11 +225,14 @@ for _module in ("builtins", "__builtin__"):
     }
 _CLASSES = {
     "collections.OrderedDict": _Dict, "numpy.dtype": _Dtype,
-    "argparse.Namespace": _Namespace, "types.SimpleNamespace": _Namespace,  # the second by converters to Megatron's form
+    # the second by converters to Megatron's form
+    "argparse.Namespace": _Namespace, "types.SimpleNamespace": _Namespace,
 }  # fmt: skip
 _NAMES = {
-    *(f"torch.{word}" for word in NUMPY_TYPES), "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray",
-    *(f"{module}.{storage}" for module in ("torch", "torch.storage", "torch.cuda") for storage in _WORDS),
+    *(f"torch.{word}" for word in NUMPY_TYPES), "torch.Tensor", "torch.nn.parameter.Parameter",
+    "numpy.ndarray",
+    *(f"{module}.{storage}" for module in ("torch", "torch.storage",
+    "torch.cuda") for storage in _WORDS),
 }  # fmt: skip
 
 
@@ -223,8 +254,9 @@ class _RestrictedUnpickler(pickle.Unpickler):
         if module.partition(".")[0] in _INERT_PACKAGES or full == "_io.BytesIO":
             return type("_ForeignOf", (_Foreign,), {"__slots__": (), "name": full})
         raise CheckpointError(
-            f"{self._where}: its pickle names {module}.{name}, which no file of weights needs: it could run any code, so nothing of it"
-            " was executed or loaded; if you trust who made it, load it there with their program and save the tensors as safetensors"
+            f"{self._where}: its pickle names {module}.{name}, which no file of weights needs: it"
+            " could run any code, so nothing of it was executed or loaded; if you trust who made"
+            " it, load it there with their program and save the tensors as safetensors"
         )
 
     def persistent_load(self, identity: Any) -> Storage:
@@ -232,24 +264,29 @@ class _RestrictedUnpickler(pickle.Unpickler):
         name = storage.rpartition(".")[2]
         if kind != "storage" or not isinstance(storage, TorchName) or name not in _WORDS:
             raise ValueError(f"{identity!r} is no storage of tensors")
-        return self._storage_of(_WORDS[name], str(key), _sizes([numel])[0], view[0] if view else None)
+        return self._storage_of(
+            _WORDS[name], str(key), _sizes([numel])[0], view[0] if view else None
+        )
 
 
 def load_records(file: IO[bytes], storage_of: StorageOf, where: str) -> Any:
-    """The next pickle of ``file``, made of records: PlainTree makes it plain. Raises CheckpointError on code, and almost any error on a
-    pickle that is broken."""
+    """The next pickle of ``file``, made of records: PlainTree makes it plain. Raises
+    CheckpointError on code, and almost any error on a pickle that is broken.
+    """
     start = file.tell()
     size = file.seek(0, io.SEEK_END)
     file.seek(start)
     for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > size:  # pickle would make a table of that many places
+        # pickle would make a table of that many places
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > size:
             raise ValueError(f"its pickle remembers {argument} objects")
     file.seek(start)
     return _RestrictedUnpickler(file, storage_of, where).load()
 
 
 class PlainTree:
-    """The content of a pickle as plain Python, and in ``tensors`` and ``values`` its leaves by their path, joined by dots.
+    """The content of a pickle as plain Python, and in ``tensors`` and ``values`` its leaves by
+    their path, joined by dots.
 
     Raises ValueError on what is neither, RecursionError on what contains itself.
     """
@@ -267,20 +304,31 @@ class PlainTree:
         if isinstance(value, _Namespace):
             return argparse.Namespace(**self._plain(value.state or {}, path))
         if isinstance(value, dict):
-            return {PlainTree(key).tree: self._plain(part, (*path, str(key))) for key, part in value.items()}
+            return {
+                PlainTree(key).tree: self._plain(part, (*path, str(key)))
+                for key, part in value.items()
+            }
         if type(value) in (list, tuple, set):
-            return type(value)(self._plain(part, (*path, str(number))) for number, part in enumerate(value))
+            return type(value)(
+                self._plain(part, (*path, str(number))) for number, part in enumerate(value)
+            )
         name = ".".join(path)
         if isinstance(value, _View | Storage):
             return self._new(self.tensors, name, _to_tensor(name, value))
         if isinstance(value, _Array):
             value = _to_array(value)
         elif isinstance(value, _Foreign):
-            value = Foreign(name=value.name, arguments=PlainTree(value.arguments).tree, state=PlainTree(value.state).tree)
+            value = Foreign(
+                name=value.name,
+                arguments=PlainTree(value.arguments).tree,
+                state=PlainTree(value.state).tree,
+            )
         elif isinstance(value, _Dtype):
             value = _numpy_type(value).str
         elif not isinstance(value, str | bytes | int | float | complex | np.generic | None):
-            raise ValueError(f"{name} is a {type(value).__name__}, neither a tensor nor a plain value")
+            raise ValueError(
+                f"{name} is a {type(value).__name__}, neither a tensor nor a plain value"
+            )
         return self._new(self.values, name, value)
 
     def _new(self, leaves: dict[str, Any], name: str, leaf: Any) -> Any:
@@ -296,7 +344,9 @@ def _to_array(record: _Array) -> Any:
         if data.check is not None:
             data.check()
         data = data.data
-    return np.frombuffer(data, _numpy_type(dtype)).reshape(_sizes(shape), order="F" if by_columns else "C")
+    return np.frombuffer(data, _numpy_type(dtype)).reshape(
+        _sizes(shape), order="F" if by_columns else "C"
+    )
 
 
 def _to_tensor(name: str, view: _View | Storage) -> FileTensor:
@@ -309,7 +359,8 @@ def _to_tensor(name: str, view: _View | Storage) -> FileTensor:
     data = storage.data[view.offset * item : storage.nbytes]
     dense = row_major(view.shape)
     is_dense = not numel or all(
-        size == 1 or stride == natural for size, stride, natural in zip(view.shape, view.strides, dense, strict=True)
+        size == 1 or stride == natural
+        for size, stride, natural in zip(view.shape, view.strides, dense, strict=True)
     )
     return FileTensor(
         name=name,

@@ -1,7 +1,9 @@
-"""Files of ``torch.save`` without torch: read by memory map, with pickles taken as data alone (``torch_pickle``).
+"""Files of ``torch.save`` without torch: read by memory map, with pickles taken as data alone
+(``torch_pickle``).
 
-Format: torch/serialization.py and caffe2/serialize/inline_container.h. A zip, nothing compressed, of NAME/data.pkl, NAME/version,
-NAME/byteorder and a record NAME/data/KEY for each storage; before torch 1.6, pickles and then the storages one after another.
+Format: torch/serialization.py and caffe2/serialize/inline_container.h. A zip, nothing compressed,
+of NAME/data.pkl, NAME/version, NAME/byteorder and a record NAME/data/KEY for each storage; before
+torch 1.6, pickles and then the storages one after another.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def read_torch(path: Path, content: Bytes) -> TensorFile:
     """Tensors and values by their path in what was saved, joined by dots.
 
-    Views (transposed, cut, shared) are read as they were. The CRC-32 of a storage in a zip is compared when the first of its tensors is
-    read, which then raises CheckpointError. Raises CheckpointError if the file names code, and almost any error if it is broken.
+    Views (transposed, cut, shared) are read as they were. The CRC-32 of a storage in a zip is
+    compared when the first of its tensors is read, which then raises CheckpointError. Raises
+    CheckpointError if the file names code, and almost any error if it is broken.
     """
-    tree = PlainTree(_read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content))
+    tree = PlainTree(
+        _read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content)
+    )
     return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
 
 
@@ -41,7 +46,8 @@ def _read_zip(path: Path, content: Bytes) -> Any:
     if len(pickles) != 1:
         raise ValueError("the archive holds no data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
-    has_sums = any(info.CRC for info in records.values())  # torch.serialization.set_crc32_options(False) leaves all of them 0
+    # torch.serialization.set_crc32_options(False) leaves all of them 0
+    has_sums = any(info.CRC for info in records.values())
 
     def record(info: zipfile.ZipInfo) -> tuple[Bytes, Callable[[], None] | None]:
         data = _record(content, info)
@@ -55,7 +61,9 @@ def _read_zip(path: Path, content: Bytes) -> Any:
 
     order = records.get(f"{folder}byteorder")
     if order is not None and checked_bytes(order) != b"little":
-        raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
+        raise ValueError(
+            "its numbers are big-endian; save it again on a machine with little-endian numbers"
+        )
     storages: dict[tuple[str, str], Storage] = {}
 
     def storage_of(dtype: str, key: str, numel: int, view: Any) -> Storage:
@@ -66,7 +74,9 @@ def _read_zip(path: Path, content: Bytes) -> Any:
             data, check = record(info)
             storage = Storage(dtype=dtype, numel=numel, data=data, check=check)
             if info.file_size < storage.nbytes:
-                raise ValueError(f"storage {key} has {info.file_size} bytes instead of {storage.nbytes}")
+                raise ValueError(
+                    f"storage {key} has {info.file_size} bytes instead of {storage.nbytes}"
+                )
             storages[key, dtype] = storage
         return storages[key, dtype]
 
@@ -74,15 +84,17 @@ def _read_zip(path: Path, content: Bytes) -> Any:
 
 
 def _checksum_test(path: Path, name: str, data: Bytes, expected: int) -> Callable[[], None]:
-    """Return a function that compares the CRC-32 of a record of the archive until it was right once. It raises CheckpointError."""
+    """Return a function that compares the CRC-32 of a record of the archive until it was right
+    once. It raises CheckpointError.
+    """
 
     @cache
     def check() -> None:
         found = zlib.crc32(data.data)
         if found != expected:
             raise CheckpointError(
-                f"{path}: {name} has changed since it was written: its CRC-32 is {found:08x}, and the archive says"
-                f" {expected:08x}; copy the file again or use another one"
+                f"{path}: {name} has changed since it was written: its CRC-32 is {found:08x}, and"
+                f" the archive says {expected:08x}; copy the file again or use another one"
             )
 
     return check
@@ -98,7 +110,9 @@ def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:
     first = info.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
     record = content[first : first + info.file_size]
     if record.size < info.file_size:
-        raise ValueError(f"{info.filename} breaks off after {record.size} of {info.file_size} bytes")
+        raise ValueError(
+            f"{info.filename} breaks off after {record.size} of {info.file_size} bytes"
+        )
     return record
 
 
@@ -118,17 +132,24 @@ def _read_old(path: Path, content: Bytes) -> Any:
         return part
 
     with path.open("rb") as file:
-        _magic, _version, system, tree, keys = (load_records(file, storage_of, str(path)) for _ in range(5))
+        _magic, _version, system, tree, keys = (
+            load_records(file, storage_of, str(path)) for _ in range(5)
+        )
         position = file.tell()
     if not system["little_endian"]:
-        raise ValueError("its numbers are big-endian; save it again on a machine with little-endian numbers")
+        raise ValueError(
+            "its numbers are big-endian; save it again on a machine with little-endian numbers"
+        )
     for key in keys:
         storage = storages[str(key)]
         numel = int.from_bytes(content[position : position + 8].tobytes(), "little")
         first = position + 8
         position = first + storage.nbytes
         if numel != storage.numel or position > content.size:
-            raise ValueError(f"storage {key} should have {storage.numel} elements, and says {numel}; the file ends at {content.size}")
+            raise ValueError(
+                f"storage {key} should have {storage.numel} elements, and says {numel}; the file"
+                f" ends at {content.size}"
+            )
         storage.data = content[first:position]
     for part, key, offset in views:
         data = storages[key].data

@@ -1,7 +1,8 @@
 """Files that ``torch.load(weights_only=True)`` opens, written without torch, one tensor at a time.
 
-Format: see ``torch_reader``; the zip follows https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, with sizes after the data, as
-torch writes them.
+Format: see ``torch_reader``; the zip follows
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, with sizes after the data, as torch
+writes them.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ class TensorLeaf(TensorKind):
 
 
 def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
-    """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values, ``TorchName`` and ``TensorLeaf``.
+    """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values,
+    ``TorchName`` and ``TensorLeaf``.
 
-    arrays: those of the leaves in the order in which their names first occur, made one at a time; bfloat16 as uint16 words.
-    Raises TypeError on another value in the tree, before the file is there; OSError is left to the caller, who owns the folder.
-    torch's weights_only takes Namespace and numpy values only after ``add_safe_globals``, as with its own files.
+    arrays: those of the leaves in the order in which their names first occur, made one at a time;
+    bfloat16 as uint16 words.
+    Raises TypeError on another value in the tree, before the file is there; OSError is left to the
+    caller, who owns the folder. torch's weights_only takes Namespace and numpy values only after
+    ``add_safe_globals``, as with its own files.
     """
     pickler = _Pickler()
     program = b"\x80\x02" + pickler.emit(tree) + b"."
@@ -58,7 +62,9 @@ def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
 
 
 class _Pickler:
-    """Protocol 2 by hand: pickle itself would import what it names. ``leaves``: the tensors by name, in order."""
+    """Protocol 2 by hand: pickle itself would import what it names. ``leaves``: the tensors by
+    name, in order.
+    """
 
     def __init__(self) -> None:
         self.leaves: dict[str, TensorLeaf] = {}
@@ -78,17 +84,34 @@ class _Pickler:
         if type(value) is argparse.Namespace:
             return _global("argparse", "Namespace") + b")\x81" + self.emit(vars(value)) + b"b"
         if not isinstance(value, _PLAIN):
-            raise TypeError(f"a {type(value).__name__} has no place in a file of weights: {value!r}")
-        return pickle.dumps(value, protocol=2)[2:-1]  # without PROTO and STOP; what it remembers, it alone recalls
+            raise TypeError(
+                f"a {type(value).__name__} has no place in a file of weights: {value!r}"
+            )
+        # without PROTO and STOP; what it remembers, it alone recalls
+        return pickle.dumps(value, protocol=2)[2:-1]
 
     def _tensor(self, leaf: TensorLeaf) -> bytes:
-        assert self.leaves.setdefault(leaf.name, leaf) == leaf, f"{leaf.name} has one shape and type wherever it is"
+        assert self.leaves.setdefault(leaf.name, leaf) == leaf, (
+            f"{leaf.name} has one shape and type wherever it is"
+        )
         key = str(list(self.leaves).index(leaf.name))
         numel = math.prod(leaf.shape)
         storage = b"(" + self.emit("storage") + _global("torch", STORAGES[leaf.dtype])
         storage += self.emit(key) + self.emit("cpu") + self.emit(numel) + b"tQ"
-        view = self.emit(0) + self.emit(leaf.shape) + self.emit(row_major(leaf.shape)) + self.emit(False)
-        return _global("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + view + _global("collections", "OrderedDict") + b")RtR"
+        view = (
+            self.emit(0)
+            + self.emit(leaf.shape)
+            + self.emit(row_major(leaf.shape))
+            + self.emit(False)
+        )
+        return (
+            _global("torch._utils", "_rebuild_tensor_v2")
+            + b"("
+            + storage
+            + view
+            + _global("collections", "OrderedDict")
+            + b")RtR"
+        )
 
 
 def _global(module: str, name: str) -> bytes:
@@ -96,7 +119,9 @@ def _global(module: str, name: str) -> bytes:
 
 
 class _Zip:
-    """An archive of stored records, each aligned in the file; with 8-byte sizes throughout, which spares a case for large ones."""
+    """An archive of stored records, each aligned in the file; with 8-byte sizes throughout, which
+    spares a case for large ones.
+    """
 
     def __init__(self, file: ChecksummedFile, folder: str) -> None:
         self._file, self._folder, self._directory, self._records = file, folder, b"", 0
@@ -106,15 +131,35 @@ class _Zip:
         extra = struct.pack("<HHQQ", 1, 16, 0, 0)
         gap = -(start + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", gap) + b"Z" * gap
-        common = struct.pack("<HHHHH", 45, 0x0808, 0, 0, 0x21)  # zip64; sizes follow, UTF-8; stored; 1980-01-01
-        self._file.write(struct.pack("<4s10sIIIHH", b"PK\3\4", common, 0, 2**32 - 1, 2**32 - 1, len(path), len(extra)) + path + extra)
+        # zip64; sizes follow, UTF-8; stored; 1980-01-01
+        common = struct.pack("<HHHHH", 45, 0x0808, 0, 0, 0x21)
+        self._file.write(
+            struct.pack(
+                "<4s10sIIIHH", b"PK\3\4", common, 0, 2**32 - 1, 2**32 - 1, len(path), len(extra)
+            )
+            + path
+            + extra
+        )
         self._file.checksum = 0
         self._file.write(data)
         checksum = self._file.checksum
         self._file.write(struct.pack("<4sIQQ", b"PK\7\x08", checksum, size, size))
         sizes = struct.pack("<HHQQQ", 1, 24, size, size, start)
         self._directory += struct.pack(
-            "<4sH10sIIIHHHHHII", b"PK\1\2", 45, common, checksum, 2**32 - 1, 2**32 - 1, len(path), len(sizes), 0, 0, 0, 0, 2**32 - 1
+            "<4sH10sIIIHHHHHII",
+            b"PK\1\2",
+            45,
+            common,
+            checksum,
+            2**32 - 1,
+            2**32 - 1,
+            len(path),
+            len(sizes),
+            0,
+            0,
+            0,
+            0,
+            2**32 - 1,
         )
         self._directory += path + sizes
         self._records += 1
@@ -123,6 +168,12 @@ class _Zip:
         start, size, count = self._file.position, len(self._directory), self._records
         self._file.write(self._directory)
         end = self._file.position
-        self._file.write(struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start))
+        self._file.write(
+            struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+        )
         self._file.write(struct.pack("<4sIQI", b"PK\6\7", 0, end, 1))
-        self._file.write(struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 0))
+        self._file.write(
+            struct.pack(
+                "<4sHHHHIIH", b"PK\5\6", 0, 0, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 0
+            )
+        )

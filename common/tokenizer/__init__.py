@@ -1,4 +1,6 @@
-"""Tokenizers by name. Importing this package loads no tokenizer library; building a tokenizer does."""
+"""Tokenizers by name. Importing this package loads no tokenizer library; building a tokenizer
+does.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from common.errors import TokenizerError
 from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, Tokenizer, TokenizerLoader
 
-__all__ = ["TOKENIZERS", "Framing", "PackedIds", "Tokenizer", "TokenizerLoader", "load_tokenizer", "require_files"]
+__all__ = [
+    "TOKENIZERS",
+    "Framing",
+    "PackedIds",
+    "Tokenizer",
+    "TokenizerLoader",
+    "load_tokenizer",
+    "require_files",
+]
 
 
 def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
@@ -34,8 +44,8 @@ def require_files(*files: str | os.PathLike[str] | None) -> None:
     for file in files:
         if file is not None and not Path(file).exists():
             raise TokenizerError(
-                f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json) and the merges (merges.txt), or the"
-                " folder that holds both"
+                f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json)"
+                " and the merges (merges.txt), or the folder that holds both"
             )
 
 
@@ -47,7 +57,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Build the tokenizer ``kind`` from its files.
 
-    vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE merges, for kinds that have them.
+    vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE
+    merges, for kinds that have them.
     Raises TokenizerError for an unknown kind, broken files, or a backend that is missing.
     """
     require_files(vocab_file, merge_file)
@@ -57,5 +68,8 @@ def load_tokenizer(
 
         near = get_close_matches(kind, TOKENIZERS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise TokenizerError(f"tokenizer kind {kind!r} is not known; {hint}choose one of: {', '.join(sorted(TOKENIZERS))}")
+        raise TokenizerError(
+            f"tokenizer kind {kind!r} is not known; {hint}choose one of:"
+            f" {', '.join(sorted(TOKENIZERS))}"
+        )
     return loader(Path(vocab_file), None if merge_file is None else Path(merge_file), backend)

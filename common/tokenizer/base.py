@@ -1,4 +1,6 @@
-"""What every tokenizer of the project offers, whatever its algorithm: text in, int32 ids out, and the frame of a document."""
+"""What every tokenizer of the project offers, whatever its algorithm: text in, int32 ids out, and
+the frame of a document.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ TokenIds = Iterable[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """Ids put around each document of a corpus. GPT-2 writes ``<|endoftext|>`` after a document and nothing before it."""
+    """Ids put around each document of a corpus. GPT-2 writes ``<|endoftext|>`` after a document and
+    nothing before it.
+    """
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
@@ -39,14 +43,18 @@ class PackedIds:
         return np.diff(self.offsets)
 
     def rows(self) -> list[Ids]:
-        """One view per text. A view keeps the whole buffer alive; copy the few that must outlive their batch."""
+        """One view per text. A view keeps the whole buffer alive; copy the few that must outlive
+        their batch.
+        """
         bounds = self.offsets.tolist()
         return [self.ids[start:stop] for start, stop in pairwise(bounds)]
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Read by preprocessing, evaluation and generation. Framing is not added by ``encode*``: whoever builds documents adds it."""
+    """Read by preprocessing, evaluation and generation. Framing is not added by ``encode*``:
+    whoever builds documents adds it.
+    """
 
     @property
     def kind(self) -> str:

@@ -1,7 +1,9 @@
-"""The libraries that can run GPT-2's byte-level BPE, and the choice between them: the fastest one proved equal to the exact one.
+"""The libraries that can run GPT-2's byte-level BPE, and the choice between them: the fastest one
+proved equal to the exact one.
 
-``tokenizers`` follows the merge list to the letter and is the measure. ``tiktoken`` and ``gigatoken`` are faster, are checked at load,
-and leave to it the few characters on which libraries of different Unicode releases disagree.
+``tokenizers`` follows the merge list to the letter and is the measure. ``tiktoken`` and
+``gigatoken`` are faster, are checked at load, and leave to it the few characters on which libraries
+of different Unicode releases disagree.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ from common.tokenizer.bpe_self_check import SELF_CHECK
 from common.tokenizer.unicode_drift import is_disputed
 from common.whole_numbers import whole_number
 
-# Content hash of the vocabulary that OpenAI published: the checks that a foreign vocabulary needs are known to hold for it.
+# Content hash of the vocabulary that OpenAI published: the checks that a foreign vocabulary needs
+# are known to hold for it.
 GPT2_SHA256 = "c1e3cefd7c3749b320b1b08696e30ba187c23910de15ef8e5a33c6ee460e93e5"
 
-# The pattern of openai/gpt-2 src/encoder.py with possessive repeats, as tiktoken spells it; it cuts every text at the same places.
+# The pattern of openai/gpt-2 src/encoder.py with possessive repeats, as tiktoken spells it; it cuts
+# every text at the same places.
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 # Unicode's White_Space, which is what \s means above. Python's own \s adds U+001C..U+001F.
 _SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-# `\s+(?!\S)` backtracks one frame a character: tiktoken 0.13 and 0.14 panic between 900,000 and 1,000,000 of them.
+# `\s+(?!\S)` backtracks one frame a character: tiktoken 0.13 and 0.14 panic between 900,000 and
+# 1,000,000 of them.
 _LONG_RUN = 200_000
 _LONG_SPACE = re.compile(f"[{_SPACE}]{{{_LONG_RUN},}}(?![{_SPACE}])")
 
@@ -43,7 +48,9 @@ _GROUP = 100_000  # characters in one call
 
 
 class Backend(Protocol):
-    """Encodes ordinary text (no special tokens). Raises TypeError or UnicodeError for a lone surrogate."""
+    """Encodes ordinary text (no special tokens). Raises TypeError or UnicodeError for a lone
+    surrogate.
+    """
 
     name: str
 
@@ -59,7 +66,9 @@ def _load_library(name: str, install: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise _PassedOver(f"{name} is not installed ({error}); install it with: pip install {install}") from None
+        raise _PassedOver(
+            f"{name} is not installed ({error}); install it with: pip install {install}"
+        ) from None
 
 
 def _pack(rows: Sequence[Sequence[int]]) -> PackedIds:
@@ -88,7 +97,9 @@ class _Tokenizers:
         library = _load_library("tokenizers", "tokenizers")
         merges = list(vocabulary.merges)
         self.model = library.Tokenizer(library.models.BPE(vocab=vocabulary.ids, merges=merges))
-        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=True
+        )
 
     def encode_one(self, text: str) -> Ids:
         return np.array(self.model.encode(text).ids, dtype=np.int32)
@@ -100,8 +111,8 @@ class _Tokenizers:
 class _Tiktoken:
     """tiktoken built from the local files; its own loaders would go to the network.
 
-    It joins any two neighbours whose bytes are a token, where BPE asks for a listed pair. The two agree on a vocabulary that was
-    trained as BPE, see ``_check_ranks``.
+    It joins any two neighbours whose bytes are a token, where BPE asks for a listed pair. The two
+    agree on a vocabulary that was trained as BPE, see ``_check_ranks``.
     """
 
     name = "tiktoken"
@@ -111,24 +122,38 @@ class _Tiktoken:
         version = _version("tiktoken")
         if version < (0, 13):
             raise _PassedOver(
-                f"tiktoken {'.'.join(map(str, version))} takes quadratic time on a long run without a space "
-                "(0.4 s for 40 KB, minutes for 1 MB); install a later one with: pip install 'tiktoken>=0.13'"
+                f"tiktoken {'.'.join(map(str, version))} takes quadratic time on a long run without"
+                " a space (0.4 s for 40 KB, minutes for 1 MB); install a later one with: pip"
+                " install 'tiktoken>=0.13'"
             )
         if vocabulary.sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
-        # Tokens that no merge makes (added by hand) must be out of its reach: it would produce them from ordinary text.
+        # Tokens that no merge makes (added by hand) must be out of its reach: it would produce them
+        # from ordinary text.
         made = {left + right for left, right in vocabulary.merges}
         ranks = {
-            vocabulary.token_bytes[token_id]: token_id for token, token_id in vocabulary.ids.items() if len(token) == 1 or token in made
+            vocabulary.token_bytes[token_id]: token_id
+            for token, token_id in vocabulary.ids.items()
+            if len(token) == 1 or token in made
         }
         self._border = len(vocabulary.token_bytes)  # an id that no text has
-        self._encoding = library.Encoding("gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: self._border})
+        self._encoding = library.Encoding(
+            "gpt2-local",
+            pat_str=_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={_BORDER: self._border},
+        )
 
     def encode_one(self, text: str) -> Ids:
         if not text.isascii():
             text.encode()  # tiktoken would replace a lone surrogate without a word; this raises
         parts = [text] if len(text) < _LONG_RUN else _cut_long_space(text)
-        return np.concatenate([_as_int32(self._encoding.encode_to_numpy(part, disallowed_special=())) for part in parts])
+        return np.concatenate(
+            [
+                _as_int32(self._encoding.encode_to_numpy(part, disallowed_special=()))
+                for part in parts
+            ]
+        )
 
     def encode_many(self, texts: list[str]) -> PackedIds:
         groups = list(_group(texts))
@@ -139,13 +164,17 @@ class _Tiktoken:
             return _join_packed(list(pool.map(self._encode_group, groups)))
 
     def _encode_group(self, texts: list[str]) -> PackedIds:
-        """One call for many texts, with a special token between them: tiktoken encodes what lies between special tokens on its own."""
+        """One call for many texts, with a special token between them: tiktoken encodes what lies
+        between special tokens on its own.
+        """
         joined = _BORDER.join(texts)
         if len(texts) == 1 or joined.count(_BORDER) != len(texts) - 1:
             return _pack_arrays([self.encode_one(text) for text in texts])
         if not joined.isascii():
             joined.encode()
-        ids = _as_int32(self._encoding.encode_to_numpy(joined, allowed_special={_BORDER}, disallowed_special=()))
+        ids = _as_int32(
+            self._encoding.encode_to_numpy(joined, allowed_special={_BORDER}, disallowed_special=())
+        )
         borders = np.flatnonzero(ids == self._border)
         offsets = np.zeros(len(texts) + 1, dtype=np.int64)
         offsets[1:-1] = borders - np.arange(len(borders))
@@ -154,7 +183,9 @@ class _Tiktoken:
 
 
 def _group(texts: list[str]) -> Iterator[list[str]]:
-    """Runs of texts of about _GROUP characters; a text with room for a long run of white space stands alone."""
+    """Runs of texts of about _GROUP characters; a text with room for a long run of white space
+    stands alone.
+    """
     group: list[str] = []
     size = 0
     for text in texts:
@@ -182,10 +213,13 @@ def _join_packed(parts: list[PackedIds]) -> PackedIds:
 
 
 def _cut_long_space(text: str) -> Iterator[str]:
-    """Cut before the last character of each long run of white space: the pattern cuts there as well, so the ids are the same."""
+    """Cut before the last character of each long run of white space: the pattern cuts there as
+    well, so the ids are the same.
+    """
     start = 0
     for run in _LONG_SPACE.finditer(text):
-        if run.end() < len(text):  # at the end of the text `\s++$` takes the whole run, without backtracking
+        # at the end of the text `\s++$` takes the whole run, without backtracking
+        if run.end() < len(text):
             yield text[start : run.end() - 1]
             start = run.end() - 1
     yield text[start:]
@@ -194,9 +228,10 @@ def _cut_long_space(text: str) -> Iterator[str]:
 def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
     """Refuse a vocabulary on which joining by rank could differ from joining by listed pairs.
 
-    If ids rise in merge order, parts come before what they make, and BPE turns every made token into itself, then two neighbours
-    whose bytes spell a token t have been reached, inside their own borders, by the merges ranked before t; the last step towards
-    t is a single listed pair, so the two neighbours are that pair.
+    If ids rise in merge order, parts come before what they make, and BPE turns every made token
+    into itself, then two neighbours whose bytes spell a token t have been reached, inside their own
+    borders, by the merges ranked before t; the last step towards t is a single listed pair, so the
+    two neighbours are that pair.
     """
     advice = "use backend='tokenizers' for this vocabulary"
     rank = {token: -1 for token in vocabulary.ids if len(token) == 1}
@@ -204,28 +239,40 @@ def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
     for left, right in vocabulary.merges:
         token, token_id = left + right, vocabulary.ids[left + right]
         if token in rank or token_id <= before:
-            raise _PassedOver(f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id {token_id}); {advice}")
+            raise _PassedOver(
+                f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id"
+                f" {token_id}); {advice}"
+            )
         if left not in rank or right not in rank:
-            raise _PassedOver(f"the merge {left + ' ' + right!r} comes before a merge that makes one of its parts; {advice}")
+            raise _PassedOver(
+                f"the merge {left + ' ' + right!r} comes before a merge that makes one of its"
+                f" parts; {advice}"
+            )
         rank[token] = before = token_id
     exact_pre_tokenizer = exact.model.pre_tokenizer
-    exact.model.pre_tokenizer = None  # the spelling in the byte alphabet goes to the merges as it is
+    # the spelling in the byte alphabet goes to the merges as it is
+    exact.model.pre_tokenizer = None
     try:
         for token in (token for token, token_id in rank.items() if token_id >= 0):
             if exact.model.encode(token).ids != [rank[token]]:
-                raise _PassedOver(f"the merges never make the token {token!r} (id {rank[token]}); {advice}")
+                raise _PassedOver(
+                    f"the merges never make the token {token!r} (id {rank[token]}); {advice}"
+                )
     finally:
         exact.model.pre_tokenizer = exact_pre_tokenizer
 
 
 class _Gigatoken:
-    """gigatoken: a hand-written lexer and a cache of words; about twenty times tiktoken's speed. Linear on any input."""
+    """gigatoken: a hand-written lexer and a cache of words; about twenty times tiktoken's speed.
+    Linear on any input.
+    """
 
     name = "gigatoken"
 
     def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
         library = _load_library("gigatoken", "gigatoken (the extra 'fast' of this project)")
-        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
+        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary
+        # text.
         self._model = library.Tokenizer.from_json(exact.model.to_str())
 
     def encode_one(self, text: str) -> Ids:
@@ -234,9 +281,13 @@ class _Gigatoken:
     def encode_many(self, texts: list[str]) -> PackedIds:
         if not texts:
             return _pack([])
-        # An awkward array: its two buffers are taken as they are, its rows are never built. In a worker process it uses one thread.
+        # An awkward array: its two buffers are taken as they are, its rows are never built. In a
+        # worker process it uses one thread.
         layout = self._model.encode_batch(texts).layout
-        return PackedIds(ids=_as_int32(layout.content.data), offsets=np.asarray(layout.offsets.data, dtype=np.int64))
+        return PackedIds(
+            ids=_as_int32(layout.content.data),
+            offsets=np.asarray(layout.offsets.data, dtype=np.int64),
+        )
 
 
 class _Guarded:
@@ -254,8 +305,14 @@ class _Guarded:
         # One look at the whole batch: almost always there is nothing to find.
         if not is_disputed("".join([text for text in texts if not text.isascii()])):
             return self._fast.encode_many(texts)
-        exact = {number: self._exact.encode_one(text) for number, text in enumerate(texts) if is_disputed(text)}
-        rows = self._fast.encode_many(["" if number in exact else text for number, text in enumerate(texts)]).rows()
+        exact = {
+            number: self._exact.encode_one(text)
+            for number, text in enumerate(texts)
+            if is_disputed(text)
+        }
+        rows = self._fast.encode_many(
+            ["" if number in exact else text for number, text in enumerate(texts)]
+        ).rows()
         return _pack_arrays([exact.get(number, row) for number, row in enumerate(rows)])
 
 
@@ -284,29 +341,41 @@ def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) ->
     if vocabulary.sha256 != GPT2_SHA256:
         texts.append(" ".join(raw.decode(errors="replace") for raw in vocabulary.token_bytes))
     for text, found in zip(texts, backend.encode_many(texts).rows(), strict=True):
-        expected = exact.encode_one(text)  # one by one: tokenizers warns in every forked child once its batch calls were used
-        if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
+        # one by one: tokenizers warns in every forked child once its batch calls were used
+        expected = exact.encode_one(text)
+        if not np.array_equal(found, expected) or not np.array_equal(
+            backend.encode_one(text), expected
+        ):
             raise _PassedOver(
-                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than tokenizers "
-                f"in the self-check for {text[:40]!r}; use backend='tokenizers' and report it"
+                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than"
+                f" tokenizers in the self-check for {text[:40]!r}; use backend='tokenizers' and"
+                " report it"
             )
 
 
-_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {"gigatoken": _Gigatoken, "tiktoken": _Tiktoken}
+_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {
+    "gigatoken": _Gigatoken,
+    "tiktoken": _Tiktoken,
+}
 BACKENDS = ("auto", *_FAST, "tokenizers")
 
 
 def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tuple[str, ...]]:
-    """The backend ``wanted``, or for "auto" the fastest one that is there and equal; and why faster ones were passed over.
+    """The backend ``wanted``, or for "auto" the fastest one that is there and equal; and why faster
+    ones were passed over.
 
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
     if wanted not in BACKENDS:
-        raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
+        raise TokenizerError(
+            f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}"
+        )
     try:
         exact = _Tokenizers(vocabulary)
     except _PassedOver as reason:
-        raise TokenizerError(f"tokenizer backend {wanted!r} needs tokenizers, the measure of exactness: {reason}") from None
+        raise TokenizerError(
+            f"tokenizer backend {wanted!r} needs tokenizers, the measure of exactness: {reason}"
+        ) from None
     reasons: list[str] = []
     for name, build in _FAST.items():
         if wanted not in ("auto", name):
@@ -317,6 +386,8 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tup
             return backend, tuple(reasons)
         except Exception as error:  # whatever a third-party library raises, the next one serves
             if wanted == name:
-                raise TokenizerError(f"tokenizer backend {wanted!r} cannot be used: {error}") from error
+                raise TokenizerError(
+                    f"tokenizer backend {wanted!r} cannot be used: {error}"
+                ) from error
             reasons.append(f"{name}: {error}")
     return exact, tuple(reasons)

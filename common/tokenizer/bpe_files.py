@@ -1,6 +1,8 @@
-"""Reads and checks the two files of a GPT-2 vocabulary: ids (vocab.json, encoder.json) and merges (merges.txt, vocab.bpe).
+"""Reads and checks the two files of a GPT-2 vocabulary: ids (vocab.json, encoder.json) and merges
+(merges.txt, vocab.bpe).
 
-Source of both formats: openai/gpt-2, src/encoder.py. Everything a broken file can do wrong is refused here, with its place.
+Source of both formats: openai/gpt-2, src/encoder.py. Everything a broken file can do wrong is
+refused here, with its place.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import TokenizerError
-from common.structured_files import MAX_JSON_BYTES, DuplicateKeyError, MalformedError, parse_json, read_bytes, shown
+from common.structured_files import (
+    MAX_JSON_BYTES,
+    DuplicateKeyError,
+    MalformedError,
+    parse_json,
+    read_bytes,
+    shown,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 # Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
@@ -20,7 +29,9 @@ _SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for the bytes in GPT-2's files -> the byte (``bytes_to_unicode`` of the source)."""
+    """The 256 printable characters that stand for the bytes in GPT-2's files -> the byte
+    (``bytes_to_unicode`` of the source).
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -30,7 +41,9 @@ def byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BPEVocabulary:
-    """A checked vocabulary. Tokens are spelled in the byte alphabet; ``token_bytes`` holds what they stand for."""
+    """A checked vocabulary. Tokens are spelled in the byte alphabet; ``token_bytes`` holds what
+    they stand for.
+    """
 
     ids: dict[str, int]
     """token -> id, the ids being 0 .. n-1"""
@@ -49,14 +62,24 @@ def read_vocabulary(vocab_file: Path, merge_file: Path) -> BPEVocabulary:
     tokens = _in_id_order(vocab_file, ids)
     token_bytes = _spell(vocab_file, tokens)
     if END_OF_TEXT not in ids:
-        raise TokenizerError(f"{vocab_file}: has no token {END_OF_TEXT!r}, which ends a document; add it with the next free id {len(ids)}")
+        raise TokenizerError(
+            f"{vocab_file}: has no token {END_OF_TEXT!r}, which ends a document; add it with the"
+            f" next free id {len(ids)}"
+        )
     merges = _read_merges(merge_file, vocab_file, ids)
     _check_same_model(vocab_file, merge_file, ids, merges)
-    return BPEVocabulary(ids=ids, merges=merges, token_bytes=token_bytes, eod_id=ids[END_OF_TEXT], sha256=_content_hash(tokens, merges))
+    return BPEVocabulary(
+        ids=ids,
+        merges=merges,
+        token_bytes=token_bytes,
+        eod_id=ids[END_OF_TEXT],
+        sha256=_content_hash(tokens, merges),
+    )
 
 
 def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str:
-    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no space.
+    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no
+    # space.
     digest = hashlib.sha256(b"GPT2BPETokenizer/1\n")
     digest.update("\n".join(tokens).encode())
     digest.update(b"\n\n")
@@ -70,22 +93,32 @@ def _read_text(path: Path, what: str) -> str:
     except TokenizerError as error:
         raise TokenizerError(f"{error}; expected the {what} of a GPT-2 tokenizer") from None
     if not raw.strip():
-        raise TokenizerError(f"{path}: is empty ({len(raw)} bytes); expected the {what} of a GPT-2 tokenizer; fetch the file again")
+        raise TokenizerError(
+            f"{path}: is empty ({len(raw)} bytes); expected the {what} of a GPT-2 tokenizer; fetch"
+            " the file again"
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - raw.rfind(b"\n", 0, error.start)
         raise TokenizerError(
-            f"{path}: line {line}, byte {column} of the line: 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}); "
-            f"expected the {what} of a GPT-2 tokenizer as UTF-8 text; fetch the file again"
+            f"{path}: line {line}, byte {column} of the line: 0x{raw[error.start]:02x} is not UTF-8"
+            f" ({error.reason}); expected the {what} of a GPT-2 tokenizer as UTF-8 text; fetch the"
+            " file again"
         ) from None
 
 
 def _place(text: str, token: str) -> str:
-    """Where ``token`` stands as a JSON string, for an error message; empty when it is spelled with unusual escapes."""
+    """Where ``token`` stands as a JSON string, for an error message; empty when it is spelled with
+    unusual escapes.
+    """
     at = max(text.find(json.dumps(token)), text.find(json.dumps(token, ensure_ascii=False)))
-    return "" if at < 0 else f" line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}:"
+    return (
+        ""
+        if at < 0
+        else f" line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}:"
+    )
 
 
 def _read_ids(path: Path) -> dict[str, int]:
@@ -94,31 +127,44 @@ def _read_ids(path: Path) -> dict[str, int]:
         table = parse_json(text)
     except DuplicateKeyError as error:
         raise TokenizerError(
-            f"{path}:{_place(text, error.key)} the token {error.key!r} is listed twice; expected each token once; remove one"
+            f"{path}:{_place(text, error.key)} the token {error.key!r} is listed twice; expected"
+            " each token once; remove one"
         ) from None
     except MalformedError as error:
         place = f" line {error.line}, column {error.column}:" if error.line else ""
         raise TokenizerError(
             f"{path}:{place} not JSON ({error.problem}); expected one object of token -> id, "
-            'such as {"!": 0, ...}; fetch the file again, or check that the vocabulary and merge files are not swapped'
+            'such as {"!": 0, ...}; fetch the file again, or check that the vocabulary and merge'
+            " files are not swapped"
         ) from None
     if not isinstance(table, dict):
-        raise TokenizerError(f"{path}: holds a JSON {type(table).__name__}; expected one object of token -> id; give vocab.json here")
+        raise TokenizerError(
+            f"{path}: holds a JSON {type(table).__name__}; expected one object of token -> id; give"
+            " vocab.json here"
+        )
     if isinstance(table.get("model"), dict):
-        raise TokenizerError(f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part model.vocab")
+        raise TokenizerError(
+            f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part"
+            " model.vocab"
+        )
     for token, token_id in table.items():
         if type(token_id) is not int:  # bool is an int to isinstance
             raise TokenizerError(
-                f"{path}:{_place(text, token)} the token {token!r} has the value {shown(token_id)} of type {type(token_id).__name__}; "
-                "expected an integer id"
+                f"{path}:{_place(text, token)} the token {token!r} has the value {shown(token_id)}"
+                f" of type {type(token_id).__name__}; expected an integer id"
             )
     if not table:
-        raise TokenizerError(f"{path}: holds no tokens; expected at least the 256 bytes and {END_OF_TEXT!r}; fetch the file again")
+        raise TokenizerError(
+            f"{path}: holds no tokens; expected at least the 256 bytes and {END_OF_TEXT!r}; fetch"
+            " the file again"
+        )
     return table
 
 
 def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
-    """Tokens by id; refuses ids that are not exactly 0 .. n-1, since an embedding row belongs to each."""
+    """Tokens by id; refuses ids that are not exactly 0 .. n-1, since an embedding row belongs to
+    each.
+    """
     tokens: list[str | None] = [None] * len(ids)
     outside: tuple[str, int] | None = None
     for token, token_id in ids.items():
@@ -127,13 +173,17 @@ def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
             continue
         other = tokens[token_id]
         if other is not None:
-            raise TokenizerError(f"{path}: id {token_id} belongs to both {other!r} and {token!r}; expected one token per id")
+            raise TokenizerError(
+                f"{path}: id {token_id} belongs to both {other!r} and {token!r}; expected one token"
+                " per id"
+            )
         tokens[token_id] = token
     if outside is not None:
         gap = tokens.index(None)
         raise TokenizerError(
-            f"{path}: no token has id {gap}, while {outside[0]!r} has id {outside[1]}; "
-            f"expected the {len(ids)} tokens to have the ids 0 to {len(ids) - 1}; renumber them, or restore the missing tokens"
+            f"{path}: no token has id {gap}, while {outside[0]!r} has id {outside[1]}; expected the"
+            f" {len(ids)} tokens to have the ids 0 to {len(ids) - 1}; renumber them, or restore the"
+            " missing tokens"
         )
     return [token for token in tokens if token is not None]
 
@@ -143,25 +193,36 @@ def _spell(path: Path, tokens: list[str]) -> tuple[bytes, ...]:
     try:
         spelled = tuple(bytes([alphabet[char] for char in token]) for token in tokens)
     except KeyError:
-        token, char = next((token, char) for token in tokens for char in token if char not in alphabet)
+        token, char = next(
+            (token, char) for token in tokens for char in token if char not in alphabet
+        )
         raise TokenizerError(
-            f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the byte alphabet of GPT-2 "
-            "(a space is written Ġ); expected a byte-level BPE vocabulary"
+            f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the"
+            " byte alphabet of GPT-2 (a space is written Ġ); expected a byte-level BPE vocabulary"
         ) from None
     if b"" in spelled:
-        raise TokenizerError(f"{path}: id {spelled.index(b'')} is the empty token; expected at least one byte; remove it")
+        raise TokenizerError(
+            f"{path}: id {spelled.index(b'')} is the empty token; expected at least one byte;"
+            " remove it"
+        )
     known = set(tokens)
     missing = [char for char in alphabet if char not in known]
     if missing:
         raise TokenizerError(
-            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being {missing[0]!r} "
-            f"(byte 0x{alphabet[missing[0]]:02x}); without them some text has no ids; expected a byte-level BPE vocabulary"
+            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being"
+            f" {missing[0]!r} (byte 0x{alphabet[missing[0]]:02x}); without them some text has no"
+            " ids; expected a byte-level BPE vocabulary"
         )
     return spelled
 
 
 def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tuple[str, str], ...]:
-    lines = _read_text(path, "merges (two tokens a line)").replace("\r\n", "\n").rstrip("\n").split("\n")
+    lines = (
+        _read_text(path, "merges (two tokens a line)")
+        .replace("\r\n", "\n")
+        .rstrip("\n")
+        .split("\n")
+    )
     first = 1 if lines[0].startswith("#version") else 0
     pairs = [tuple(line.split(" ")) for line in lines[first:]]
     whole = set(map(len, pairs)) == {2} and len(set(pairs)) == len(pairs)
@@ -173,18 +234,27 @@ def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tup
         fields = line.split(" ")
         if len(fields) != 2 or not all(fields):
             raise TokenizerError(
-                f"{path}: line {number}: {_shorten(line)} has {len([f for f in fields if f])} fields; expected two tokens with one space "
-                "between them; fetch the file again, or check that the vocabulary and merge files are not swapped"
+                f"{path}: line {number}: {_shorten(line)} has {len([f for f in fields if f])}"
+                " fields; expected two tokens with one space between them; fetch the file again,"
+                " or check that the vocabulary and merge files are not swapped"
             )
         pair = (fields[0], fields[1])
-        for token, role in ((pair[0], "its left part"), (pair[1], "its right part"), (pair[0] + pair[1], "what it makes")):
+        for token, role in (
+            (pair[0], "its left part"),
+            (pair[1], "its right part"),
+            (pair[0] + pair[1], "what it makes"),
+        ):
             if token not in ids:
                 raise TokenizerError(
-                    f"{path}: line {number}: the merge {line!r}: {role}, {token!r}, is not a token of {vocab_file}; "
-                    "expected the merges and the vocabulary of one model; take both files from the same place"
+                    f"{path}: line {number}: the merge {line!r}: {role}, {token!r}, is not a token"
+                    f" of {vocab_file}; expected the merges and the vocabulary of one model; take"
+                    " both files from the same place"
                 )
         if pair in line_of:
-            raise TokenizerError(f"{path}: line {number}: the merge {line!r} stands on line {line_of[pair]} already; remove one of them")
+            raise TokenizerError(
+                f"{path}: line {number}: the merge {line!r} stands on line {line_of[pair]} already;"
+                " remove one of them"
+            )
         line_of[pair] = number
     return tuple(line_of)
 
@@ -193,14 +263,26 @@ def _shorten(line: str) -> str:
     return repr(line) if len(line) <= 60 else repr(line[:60]) + "..."
 
 
-def _check_same_model(vocab_file: Path, merge_file: Path, ids: dict[str, int], merges: tuple[tuple[str, str], ...]) -> None:
-    """A token that no merge makes can never be produced: the sign of a cut merge file, or of another model's."""
+def _check_same_model(
+    vocab_file: Path, merge_file: Path, ids: dict[str, int], merges: tuple[tuple[str, str], ...]
+) -> None:
+    """A token that no merge makes can never be produced: the sign of a cut merge file, or of
+    another model's.
+    """
     made = {left + right for left, right in merges}
-    lost = [token for token in ids if len(token) > 1 and token not in made and not _SPECIAL.fullmatch(token)]
+    lost = [
+        token
+        for token in ids
+        if len(token) > 1 and token not in made and not _SPECIAL.fullmatch(token)
+    ]
     if lost:
         raise TokenizerError(
-            f"{merge_file}: its {len(merges)} merges make none of {len(lost)} tokens of {vocab_file}, the first being {lost[0]!r} "
-            f"(id {ids[lost[0]]}); the file is cut short or belongs to another model; take both files from the same place"
+            f"{merge_file}: its {len(merges)} merges make none of {len(lost)} tokens of"
+            f" {vocab_file}, the first being {lost[0]!r} (id {ids[lost[0]]}); the file is cut short"
+            " or belongs to another model; take both files from the same place"
         )
     if END_OF_TEXT in made:
-        raise TokenizerError(f"{merge_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could end a document; remove that merge")
+        raise TokenizerError(
+            f"{merge_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could end a document;"
+            " remove that merge"
+        )

@@ -1,6 +1,8 @@
-"""A text to compare two encoders on: scripts, emoji, digits, contractions, white space, control characters, long runs.
+"""A text to compare two encoders on: scripts, emoji, digits, contractions, white space, control
+characters, long runs.
 
-It holds what a hand-written lexer may get wrong; a fast backend must agree on it with the exact one before it is used.
+It holds what a hand-written lexer may get wrong; a fast backend must agree on it with the exact one
+before it is used.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ SELF_CHECK = "\n".join(
         "0 12 345 6789 1e-9 3.14159 ½ ² Ⅷ ٣٤٥ ४५६ 一二三 x1y2 1a 2 b",
         "!? ... --- *** === ///// «quotes» “curly” ‘single’ it’s — – … • § © ™ € £ ¥ ₿",
         "naïve café Ångström e\u0301 Straße ŒUVRE İstanbul ıi ǅ ﬁ ǆ",
-        "Ελληνικά Русский Українська עִבְרִית العربية فارسی हिन्दी বাংলা தமிழ் ไทย ລາວ မြန်မာ ქართული Հայերեն አማርኛ",
+        "Ελληνικά Русский Українська עִבְרִית العربية فارسی हिन्दी বাংলা தமிழ் ไทย ລາວ မြန်မာ"
+        " ქართული Հայերեն አማርኛ",
         "中文字符,日本語ひらがなカタカナ한국어 𠀀𠮷 ﾊﾝｶｸ 全角　スペース 。、「」",
         "😀😃🏽👩‍👩‍👧‍👦🇬🇧🏳️‍🌈❤️ 1️⃣ 𝒜𝓑 𝟘𝟙 ☃ a😀b",
         "".join(map(chr, range(0x21))) + "\x7f\x80\x85x\x85 \x9f\xa0x\xa0 \xad",
-        "\u1680 \u180e\u2000\u2003 \u200a\u200b\u200d\u2028 \u2029\u202f\u205f\u3000x\u3000 \ufeff\ufffd\uffff\U0010ffff \ue000",
+        "\u1680 \u180e\u2000\u2003 \u200a\u200b\u200d\u2028 \u2029\u202f\u205f\u3000x\u3000"
+        " \ufeff\ufffd\uffff\U0010ffff \ue000",
         f"{END_OF_TEXT} x{END_OF_TEXT}{END_OF_TEXT} <|endoftext |>",
         "a" * 300 + " " * 300 + "x" + "-" * 300 + "中" * 100 + "\n" * 300 + "8" * 300 + " ",
-        "internationalization Antidisestablishmentarianism supercalifragilisticexpialidocious qzxjkvbw ZQXJKVBW",
+        "internationalization Antidisestablishmentarianism supercalifragilisticexpialidocious"
+        " qzxjkvbw ZQXJKVBW",
         "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # note\n\n\tif x!=None:\r\n\t\tpass",
     ]
 )

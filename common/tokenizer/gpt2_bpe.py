@@ -1,6 +1,8 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt: exact ids, at the speed of the fastest library that is installed.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt: exact ids, at the speed of the fastest
+library that is installed.
 
-Source of the algorithm: openai/gpt-2, src/encoder.py. No text is ever changed: decode(encode(x)) == x for every valid Unicode text.
+Source of the algorithm: openai/gpt-2, src/encoder.py. No text is ever changed: decode(encode(x)) ==
+x for every valid Unicode text.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ _FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 def files_in(folder: Path) -> tuple[Path, Path]:
-    """Vocabulary and merges of a folder, under Hugging Face's names or OpenAI's. Raises TokenizerError."""
+    """Vocabulary and merges of a folder, under Hugging Face's names or OpenAI's. Raises
+    TokenizerError.
+    """
     for vocab_name, merge_name in _FILE_NAMES:
         if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
             return folder / vocab_name, folder / merge_name
     if not folder.is_dir():
-        raise TokenizerError(f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path")
+        raise TokenizerError(
+            f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path"
+        )
     present = [name for pair in _FILE_NAMES for name in pair if (folder / name).is_file()]
     pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in _FILE_NAMES)
     raise TokenizerError(
-        f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found {', '.join(present) or 'none of them'}; "
-        "copy the missing file there, or name both files"
+        f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found"
+        f" {', '.join(present) or 'none of them'}; copy the missing file there, or name both files"
     )
 
 
@@ -53,17 +59,26 @@ class GPT2BPETokenizer:
         self._backend, self.passed_over = choose_backend(vocabulary, backend)
 
     @classmethod
-    def from_files(cls, vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
-        """Build from vocab.json and merges.txt, or encoder.json and vocab.bpe; the merges may lack their ``#version`` header.
+    def from_files(
+        cls,
+        vocab_file: str | os.PathLike[str],
+        merge_file: str | os.PathLike[str],
+        backend: str = "auto",
+    ) -> GPT2BPETokenizer:
+        """Build from vocab.json and merges.txt, or encoder.json and vocab.bpe; the merges may lack
+        their ``#version`` header.
 
         backend: "auto" (gigatoken, else tiktoken, else tokenizers), or one of these names.
-        Raises TokenizerError for broken files, and for a named backend that is missing or not exact.
+        Raises TokenizerError for broken files, and for a named backend that is missing or not
+        exact.
         """
         return cls(Path(vocab_file), Path(merge_file), backend)
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
-        """Build from the pair of files in ``folder``, under Hugging Face's names or OpenAI's. Raises TokenizerError."""
+        """Build from the pair of files in ``folder``, under Hugging Face's names or OpenAI's.
+        Raises TokenizerError.
+        """
         return cls(*files_in(Path(folder)), backend)
 
     @property
@@ -87,16 +102,22 @@ class GPT2BPETokenizer:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the parsed content: equal for both pairs of file names, with or without the header."""
+        """Hex digest of the parsed content: equal for both pairs of file names, with or without the
+        header.
+        """
         return self._sha256
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
-        """Ids of ``text``: int32 (n,). ``<|endoftext|>`` in it is ordinary text, unless ``allow_special``.
+        """Ids of ``text``: int32 (n,). ``<|endoftext|>`` in it is ordinary text, unless
+        ``allow_special``.
 
         Raises TokenizerError for a lone surrogate, with its position.
         """
         if not isinstance(text, str):
-            raise TokenizerError(f"encode: found {type(text).__name__}; expected str; use encode_batch for several texts")
+            raise TokenizerError(
+                f"encode: found {type(text).__name__}; expected str; use encode_batch for several"
+                " texts"
+            )
         if allow_special and END_OF_TEXT in text:
             return self._encode_with_special(text)
         try:
@@ -113,14 +134,16 @@ class GPT2BPETokenizer:
         return np.concatenate(parts[:-1])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text as ordinary text: int32 arrays, views of one buffer per call. Uses all cores, one in a worker process.
+        """Ids of each text as ordinary text: int32 arrays, views of one buffer per call. Uses all
+        cores, one in a worker process.
 
         Raises TokenizerError for a lone surrogate, with the text and the position.
         """
         return self._encode_strings(_strings(texts)).rows()
 
     def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
-        """Encode as ``encode_batch``, into one buffer with offsets: what preprocessing writes, and the fastest form.
+        """Encode as ``encode_batch``, into one buffer with offsets: what preprocessing writes, and
+        the fastest form.
 
         Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
         """
@@ -139,57 +162,80 @@ class GPT2BPETokenizer:
 
     def _encode_utf8(self, texts: Sequence[bytes]) -> PackedIds:
         if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
-            raise TokenizerError("encode_packed: expected a sequence of bytes or of str, not of both")
+            raise TokenizerError(
+                "encode_packed: expected a sequence of bytes or of str, not of both"
+            )
         strings: list[str] = []
         for number, text in enumerate(texts):
             try:
                 strings.append(text.decode())
             except UnicodeDecodeError as error:
                 raise TokenizerError(
-                    f"text {number} of the batch, byte {error.start}: 0x{text[error.start]:02x} is not UTF-8 ({error.reason}); "
-                    "convert the source to UTF-8, or decode it with errors='replace'"
+                    f"text {number} of the batch, byte {error.start}: 0x{text[error.start]:02x} is"
+                    f" not UTF-8 ({error.reason}); convert the source to UTF-8, or decode it with"
+                    " errors='replace'"
                 ) from None
         return self._backend.encode_many(strings)
 
     def decode(self, ids: TokenIds) -> str:
-        """Text of ``ids``. Bytes that are not whole characters, as at a cut, become U+FFFD. Raises TokenizerError as decode_bytes."""
+        """Text of ``ids``. Bytes that are not whole characters, as at a cut, become U+FFFD. Raises
+        TokenizerError as decode_bytes.
+        """
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
-        """Bytes of ``ids``, exactly. Raises TokenizerError for an id outside 0 .. vocab_size - 1, with its position."""
+        """Bytes of ``ids``, exactly. Raises TokenizerError for an id outside 0 .. vocab_size - 1,
+        with its position.
+        """
         array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
         if array.size == 0:
             return b""
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise TokenizerError(f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of integer ids")
+            raise TokenizerError(
+                f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of"
+                " integer ids"
+            )
         wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
         if wrong.size:
             at = int(wrong[0])
             raise TokenizerError(
-                f"decode: id {array[at]} at position {at} is outside 0..{self.vocab_size - 1}; "
-                "were these ids made by another tokenizer, or drawn from the padded part of the vocabulary?"
+                f"decode: id {array[at]} at position {at} is outside 0..{self.vocab_size - 1}; were"
+                " these ids made by another tokenizer, or drawn from the padded part of the"
+                " vocabulary?"
             )
         return b"".join(map(self._token_bytes.__getitem__, array.tolist()))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for. Raises TokenizerError when it is outside the vocabulary."""
+        """The bytes that one id stands for. Raises TokenizerError when it is outside the
+        vocabulary.
+        """
         return self.decode_bytes([token_id])
 
     def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path, str]]:
         return type(self), (self.vocab_file, self.merge_file, self.backend)
 
     def __repr__(self) -> str:
-        return f"GPT2BPETokenizer({self.vocab_size} ids, backend={self.backend}, vocab_file={str(self.vocab_file)!r})"
+        return (
+            f"GPT2BPETokenizer({self.vocab_size} ids, backend={self.backend},"
+            f" vocab_file={str(self.vocab_file)!r})"
+        )
 
 
 def _strings(texts: object) -> list[str]:
-    if isinstance(texts, list) and set(map(type, texts)) <= {str}:  # the usual case, without a step of Python a text
+    # the usual case, without a step of Python a text
+    if isinstance(texts, list) and set(map(type, texts)) <= {str}:
         return texts
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TokenizerError(f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use encode for one text")
+        raise TokenizerError(
+            f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use"
+            " encode for one text"
+        )
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TokenizerError(f"encode_batch: text {number} is {type(text).__name__}; expected str; use encode_packed for UTF-8 bytes")
+            raise TokenizerError(
+                f"encode_batch: text {number} is {type(text).__name__}; expected str; use"
+                " encode_packed for UTF-8 bytes"
+            )
     return list(texts)
 
 
@@ -199,6 +245,7 @@ def _refuse(text: str, name: str, error: Exception) -> NoReturn:
         raise error
     line = text.count("\n", 0, at) + 1
     raise TokenizerError(
-        f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is half a character and has no UTF-8; "
-        "read the source with its right encoding, or replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is half a"
+        " character and has no UTF-8; read the source with its right encoding, or replace it with"
+        " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
     ) from None

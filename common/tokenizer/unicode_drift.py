@@ -1,8 +1,10 @@
-"""Characters that tokenizer libraries class differently, because each carries the Unicode tables of its own release.
+"""Characters that tokenizer libraries class differently, because each carries the Unicode tables of
+its own release.
 
-GPT-2's pattern asks whether a character is a letter, a digit or neither. Unicode 17.0 made letters and digits of 4,657 code points
-that were unassigned in 16.0. gigatoken 0.10 knows 17.0; tiktoken 0.13 and 0.14 and tokenizers 0.23 know 16.0. Found by comparing the
-three on every code point; on all others they agree.
+GPT-2's pattern asks whether a character is a letter, a digit or neither. Unicode 17.0 made letters
+and digits of 4,657 code points that were unassigned in 16.0. gigatoken 0.10 knows 17.0; tiktoken
+0.13 and 0.14 and tokenizers 0.23 know 16.0. Found by comparing the three on every code point; on
+all others they agree.
 """
 
 from __future__ import annotations
@@ -11,25 +13,50 @@ import numpy as np
 
 _BMP = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
 _BEYOND = (  # first, last
-    *((0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9), (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3)),
-    *((0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E), (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2)),
-    *((0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED), (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD)),
+    *(
+        (0x10940, 0x10959),
+        (0x10EC5, 0x10EC7),
+        (0x11DB0, 0x11DDB),
+        (0x11DE0, 0x11DE9),
+        (0x16EA0, 0x16EB8),
+        (0x16EBB, 0x16ED3),
+    ),
+    *(
+        (0x16FF2, 0x16FF6),
+        (0x187F8, 0x187FF),
+        (0x18D09, 0x18D1E),
+        (0x18D80, 0x18DF2),
+        (0x1E6C0, 0x1E6DE),
+        (0x1E6E0, 0x1E6E2),
+    ),
+    *(
+        (0x1E6E4, 0x1E6E5),
+        (0x1E6E7, 0x1E6ED),
+        (0x1E6F0, 0x1E6F4),
+        (0x1E6FE, 0x1E6FF),
+        (0x2B73A, 0x2B73F),
+        (0x2CEA2, 0x2CEAD),
+    ),
     *((0x323B0, 0x33479),),
 )
 DISPUTED = (*((ord(char), ord(char)) for char in _BMP), *_BEYOND)
 """First and last code point of each range."""
 
-_BORDERS = np.array([border for first, last in _BEYOND for border in (first, last + 1)], dtype=np.uint32)
+_BORDERS = np.array(
+    [border for first, last in _BEYOND for border in (first, last + 1)], dtype=np.uint32
+)
 
 
 def is_disputed(text: str) -> bool:
-    """Whether ``text`` holds a character of ``DISPUTED``. About 0.5 GB/s on text that is not ASCII, nothing on text that is.
+    """Whether ``text`` holds a character of ``DISPUTED``. About 0.5 GB/s on text that is not ASCII,
+    nothing on text that is.
 
     Raises UnicodeEncodeError for a lone surrogate.
     """
     if text.isascii():
         return False
-    if any(char in text for char in _BMP):  # eight scans at the speed of memchr; a regular expression takes ten times as long
+    # eight scans at the speed of memchr; a regular expression takes ten times as long
+    if any(char in text for char in _BMP):
         return True
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     codes = codes[codes > 0xFFFF]

@@ -14,7 +14,9 @@ from common.training.manifest import MANIFEST, read_manifest
 
 
 def identity_of(found: Path | None) -> str:
-    """Return a fingerprint of a checkpoint, by which all hosts see that they read the same files."""
+    """Return a fingerprint of a checkpoint, by which all hosts see that they read the same
+    files.
+    """
     if found is None:
         return "none"
     try:
@@ -23,7 +25,9 @@ def identity_of(found: Path | None) -> str:
         return f"{found}, not there"
 
 
-def check_everywhere(world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with") -> None:
+def check_everywhere(
+    world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with"
+) -> None:
     """Raise on every rank unless all of them read the same whole checkpoint.
 
     Rank 0 has compared the checksums where it chose the checkpoint. Among ranks that see other
@@ -54,4 +58,7 @@ def _view_of(checkpoint: Path) -> Any:
         files = {path.name: path.stat() for path in checkpoint.iterdir()}
     except OSError:
         return uuid.uuid4().hex  # reads, and fails, on its own
-    return host, sorted((name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for name, file in files.items())
+    return host, sorted(
+        (name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns)
+        for name, file in files.items()
+    )

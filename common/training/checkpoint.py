@@ -1,7 +1,7 @@
 """Checkpoint folders that are there: found by step, by ``latest`` or in a run folder.
 
-A folder that cannot be looked into is an error, never an empty folder: a run must not begin anew because a disk answers late.
-``common.training.checkpoint_writer`` says how the folders are written.
+A folder that cannot be looked into is an error, never an empty folder: a run must not begin anew
+because a disk answers late. ``common.training.checkpoint_writer`` says how the folders are written.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoint folders inside ``folder``, by step. Raises CheckpointError where it cannot be looked into."""
+    """Return the checkpoint folders inside ``folder``, by step. Raises CheckpointError where it
+    cannot be looked into.
+    """
     return [path for path in _step_folders(folder) if _is_file(path / MANIFEST)]
 
 
 def find_checkpoint(where: Path) -> Path | None:
-    """Return the checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a ``latest`` file; None if there is none yet.
+    """Return the checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a
+    ``latest`` file; None if there is none yet.
 
-    Raises CheckpointError where that cannot be known, and where checkpoints were, and none of them is whole.
+    Raises CheckpointError where that cannot be known, and where checkpoints were, and none of them
+    is whole.
     """
     where = Path(where)
     if where.name == LATEST and _is_file(where):
@@ -57,13 +61,20 @@ def find_checkpoint(where: Path) -> Path | None:
     named, there, whole = _look(folder)
     if named is None:
         if there and not whole:
-            raise CheckpointError(f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint; {_remedy(folder)}")
+            raise CheckpointError(
+                f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint;"
+                f" {_remedy(folder)}"
+            )
         return whole[-1] if whole else None
     found = next((path for path in whole if path.name == named), None)
     if found is not None:
         return found
     shown = f"{folder / LATEST} names {named!r}, which is not a whole checkpoint here"
-    older = [path for path in whole if step_of(path.name) < step_of(named)] if step_of(named) >= 0 else whole
+    older = (
+        [path for path in whole if step_of(path.name) < step_of(named)]
+        if step_of(named) >= 0
+        else whole
+    )
     if older:
         LOG.warning(f"{shown}; taking {older[-1]} instead")
         return older[-1]
@@ -74,7 +85,9 @@ def find_checkpoint(where: Path) -> Path | None:
 
 
 def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
-    """Return what ``latest`` names, all checkpoint folders, and the whole ones: of one moment, since a run may be writing there."""
+    """Return what ``latest`` names, all checkpoint folders, and the whole ones: of one moment,
+    since a run may be writing there.
+    """
     while True:
         named = _latest(folder)
         there = _step_folders(folder)
@@ -85,16 +98,22 @@ def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
 
 def _remedy(folder: Path) -> str:
     return (
-        "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train, checkpoint.load=FOLDER else), choose another"
-        f" output_dir, or remove {folder} to begin anew"
+        "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train,"
+        f" checkpoint.load=FOLDER else), choose another output_dir, or remove {folder} to begin"
+        " anew"
     )
 
 
 class NoCheckpointError(CheckpointError):
-    """Nothing at ``where`` is a whole checkpoint. why: the key that asked for one, or its purpose."""
+    """Nothing at ``where`` is a whole checkpoint. why: the key that asked for one, or its
+    purpose.
+    """
 
     def __init__(self, where: Path, why: str) -> None:
-        super().__init__(f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints folder or a step_... folder")
+        super().__init__(
+            f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints"
+            " folder or a step_... folder"
+        )
         self.where, self.why = where, why
 
     def __reduce__(self) -> tuple[type[NoCheckpointError], tuple[Path, str]]:
@@ -110,7 +129,8 @@ def require_checkpoint(where: Path, why: str) -> Path:
 
 
 def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
-    """read_manifest with checksums. Where the checkpoint is damaged, the CheckpointError names a whole older one beside it.
+    """read_manifest with checksums. Where the checkpoint is damaged, the CheckpointError names a
+    whole older one beside it.
 
     key: the override that takes it, checkpoint.resume or checkpoint.load.
     """
@@ -122,7 +142,9 @@ def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
                 read_manifest(other)
             except CheckpointError:
                 continue
-            raise CheckpointError(f"{error}: {other.name} beside it is whole, {key}={other} takes it") from None
+            raise CheckpointError(
+                f"{error}: {other.name} beside it is whole, {key}={other} takes it"
+            ) from None
         raise
 
 
@@ -144,13 +166,18 @@ def _step_folders(folder: Path) -> list[Path]:
             names = [entry.name for entry in entries]
     except FileNotFoundError:
         if os.path.islink(folder):
-            raise CheckpointError(f"{folder}: is a link to {os.readlink(folder)}, which is not there; is its disk mounted?") from None
+            raise CheckpointError(
+                f"{folder}: is a link to {os.readlink(folder)}, which is not there; is its disk"
+                " mounted?"
+            ) from None
         return []
     except NotADirectoryError:
         return []
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from None
-    found = sorted((name for name in names if step_of(name) >= 0), key=lambda name: (step_of(name), name))
+    found = sorted(
+        (name for name in names if step_of(name) >= 0), key=lambda name: (step_of(name), name)
+    )
     return [folder / name for name in found if _mode(folder / name, stat.S_ISDIR)]
 
 
@@ -158,13 +185,18 @@ def _latest(folder: Path) -> str | None:
     path = folder / LATEST
     try:
         if not _is_file(path) and not path.is_dir() and path.exists():
-            raise CheckpointError(f"{path}: is a device, a pipe or a socket, expected a file that names a checkpoint; remove it")
+            raise CheckpointError(
+                f"{path}: is a device, a pipe or a socket, expected a file that names a checkpoint;"
+                " remove it"
+            )
         with path.open("rb") as file:
             return file.read(1000).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a folder, expected a file that names a checkpoint; remove it") from None
+        raise CheckpointError(
+            f"{path}: is a folder, expected a file that names a checkpoint; remove it"
+        ) from None
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -185,6 +217,6 @@ def _mode(path: Path, is_kind: Any) -> bool:
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or error
     return CheckpointError(
-        f"{path}: cannot be read: {reason}; so it is unknown which checkpoints are there, and nothing was begun: make it readable for this"
-        " user, or try again when its disk answers"
+        f"{path}: cannot be read: {reason}; so it is unknown which checkpoints are there, and"
+        " nothing was begun: make it readable for this user, or try again when its disk answers"
     )

@@ -45,7 +45,9 @@ class CheckpointReader:
             engine = EngineState(**self._manifest["engine"])
             loss_scale.load(engine.loss_scale)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
+            raise CheckpointError(
+                f"{self.folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
+            ) from None
         state.skipped_in_a_row = 0  # a new start gets all of train.max_skipped_steps
         if saved != config.optimizer.name:
             raise CheckpointError(
@@ -55,7 +57,9 @@ class CheckpointReader:
             )
         return state, engine
 
-    def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
+    def weights(
+        self, model: ResolvedModel, pieces: Pieces | None = None
+    ) -> Iterator[tuple[str, Array]]:
         """Yield names and values of all weights, or of ``pieces`` of them.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
@@ -66,7 +70,9 @@ class CheckpointReader:
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
 
-    def moments(self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None) -> Iterator[tuple[str, str, Array]]:
+    def moments(
+        self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None
+    ) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
         There is nothing before the first step, and for sgd without momentum. sgd may also begin or
@@ -86,7 +92,9 @@ class CheckpointReader:
         with open_stored(self.folder, OPTIMIZER_FILE, self._manifest) as stored:
             if not stored and (is_sgd or not optimizer_steps):
                 return
-            stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
+            stored.require(
+                {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts}
+            )
             for name, piece in (pieces or _whole(shapes)).items():
                 for part in parts:
                     yield name, part, stored.read(f"{name}.{part}", piece)

@@ -1,15 +1,21 @@
-"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training step's path.
+"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training
+step's path.
 
-    checkpoints/step_00000100/model.safetensors       float32 weights, true vocabulary, names of common.weights.names
-    checkpoints/step_00000100/optimizer.safetensors   NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer
-    checkpoints/step_00000100/manifest.json           state, resolved config, tokenizer, versions; sizes and checksums of the files
-    checkpoints/latest                                the name of the newest whole folder
+    checkpoints/latest                   the name of the newest whole folder
+    checkpoints/step_00000100/
+        model.safetensors                float32 weights, true vocabulary, names of
+                                         common.weights.names
+        optimizer.safetensors            NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer
+        manifest.json                    state, resolved config, tokenizer, versions; sizes and
+                                         checksums of the files
 
-Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors with its
-rectangles of the tensors, and rank_00003.json, which says which they are; rank 0 takes these into the manifest when all are there.
+Where several ranks hold different parts, each writes model.rank_00003.safetensors and
+optimizer.rank_00003.safetensors with its rectangles of the tensors, and rank_00003.json, which says
+which they are; rank 0 takes these into the manifest when all are there.
 
-A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that; old folders go last. What a writer
-that died has left under a temporary name, the next one on rank 0 removes.
+A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that;
+old folders go last. What a writer that died has left under a temporary name, the next one on rank 0
+removes.
 """
 
 from __future__ import annotations
@@ -32,19 +38,29 @@ from common.log import LOG
 from common.run_folder import LostFolderError
 from common.structured_files import MalformedError, parse_json
 from common.tensor_files.safetensors_file import Tensors, write_safetensors
-from common.training.checkpoint import LATEST, folder_of_step, point_latest, step_of, whole_checkpoints
+from common.training.checkpoint import (
+    LATEST,
+    folder_of_step,
+    point_latest,
+    step_of,
+    whole_checkpoints,
+)
 from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.manifest import write_manifest
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 
 PATIENCE_AFTER_FAILURE = 60.0
-"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be dead."""
+"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be
+dead.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not overlap."""
+    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not
+    overlap.
+    """
 
     rank: int
     ranks: int
@@ -112,7 +128,9 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         self._known: set[str] = set()
         self._newest = self._good = self._sane = -1
-        """Steps: of this run's newest checkpoint, of the newest one before it that is good, and the last one whose weights were good."""
+        """Steps: of this run's newest checkpoint, of the newest one before it that is good, and the
+        last one whose weights were good.
+        """
         if active:
             with reading(self.folder, CheckpointError):
                 clean_up(self.folder, "step_*")
@@ -122,8 +140,15 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for what is being written. A failure here does not hide the one that ends the run."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what is being written. A failure here does not hide the one that ends the
+        run.
+        """
         if value is not None:
             self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
         try:
@@ -146,7 +171,11 @@ class CheckpointWriter:
         if not self._asynchronous:
             self._write(target, snapshot)
             return target
-        self._thread = threading.Thread(target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer")
+        self._thread = threading.Thread(
+            target=self._write_and_remember_failure,
+            args=(target, snapshot),
+            name="checkpoint-writer",
+        )
         self._thread.start()
         return target
 
@@ -155,7 +184,9 @@ class CheckpointWriter:
         self._newest = self._sane = step
 
     def confirm(self, step: int) -> None:
-        """Note that the weights after ``step`` are good, and so are those of earlier checkpoints."""
+        """Note that the weights after ``step`` are good, and so are those of earlier
+        checkpoints.
+        """
         self._sane = max(self._sane, step)
 
     def _newest_good(self) -> int:
@@ -196,7 +227,10 @@ class CheckpointWriter:
             self.require_folder()
             _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise StorageError(f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole") from error
+            raise StorageError(
+                f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are"
+                " whole"
+            ) from error
         finally:
             snapshot.release()
         if snapshot.also_write is not None:
@@ -213,7 +247,9 @@ class CheckpointWriter:
             checksum = write_safetensors(temporary / name, tensors)
             files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
             if part is not None:
-                files[name]["pieces"] = {tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors}
+                files[name]["pieces"] = {
+                    tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors
+                }
         if part is not None:
             with atomic_write(temporary / f"rank_{part.rank:05d}.json", "w") as file:
                 json.dump(files, file)
@@ -237,13 +273,18 @@ class CheckpointWriter:
                     try:
                         files |= parse_json(path.read_bytes())
                     except (MalformedError, TypeError) as error:
-                        raise StorageError(f"{path}: not what rank {rank} has written ({error})") from None
+                        raise StorageError(
+                            f"{path}: not what rank {rank} has written ({error})"
+                        ) from None
                     path.unlink()
                     waiting.remove(rank)
             if not waiting:
                 return files
             if time.monotonic() > began + self._patience:
-                raise StorageError(f"ranks {sorted(waiting)} have not written their parts within {self._patience:g} s")
+                raise StorageError(
+                    f"ranks {sorted(waiting)} have not written their parts within"
+                    f" {self._patience:g} s"
+                )
             time.sleep(0.05)
 
     def _prune(self, written: Path) -> None:
@@ -251,7 +292,14 @@ class CheckpointWriter:
         self._known.add(written.name)
         if not self._keep:
             return
-        others = sorted((name for name in self._known if name != written.name and (self.folder / name).is_dir()), key=step_of)
+        others = sorted(
+            (
+                name
+                for name in self._known
+                if name != written.name and (self.folder / name).is_dir()
+            ),
+            key=step_of,
+        )
         before = [name for name in others if step_of(name) < step_of(written.name)]
         after = [name for name in others if step_of(name) > step_of(written.name)]
         for name in [*after, *before][: max(0, len(others) + 1 - self._keep)]:

@@ -1,7 +1,8 @@
-"""Arrays that a running engine lends to the checkpoint writer, so that saving needs neither a copy nor a wait.
+"""Arrays that a running engine lends to the checkpoint writer, so that saving needs neither a copy
+nor a wait.
 
-The writer reads them one after the other while the next step goes forward and backward. Before the engine changes them it calls
-``detach``, which copies those that are not written yet.
+The writer reads them one after the other while the next step goes forward and backward. Before the
+engine changes them it calls ``detach``, which copies those that are not written yet.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ Array = NDArray[Any]
 
 
 class CopyOnWriteArrays(Mapping[str, Array]):
-    """``values`` is for the writer: taking an array begins its use and ends that of the one before, which is then forgotten.
-    Everything else only looks.
+    """``values`` is for the writer: taking an array begins its use and ends that of the one before,
+    which is then forgotten. Everything else only looks.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -52,9 +53,13 @@ class CopyOnWriteArrays(Mapping[str, Array]):
             self._forget_used()
 
     def detach(self) -> None:
-        """Return when the engine may change its memory: what is unread is copied, and what is being read has been read."""
+        """Return when the engine may change its memory: what is unread is copied, and what is being
+        read has been read.
+        """
         with self._change:
-            for name in [name for name in self._arrays if name in self._lent and name != self._used]:
+            for name in [
+                name for name in self._arrays if name in self._lent and name != self._used
+            ]:
                 self._arrays[name] = np.array(self._arrays[name])
                 self._lent.discard(name)
             self._change.wait_for(lambda: not self._lent)

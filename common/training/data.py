@@ -67,7 +67,11 @@ class TrainingData:
 
     def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
         """Return the same, read ahead by a thread that ends with the context."""
-        return Prefetch(self.batches(state), self.prefetch) if self.prefetch else nullcontext(self.batches(state))
+        return (
+            Prefetch(self.batches(state), self.prefetch)
+            if self.prefetch
+            else nullcontext(self.batches(state))
+        )
 
     def require_validation(self) -> Iterator[Tokens]:
         if self.validation is None:
@@ -108,7 +112,11 @@ def open_data(
     Raises DataError and ConfigError.
     """
     made_with = _tokenizer_record(config)
-    given, remarks = _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
+    given, remarks = (
+        _given_tokenizer(config, is_known=made_with is not None)
+        if training or made_with is None
+        else (None, [])
+    )
     record = made_with or given
     if record is not None:
         name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
@@ -132,7 +140,10 @@ def open_data(
         )
     validation, reason = None, None
     try:
-        validation = _validation(config, *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)))
+        validation = _validation(
+            config,
+            *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)),
+        )
     except DataError as error:
         if config.data.validation is not None or config.validation.interval:
             raise
@@ -150,17 +161,33 @@ def open_data(
 
 def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
-    samples = _open(config, config.data.validation if whole else config.data.train, "train" if whole else "valid")
+    samples = _open(
+        config,
+        config.data.validation if whole else config.data.train,
+        "train" if whole else "valid",
+    )
     limit = config.validation.max_samples or None
     batch_size = config.validation.micro_batch_size
-    return partial(ordered_batches, samples, batch_size, limit, rank=rank, ranks=ranks, vocab_size=config.model.vocab_size)
+    return partial(
+        ordered_batches,
+        samples,
+        batch_size,
+        limit,
+        rank=rank,
+        ranks=ranks,
+        vocab_size=config.model.vocab_size,
+    )
 
 
-def _open(config: ResolvedRun, entries: list[str | float] | None, split: Split, *, shuffle: bool = False) -> Samples:
+def _open(
+    config: ResolvedRun, entries: list[str | float] | None, split: Split, *, shuffle: bool = False
+) -> Samples:
     return open_samples(
         [str(entry) for entry in require_entries(entries)],
         split=split,
-        split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
+        split_weights=(1.0, 0.0, 0.0)
+        if config.data.validation is not None
+        else parse_split(config.data.split),
         seq_length=config.model.seq_length,
         seed=config.seed,
         shuffle=shuffle,
@@ -172,7 +199,8 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
     """Return the entries of data.train. Raises ConfigError when there are none."""
     if not entries:
         raise ConfigError(
-            "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord, as tools/preprocess_data.py writes them"
+            "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord,"
+            " as tools/preprocess_data.py writes them"
         )
     return entries
 
@@ -217,7 +245,9 @@ def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
-        raise ConfigError("data.tokenizer is not given; set it to the folder of vocab.json and merges.txt")
+        raise ConfigError(
+            "data.tokenizer is not given; set it to the folder of vocab.json and merges.txt"
+        )
     return wish, source
 
 
@@ -225,7 +255,9 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def _given_tokenizer(config: ResolvedRun, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def _given_tokenizer(
+    config: ResolvedRun, *, is_known: bool
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the record of data.tokenizer, and warnings. Training does without its files.
 
     is_known: whether the data say which tokenizer made them. Raises TokenizerError where the files
@@ -236,11 +268,17 @@ def _given_tokenizer(config: ResolvedRun, *, is_known: bool) -> tuple[dict[str, 
         return None, []
     source = Path(wish.vocab_file or wish.folder or "")
     if not source.exists():
-        without = "training does without it, predict does not" if is_known else "the data do not say their vocabulary: it cannot be checked"
+        without = (
+            "training does without it, predict does not"
+            if is_known
+            else "the data do not say their vocabulary: it cannot be checked"
+        )
         return None, [f"data.tokenizer: {source} is not there{looked_in(source)}, and {without}"]
     try:
         return describe_tokenizer(_load_tokenizer(config)[0]), []
     except TokenizerError as error:
         if not is_known:
             raise
-        return None, [f"data.tokenizer cannot be used, which training does without, but not predict: {error}"]
+        return None, [
+            f"data.tokenizer cannot be used, which training does without, but not predict: {error}"
+        ]

@@ -55,7 +55,9 @@ class Engine(ABC):
         """Return the same for the optimizer's state; 0 before the first step."""
 
     @abstractmethod
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
         """Take ``steps`` batches and make as many optimizer steps.
 
         A step beyond the limits leaves weights and optimizer as they are.
@@ -63,7 +65,9 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Return the summed loss of all predicted tokens of all ranks, in nats, and their number."""
+        """Return the summed loss of all predicted tokens of all ranks, in nats, and their
+        number.
+        """
 
     @abstractmethod
     def snapshot(self, state: TrainState) -> Snapshot | None:

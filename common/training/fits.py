@@ -1,4 +1,6 @@
-"""A checkpoint's model section against the config's, before any tensor is read: what differs, as words for the command line."""
+"""A checkpoint's model section against the config's, before any tensor is read: what differs, as
+words for the command line.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +14,65 @@ from common.errors import CheckpointError
 from common.parallel.resolved_run import ResolvedRun
 from common.training.checkpoint import MANIFEST
 
-_DECISIVE = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_positions", "vocab_size", "layer_norm_epsilon")
-"""Keys that shapes or the function computed depend on. The window (seq_length) may be any up to max_positions."""
+_DECISIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "ffn_hidden_size",
+    "max_positions",
+    "vocab_size",
+    "layer_norm_epsilon",
+)
+"""Keys that shapes or the function computed depend on. The window (seq_length) may be any up to
+max_positions.
+"""
 
 
 def require_same_model(
-    manifest: Mapping[str, Any], config: ResolvedRun, checkpoint: Path, *, anew: bool = False, export: bool = False
+    manifest: Mapping[str, Any],
+    config: ResolvedRun,
+    checkpoint: Path,
+    *,
+    anew: bool = False,
+    export: bool = False,
 ) -> None:
-    """Raise CheckpointError where the model of a checkpoint is not that of the config, listing the keys to give.
+    """Raise CheckpointError where the model of a checkpoint is not that of the config, listing the
+    keys to give.
 
-    anew: a run may begin in another output_dir instead. export: a padded model.vocab_size stands for the checkpoint's.
+    anew: a run may begin in another output_dir instead. export: a padded model.vocab_size stands
+    for the checkpoint's.
     """
     trained = _sizes(manifest["config"].get("model", {}), checkpoint)
     model = config.model
     differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
     vocabulary = differ.get("vocab_size")
-    if export and vocabulary is not None and vocabulary < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
+    if (
+        export
+        and vocabulary is not None
+        and vocabulary < model.vocab_size
+        and model.vocab_size % model.vocab_multiple == 0
+    ):
         del differ["vocab_size"]
     if not differ:
         return
-    found = ", ".join(f"{key} is {value} there and {getattr(model, key)} in the config" for key, value in differ.items())
+    found = ", ".join(
+        f"{key} is {value} there and {getattr(model, key)} in the config"
+        for key, value in differ.items()
+    )
     words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
     say = f"{checkpoint}: holds another model than the config: {found}. To use it, add: {words}"
     if anew:
-        say += f". To train the model of the config instead, begin in another folder: output_dir={_free_folder(config.output_dir)}"
+        say += (
+            ". To train the model of the config instead, begin in another folder:"
+            f" output_dir={_free_folder(config.output_dir)}"
+        )
     raise CheckpointError(say)
 
 
 def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The decisive keys with their defaults filled in. Raises CheckpointError where the section does not tell one."""
+    """The decisive keys with their defaults filled in. Raises CheckpointError where the section
+    does not tell one.
+    """
     sizes = {key: section[key] for key in _DECISIVE if section.get(key) is not None}
     sizes.setdefault("layer_norm_epsilon", ModelConfig.model_fields["layer_norm_epsilon"].default)
     if "max_positions" not in sizes:
@@ -49,7 +81,10 @@ def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
         sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
     wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
     if wrong:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: does not tell model.{wrong[0]} as a number; use another checkpoint")
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST}: does not tell model.{wrong[0]} as a number; use another"
+            " checkpoint"
+        )
     return sizes
 
 
@@ -60,10 +95,17 @@ def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any
         words["seq_length"] = words["max_positions"]
     vocabulary = words.get("vocab_size", 0)
     if vocabulary > model.vocab_size and vocabulary % model.vocab_multiple == 0:
-        # a multiple of vocab_multiple would be taken for the padded size of the tokenizer's vocabulary
-        words["vocab_multiple"] = next(number for number in range(2, vocabulary + 2) if vocabulary % number)
+        # a multiple of vocab_multiple would be taken for the padded size of the tokenizer's
+        # vocabulary
+        words["vocab_multiple"] = next(
+            number for number in range(2, vocabulary + 2) if vocabulary % number
+        )
     return words
 
 
 def _free_folder(folder: str) -> str:
-    return next(name for number in range(2, 10_000) if not Path(name := f"{folder.rstrip('/')}_{number}").exists())
+    return next(
+        name
+        for number in range(2, 10_000)
+        if not Path(name := f"{folder.rstrip('/')}_{number}").exists()
+    )

@@ -1,7 +1,7 @@
 """The training loop of both backends.
 
-It drives an engine by ``run(batches, n) -> results of n steps`` and never calls backward itself, so that pipeline schedules,
-DeepSpeed and MindSpore's data sink fit the same loop.
+It drives an engine by ``run(batches, n) -> results of n steps`` and never calls backward itself, so
+that pipeline schedules, DeepSpeed and MindSpore's data sink fit the same loop.
 """
 
 from __future__ import annotations
@@ -58,16 +58,22 @@ class Run:
 def train(run: Run, state: TrainState) -> dict[str, Any]:
     """Train from ``state`` to the last step; save, validate and log on the way.
 
-    Returns the last row of metrics with the validation figures, and when there was a step, ``seconds``, ``median_tokens_per_second``,
-    ``samples_per_second_at_end`` (mean of the last 100 steps) and ``best_validation_perplexity``.
-    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after ``train.max_skipped_steps`` skipped steps
-    in a row.
+    Returns the last row of metrics with the validation figures, and when there was a step,
+    ``seconds``, ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100
+    steps) and ``best_validation_perplexity``.
+    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
+    ``train.max_skipped_steps`` skipped steps in a row.
     """
     config = run.config
     last_step = config.train.max_steps
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
-    saver = Saver(run.checkpoints, run.engine.snapshot, vocabulary=config.model.vocab_size, saved_step=state.step if run.resumed else None)
+    saver = Saver(
+        run.checkpoints,
+        run.engine.snapshot,
+        vocabulary=config.model.vocab_size,
+        saved_step=state.step if run.resumed else None,
+    )
     speeds: list[float] = []
     start = time.perf_counter()
     stopping, was_validated = 0, True
@@ -80,7 +86,10 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 report.validation(row)
                 summary |= row | {"best_validation_perplexity": row["validation_perplexity"]}
         if state.step >= last_step and not stopping:
-            LOG.info(f"nothing to train: step {state.step} is done, and train.max_steps={last_step}; raise train.max_steps to go on")
+            LOG.info(
+                f"nothing to train: step {state.step} is done, and train.max_steps={last_step};"
+                " raise train.max_steps to go on"
+            )
         while state.step < last_step and not stopping:
             for row in _steps(run, state, _steps_to_boundary(run, state.step, last_step)):
                 summary |= row
@@ -93,7 +102,11 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 _check_divergence(config, state)
             run.checkpoints.raise_failure()
             stopping = run.max_over_ranks(stop.number or 0)
-            if not stopping and state.step < last_step and (saver.is_postponed or _due(config.checkpoint.interval, state.step)):
+            if (
+                not stopping
+                and state.step < last_step
+                and (saver.is_postponed or _due(config.checkpoint.interval, state.step))
+            ):
                 saver.save_unless_diverging(state)
             was_validated = run.validation is None or not _validation_due(config, state.step)
             if not stopping and not was_validated:
@@ -102,20 +115,31 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 if row:
                     report.validation(row)
                     saver.validation(row)
-                    best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
+                    best = min(
+                        summary.get("best_validation_perplexity", math.inf),
+                        row["validation_perplexity"],
+                    )
                     summary |= row | {"best_validation_perplexity": best}
         if state.step >= last_step and not math.isfinite(saver.loss_of(state.step)):
             raise DivergedError(
-                f"step {state.step}: the loss is {saver.loss_of(state.step)}, so this step is not saved; lower optimizer.learning_rate,"
-                " and go on from an earlier checkpoint"
+                f"step {state.step}: the loss is {saver.loss_of(state.step)}, so this step is not"
+                " saved; lower optimizer.learning_rate, and go on from an earlier checkpoint"
             )
         if saver.saved_step != state.step:
             (saver.save_last if state.step >= last_step else saver.save_unless_diverging)(state)
         run.checkpoints.wait()
         run.checkpoints.require_folder()
         if stopping and (state.step < last_step or not was_validated):
-            saved = f"saved in {run.checkpoints.folder}" if saver.saved_step == state.step else f"not saved: {saver.why_not()}"
-            raise StopRequested(stopping, f"stopped by signal {stopping} after step {state.step}; {saved}; checkpoint.resume=auto goes on")
+            saved = (
+                f"saved in {run.checkpoints.folder}"
+                if saver.saved_step == state.step
+                else f"not saved: {saver.why_not()}"
+            )
+            raise StopRequested(
+                stopping,
+                f"stopped by signal {stopping} after step {state.step}; {saved};"
+                " checkpoint.resume=auto goes on",
+            )
     if speeds:
         summary |= {
             "seconds": time.perf_counter() - start,
@@ -156,7 +180,12 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
 def _lacks_validation(run: Run, step: int) -> bool:
     """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
-    if not run.resumed or run.validation is None or not step or not _validation_due(run.config, step):
+    if (
+        not run.resumed
+        or run.validation is None
+        or not step
+        or not _validation_due(run.config, step)
+    ):
         return False
     return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
 
@@ -177,7 +206,11 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
     if run.profile is not None:
         run.profile.begin(state.step + 1)
     start = time.perf_counter()
-    results = run.engine.run(batches, count, limits_of(state, config.logging) if config.train.skip_outliers else NO_LIMITS)
+    results = run.engine.run(
+        batches,
+        count,
+        limits_of(state, config.logging) if config.train.skip_outliers else NO_LIMITS,
+    )
     seconds = (time.perf_counter() - start) / count
     if run.profile is not None:
         run.profile.end(state.step + count)
@@ -189,7 +222,9 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
         state.sample_hash = sample_hash
         state.skipped_steps += result.skipped
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
-        outlier = record_outlier(state, config.logging, result.loss, result.grad_norm, skipped=result.skipped)
+        outlier = record_outlier(
+            state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
+        )
         yield {
             "step": state.step,
             "loss": result.loss,
@@ -199,7 +234,9 @@ def _steps(run: Run, state: TrainState, count: int) -> Iterator[dict[str, Any]]:
             "samples_per_second": speed,
             "step_time": seconds,
             "data_wait": batches.waited / count,
-            "mfu": flops_per_token(config.model) * speed * config.model.seq_length / run.peak_flops if run.peak_flops else None,
+            "mfu": flops_per_token(config.model) * speed * config.model.seq_length / run.peak_flops
+            if run.peak_flops
+            else None,
             "peak_memory": memory,
             "loss_scale": result.loss_scale,
             "consumed_samples": state.consumed_samples,
@@ -236,7 +273,11 @@ class _WatchedBatches:
 def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
     """Return how many steps to ask for: none beyond the next one at which something happens."""
     intervals = (run.config.validation.interval, run.config.checkpoint.interval)
-    stops = [last_step, *((step // n + 1) * n for n in intervals if n), *(run.profile.boundaries if run.profile else ())]
+    stops = [
+        last_step,
+        *((step // n + 1) * n for n in intervals if n),
+        *(run.profile.boundaries if run.profile else ()),
+    ]
     return min(run.engine.steps_per_run, min(stop for stop in stops if stop > step) - step)
 
 
@@ -247,7 +288,8 @@ def _due(interval: int, step: int) -> bool:
 def _check_divergence(config: TrainingRun, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
-            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite gradient"
-            f"{' or were outliers' if config.train.skip_outliers else ''}; lower optimizer.learning_rate,"
-            " look at the data, or use precision=bf16 or float32 (train.max_skipped_steps is the limit). Earlier checkpoints are whole"
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite"
+            f" gradient{' or were outliers' if config.train.skip_outliers else ''}; lower"
+            " optimizer.learning_rate, look at the data, or use precision=bf16 or float32"
+            " (train.max_skipped_steps is the limit). Earlier checkpoints are whole"
         )

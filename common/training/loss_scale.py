@@ -1,5 +1,6 @@
-"""What gradients are scaled by: the loss scale for float16, which grows while they stay finite and shrinks when they overflow, and
-the clip of their norm."""
+"""What gradients are scaled by: the loss scale for float16, which grows while they stay finite and
+shrinks when they overflow, and the clip of their norm.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from common.config.schema import LossScaleConfig
 
 @dataclass
 class LossScale:
-    """``value`` multiplies the loss; ``update`` is told after each step whether the gradients were finite."""
+    """``value`` multiplies the loss; ``update`` is told after each step whether the gradients were
+    finite.
+    """
 
     config: LossScaleConfig
     value: float = 1.0
@@ -39,11 +42,17 @@ class LossScale:
             self.overflows = 0
 
     def state(self) -> dict[str, Any]:
-        return {"mode": self.config.mode, "value": self.value, "finite_steps": self.finite_steps, "overflows": self.overflows}
+        return {
+            "mode": self.config.mode,
+            "value": self.value,
+            "finite_steps": self.finite_steps,
+            "overflows": self.overflows,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. Only a scale that moved by itself is taken over: a config that changed its mode, or a
-        static scale, has its own."""
+        """Go on from a saved state. Only a scale that moved by itself is taken over: a config that
+        changed its mode, or a static scale, has its own.
+        """
         if state["mode"] == self.config.mode == "dynamic":
             self.value = float(state["value"])
             self.finite_steps = int(state["finite_steps"])
@@ -51,5 +60,7 @@ class LossScale:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is torch.nn.utils.clip_grad_norm_'s."""
+    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is
+    torch.nn.utils.clip_grad_norm_'s.
+    """
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

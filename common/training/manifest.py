@@ -1,6 +1,8 @@
-"""``manifest.json`` of a checkpoint folder: written with a checksum of its own text, and judged value by value when it is read.
+"""``manifest.json`` of a checkpoint folder: written with a checksum of its own text, and judged
+value by value when it is read.
 
-The last key is ``crc32``, the CRC-32 of every byte before the comma in front of it. Version 1 had no such key, and is still read.
+The last key is ``crc32``, the CRC-32 of every byte before the comma in front of it. Version 1 had
+no such key, and is still read.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _BEFORE_SUM = f',\n "{_SUM}": '.encode()
 
 def _check_name(name: str) -> str:
     if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
-        raise ValueError("expected the name of a file in the checkpoint's folder, without a separator")
+        raise ValueError(
+            "expected the name of a file in the checkpoint's folder, without a separator"
+        )
     return name
 
 
@@ -59,7 +63,9 @@ Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(
 
 
 class _Checked(BaseModel):
-    """Keys that are absent are not missed here: whoever needs them says so. Keys that are not named here are free."""
+    """Keys that are absent are not missed here: whoever needs them says so. Keys that are not named
+    here are free.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -77,7 +83,8 @@ class _State(_Checked):
     def _fits_together(self) -> _State:
         if not self.skipped_in_a_row <= self.skipped_steps <= self.step:
             raise ValueError(
-                f"skipped_in_a_row={self.skipped_in_a_row}, skipped_steps={self.skipped_steps} and step={self.step} contradict"
+                f"skipped_in_a_row={self.skipped_in_a_row}, skipped_steps={self.skipped_steps} and"
+                f" step={self.step} contradict"
             )
         if len(self.losses) != len(self.grad_norms):
             raise ValueError(f"{len(self.losses)} losses and {len(self.grad_norms)} gradient norms")
@@ -92,7 +99,12 @@ class _LossScale(_Checked):
 
 
 class _Generators(_Checked):
-    torch: Annotated[list[dict[str, Annotated[str, AfterValidator(_check_base64)]]], Field(min_length=1)] | None = None
+    torch: (
+        Annotated[
+            list[dict[str, Annotated[str, AfterValidator(_check_base64)]]], Field(min_length=1)
+        ]
+        | None
+    ) = None
     """Of every rank: names of devices and states."""
     mindspore: dict[str, Any] = {}
 
@@ -147,7 +159,8 @@ class _Manifest(_Checked):
             ranks = parallel.data_parallel * parallel.model_parallel * parallel.pipeline_stage
             if len(generators) != ranks:
                 raise ValueError(
-                    f"engine.rng.torch has the random generators of {len(generators)} ranks, and config.parallel is of {ranks}"
+                    f"engine.rng.torch has the random generators of {len(generators)} ranks, and"
+                    f" config.parallel is of {ranks}"
                 )
         return self
 
@@ -157,7 +170,9 @@ class _Manifest(_Checked):
 
 def seal(record: Mapping[str, Any]) -> bytes:
     """Return the text of a manifest of the current version, with its checksum."""
-    values = {"format_version": FORMAT_VERSION} | {key: value for key, value in record.items() if key not in ("format_version", _SUM)}
+    values = {"format_version": FORMAT_VERSION} | {
+        key: value for key, value in record.items() if key not in ("format_version", _SUM)
+    }
     return _sealed(json.dumps(values, indent=1).encode().removesuffix(b"\n}"))
 
 
@@ -166,15 +181,22 @@ def _sealed(text: bytes) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Return what the text of a manifest says, without its checksum. Raises ValueError saying what is wrong with it."""
+    """Return what the text of a manifest says, without its checksum. Raises ValueError saying what
+    is wrong with it.
+    """
     try:
-        record = require_mapping(parse_json(content, finite=False), "the manifest", error=CheckpointError)
+        record = require_mapping(
+            parse_json(content, finite=False), "the manifest", error=CheckpointError
+        )
     except (MalformedError, CheckpointError) as error:
         raise ValueError(str(error)) from None
     version = record.get("format_version")
     if version not in (_WITHOUT_SUM, FORMAT_VERSION) or type(version) is not int:
-        raise ValueError(f"format version {version!r}, this program reads {_WITHOUT_SUM} and {FORMAT_VERSION}")
-    if version != _WITHOUT_SUM or _SUM in record:  # in version 1 the key is that of a newer one whose version was damaged
+        raise ValueError(
+            f"format version {version!r}, this program reads {_WITHOUT_SUM} and {FORMAT_VERSION}"
+        )
+    # in version 1 the key is that of a newer one whose version was damaged
+    if version != _WITHOUT_SUM or _SUM in record:
         text, found, _ = content.rpartition(_BEFORE_SUM)
         if not found or _sealed(text) != content:
             raise ValueError("its text has changed since it was written (CRC-32)")
@@ -184,10 +206,21 @@ def unseal(content: bytes) -> dict[str, Any]:
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"])) or "values"
-        shown = "" if isinstance(fault["input"], (dict, _Checked)) else f", found {fault['input']!r:.60}"
+        shown = (
+            ""
+            if isinstance(fault["input"], (dict, _Checked))
+            else f", found {fault['input']!r:.60}"
+        )
         raise ValueError(f"{place}: {fault['msg'].removeprefix('Value error, ')}{shown}") from None
-    if version == _WITHOUT_SUM and checked.engine.optimizer_steps > checked.state.step and "converted_from" not in record:
-        raise ValueError(f"engine.optimizer_steps={checked.engine.optimizer_steps} is more than state.step={checked.state.step}")
+    if (
+        version == _WITHOUT_SUM
+        and checked.engine.optimizer_steps > checked.state.step
+        and "converted_from" not in record
+    ):
+        raise ValueError(
+            f"engine.optimizer_steps={checked.engine.optimizer_steps} is more than"
+            f" state.step={checked.state.step}"
+        )
     return record
 
 
@@ -195,7 +228,9 @@ def unseal(content: bytes) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write and fsync the manifest of a folder that gets its name later. OSError is left to the caller, who owns the folder."""
+    """Write and fsync the manifest of a folder that gets its name later. OSError is left to the
+    caller, who owns the folder.
+    """
     with (folder / MANIFEST).open("wb") as file:
         file.write(seal(record))
         file.flush()
@@ -203,7 +238,8 @@ def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files are all there and unchanged, by their sizes alone without ``checksums``.
+    """Return the manifest of a checkpoint whose files are all there and unchanged, by their sizes
+    alone without ``checksums``.
 
     Raises CheckpointError.
     """
@@ -224,15 +260,24 @@ def _check_file(file: Path, record: Mapping[str, int], *, checksums: bool) -> No
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file}: is not a regular file, expected {size} bytes; use another checkpoint")
+            raise CheckpointError(
+                f"{file}: is not a regular file, expected {size} bytes; use another checkpoint"
+            )
         if status.st_size != size:
-            raise CheckpointError(f"{file}: {status.st_size} bytes, expected {size} bytes; use another checkpoint")
+            raise CheckpointError(
+                f"{file}: {status.st_size} bytes, expected {size} bytes; use another checkpoint"
+            )
         if checksums and file_checksum(file) != record["crc32"]:
-            raise CheckpointError(f"{file}: its bytes have changed since it was written (CRC-32); use another checkpoint")
+            raise CheckpointError(
+                f"{file}: its bytes have changed since it was written (CRC-32); use another"
+                " checkpoint"
+            )
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{file}: missing, expected {size} bytes; use another checkpoint") from None
+        raise CheckpointError(
+            f"{file}: missing, expected {size} bytes; use another checkpoint"
+        ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{file}: cannot be read: {error.strerror}; allow this user to read it, try again when its disk answers, or use"
-            " another checkpoint"
+            f"{file}: cannot be read: {error.strerror}; allow this user to read it, try again when"
+            " its disk answers, or use another checkpoint"
         ) from None

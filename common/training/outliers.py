@@ -1,6 +1,8 @@
-"""Steps whose loss or gradient norm stands out from the steps before: limits known before a step, and the history they come from.
+"""Steps whose loss or gradient norm stands out from the steps before: limits known before a step,
+and the history they come from.
 
-After SkipStepOptimizer of OLMo-core, with one difference: only values above the mean count, a small loss harms nobody.
+After SkipStepOptimizer of OLMo-core, with one difference: only values above the mean count, a small
+loss harms nobody.
 """
 
 from __future__ import annotations
@@ -17,33 +19,49 @@ from common.training.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest loss and gradient norm of a step that is none; float32 values, so that a device decides as the host does."""
+    """The largest loss and gradient norm of a step that is none; float32 values, so that a device
+    decides as the host does.
+    """
 
     loss: float = math.inf
     grad_norm: float = math.inf
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
         """Never by values that are not finite: those are for the loss scale."""
-        return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
+        return (
+            math.isfinite(loss)
+            and math.isfinite(grad_norm)
+            and (loss > self.loss or grad_norm > self.grad_norm)
+        )
 
 
 NO_LIMITS = Limits()
 
 
 def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
-    """Mean plus ``outlier_deviations`` sample deviations of the history; none when it is off or half a window has not passed."""
+    """Mean plus ``outlier_deviations`` sample deviations of the history; none when it is off or
+    half a window has not passed.
+    """
     if not config.outlier_deviations or len(state.losses) < config.outlier_window // 2:
         return NO_LIMITS
-    return Limits(loss=_limit(state.losses, config.outlier_deviations), grad_norm=_limit(state.grad_norms, config.outlier_deviations))
+    return Limits(
+        loss=_limit(state.losses, config.outlier_deviations),
+        grad_norm=_limit(state.grad_norms, config.outlier_deviations),
+    )
 
 
-def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
-    """Warn when the step just done is an outlier, and add it to the history unless it was not finite.
+def record_outlier(
+    state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool
+) -> bool:
+    """Warn when the step just done is an outlier, and add it to the history unless it was not
+    finite.
 
-    Outliers enter too, as in OLMo-core: the limits then follow a lasting change of level within a few steps, where a history without
-    them would skip for ever. The price is that one spike widens the limits as long as it stays in the window.
+    Outliers enter too, as in OLMo-core: the limits then follow a lasting change of level within a
+    few steps, where a history without them would skip for ever. The price is that one spike widens
+    the limits as long as it stays in the window.
     """
-    if not config.outlier_deviations:  # what a checkpoint remembers would be old news when it is switched on again
+    # what a checkpoint remembers would be old news when it is switched on again
+    if not config.outlier_deviations:
         state.losses, state.grad_norms = [], []
         return False
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -52,9 +70,14 @@ def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_n
     outlier = limits.exceeded(loss, grad_norm)
     if outlier:
         values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
-        found = " and ".join(f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit)
+        found = " and ".join(
+            f"{name} {value:.4g} is above {limit:.4g}"
+            for name, value, limit in values
+            if value > limit
+        )
         LOG.warning(
-            f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the deviation of {len(state.losses)} steps before"
+            f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the"
+            f" deviation of {len(state.losses)} steps before"
             + ("; the update is skipped" if skipped else "")
         )
     state.losses = [*state.losses, loss][-config.outlier_window :]

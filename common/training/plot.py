@@ -22,7 +22,9 @@ _WITH_VALIDATION = {"loss": "validation_loss"}
 
 
 def plot_loss(folder: Path) -> Path:
-    """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and validation loss over steps."""
+    """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and
+    validation loss over steps.
+    """
     pyplot = _pyplot()
     rows = read_metrics(folder / METRICS_FILE)
     train, valid = _series(rows, "loss"), _series(rows, "validation_loss")
@@ -30,9 +32,22 @@ def plot_loss(folder: Path) -> Path:
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="#9bb8d3", linewidth=0.8, label="training loss")
-        axes.plot(steps, _moving_average(losses, max(1, len(losses) // 50)), color="#1f5a94", linewidth=1.6, label="moving average")
+        axes.plot(
+            steps,
+            _moving_average(losses, max(1, len(losses) // 50)),
+            color="#1f5a94",
+            linewidth=1.6,
+            label="moving average",
+        )
     if valid:
-        axes.plot(*zip(*valid, strict=True), color="#c4501b", marker="o", markersize=3.5, linewidth=1.4, label="validation loss")
+        axes.plot(
+            *zip(*valid, strict=True),
+            color="#c4501b",
+            marker="o",
+            markersize=3.5,
+            linewidth=1.4,
+            label="validation loss",
+        )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.25)
     if train or valid:
@@ -43,21 +58,47 @@ def plot_loss(folder: Path) -> Path:
     return path
 
 
-def plot_runs(folders: Sequence[Path], output: Path, metrics: Sequence[str] = ("loss", "tokens_per_second"), smoothing: int = 0) -> None:
-    """Draw the runs into ``output``, one panel a metric, one colour a run: the moving average, its values behind it, validations as dots.
+def plot_runs(
+    folders: Sequence[Path],
+    output: Path,
+    metrics: Sequence[str] = ("loss", "tokens_per_second"),
+    smoothing: int = 0,
+) -> None:
+    """Draw the runs into ``output``, one panel a metric, one colour a run: the moving average, its
+    values behind it, validations as dots.
 
-    smoothing: rows that are averaged; a fiftieth of a run when 0. Raises DataError (no metrics), ConfigError and StorageError (output).
+    smoothing: rows that are averaged; a fiftieth of a run when 0. Raises DataError (no metrics),
+    ConfigError and StorageError (output).
     """
     if output.suffix != ".png":
         raise ConfigError(f"--output {output}: expected a name that ends with .png")
-    refuse_to_overwrite((_metrics_of(folder) for folder in folders), [output], "choose another --output")
+    refuse_to_overwrite(
+        (_metrics_of(folder) for folder in folders), [output], "choose another --output"
+    )
     runs = {name: _read(folder) for name, folder in zip(_names(folders), folders, strict=True)}
-    known = sorted({key for rows in runs.values() for row in rows for key, value in row.items() if _is_number(value) and key != "step"})
+    known = sorted(
+        {
+            key
+            for rows in runs.values()
+            for row in rows
+            for key, value in row.items()
+            if _is_number(value) and key != "step"
+        }
+    )
     for metric in metrics:
         if metric not in known:
-            raise DataError(f"no run has numbers called {metric}; --metric may name {', '.join(known) or 'nothing: the files are empty'}")
+            raise DataError(
+                f"no run has numbers called {metric}; --metric may name"
+                f" {', '.join(known) or 'nothing: the files are empty'}"
+            )
     pyplot = _pyplot()
-    figure, panels = pyplot.subplots(len(metrics), figsize=(9, 1 + 3.2 * len(metrics)), sharex=True, squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        len(metrics),
+        figsize=(9, 1 + 3.2 * len(metrics)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for (axes,), metric in zip(panels, metrics, strict=True):
         for number, (name, rows) in enumerate(runs.items()):
             _draw(axes, name, rows, metric, f"C{number % 10}", smoothing)
@@ -70,7 +111,9 @@ def plot_runs(folders: Sequence[Path], output: Path, metrics: Sequence[str] = ("
     pyplot.close(figure)
 
 
-def _draw(axes: Any, name: str, rows: list[dict[str, Any]], metric: str, color: str, smoothing: int) -> None:
+def _draw(
+    axes: Any, name: str, rows: list[dict[str, Any]], metric: str, color: str, smoothing: int
+) -> None:
     points, validations = _series(rows, metric), _series(rows, _WITH_VALIDATION.get(metric, ""))
     if points:
         steps, values = zip(*points, strict=True)
@@ -99,7 +142,10 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     try:
         return read_metrics(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; expected the folder of a run, which holds {METRICS_FILE}") from None
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}; expected the folder of a run, which holds"
+            f" {METRICS_FILE}"
+        ) from None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

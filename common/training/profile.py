@@ -22,10 +22,13 @@ Trace = Callable[[Path], AbstractContextManager[None]]
 class ProfileWindow:
     """Opens a trace before step profile.start and ends it after profile.stop, or with the run.
 
-    The loop calls ``begin`` before and ``end`` after the steps that it asks an engine for, and stops at ``boundaries``.
+    The loop calls ``begin`` before and ``end`` after the steps that it asks an engine for, and
+    stops at ``boundaries``.
     """
 
-    def __init__(self, config: TrainingRun, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
+    def __init__(
+        self, config: TrainingRun, state: TrainState, trace: Trace, *, rank: int = 0
+    ) -> None:
         """Raises ConfigError when the window lies beyond the run's end."""
         self._trace = trace
         self._open = ExitStack()
@@ -36,7 +39,10 @@ class ProfileWindow:
         if start is None:
             return
         if start > last:
-            raise ConfigError(f"profile.start={start} is beyond the last step, {last}: nothing would be traced; lower it")
+            raise ConfigError(
+                f"profile.start={start} is beyond the last step, {last}: nothing would be traced;"
+                " lower it"
+            )
         stop = min(config.profile.stop or start, last)
         self._steps = range(max(start, state.step + 1), stop + 1)
         if not self._steps:
@@ -51,7 +57,10 @@ class ProfileWindow:
         """``step`` is the next one."""
         if self._steps and step == self._steps[0]:
             path = self._folder / f"steps_{step}_{self._steps[-1]}_rank_{self._rank}.json.gz"
-            LOG.info(f"profile: steps {step} to {self._steps[-1]} are traced, which slows them down; the trace goes to {path}")
+            LOG.info(
+                f"profile: steps {step} to {self._steps[-1]} are traced, which slows them down; the"
+                f" trace goes to {path}"
+            )
             with _warning_only():
                 self._open.enter_context(self._trace(path))
 
@@ -64,14 +73,21 @@ class ProfileWindow:
     def __enter__(self) -> ProfileWindow:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with _warning_only():
             self._open.close()
 
 
 @contextmanager
 def _warning_only() -> Iterator[None]:
-    """A trace that fails, by a full disk or a driver without a profiler, does not end the training, whatever it raises."""
+    """A trace that fails, by a full disk or a driver without a profiler, does not end the training,
+    whatever it raises.
+    """
     try:
         yield
     except Exception as error:
@@ -79,7 +95,13 @@ def _warning_only() -> Iterator[None]:
 
 
 def compress(trace: Path, path: Path) -> None:
-    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open. Raises StorageError."""
-    with trace.open("rb") as plain, atomic_write(path) as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open.
+    Raises StorageError.
+    """
+    with (
+        trace.open("rb") as plain,
+        atomic_write(path) as file,
+        gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed,
+    ):
         shutil.copyfileobj(plain, packed)
     trace.unlink()

@@ -1,7 +1,9 @@
-"""What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is the same in all of them.
+"""What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is
+the same in all of them.
 
-Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX or MindFormers read these lines too, so they follow those systems'
-format strings character by character, and come without a time in front where theirs do.
+Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX or MindFormers read these lines too,
+so they follow those systems' format strings character by character, and come without a time in
+front where theirs do.
 """
 
 from __future__ import annotations
@@ -48,12 +50,17 @@ class Report:
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def step(self, row: Row) -> None:
-        """Log a step when its turn has come; lines that average do so over the steps since the line before."""
+        """Log a step when its turn has come; lines that average do so over the steps since the line
+        before.
+        """
         self._steps_seen += 1
-        if self._steps_seen > self.config.train.sink_size:  # the first call of the engine compiles and fills caches
+        # the first call of the engine compiles and fills caches
+        if self._steps_seen > self.config.train.sink_size:
             self._times.append(row["step_time"])
         if self._rows:  # of older rows only what is averaged is kept
-            self._rows[-1] = {name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")}
+            self._rows[-1] = {
+                name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")
+            }
         self._rows.append(row)
         if (
             row["step"] % self.config.logging.interval == 0
@@ -65,7 +72,10 @@ class Report:
             self._rows = []
         hashes = self.config.logging.hash_interval
         if hashes and row["step"] % hashes == 0:
-            LOG.info(f"data: {row['consumed_samples']} samples up to step {row['step']}, hash {row['sample_hash']}")
+            LOG.info(
+                f"data: {row['consumed_samples']} samples up to step {row['step']}, hash"
+                f" {row['sample_hash']}"
+            )
 
     def validation(self, row: Row) -> None:
         for line in self.validation_lines(row):
@@ -97,15 +107,19 @@ class Report:
         return [" | ".join(parts)]
 
     def seconds_left(self, step: int) -> float | None:
-        """Time for the remaining steps at the median speed of recent ones, without validations and saves. None before the second step and
-        after the last."""
+        """Time for the remaining steps at the median speed of recent ones, without validations and
+        saves. None before the second step and after the last.
+        """
         if not self._times or step >= self.last_step:
             return None
         return (self.last_step - step) * statistics.median(self._times)
 
     def validation_lines(self, row: Row) -> list[str]:
         loss, perplexity = row["validation_loss"], row["validation_perplexity"]
-        return [f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over {row['validation_tokens']} tokens"]
+        return [
+            f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over"
+            f" {row['validation_tokens']} tokens"
+        ]
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
         """Both from 0."""
@@ -113,9 +127,11 @@ class Report:
 
 
 class MegatronReport(Report):
-    """Megatron-DeepSpeed's ``training_log`` and ``evaluate_and_print_results``, and the pipeline engine's ``steps:`` line.
+    """Megatron-DeepSpeed's ``training_log`` and ``evaluate_and_print_results``, and the pipeline
+    engine's ``steps:`` line.
 
-    The ModelZoo scripts take the words 10 of the lines with samples/sec and 15 of those with validation loss, so nothing may come before.
+    The ModelZoo scripts take the words 10 of the lines with samples/sec and 15 of those with
+    validation loss, so nothing may come before.
     """
 
     prefix = logging.Formatter("%(message)s")
@@ -126,7 +142,14 @@ class MegatronReport(Report):
         seconds = _mean(rows, "step_time")
         advanced = [row for row in rows if not row["skipped"]]
         devices = self.config.topology.world_size
-        tera_flops = flops_per_token(self.config.model) * self.batch * self.config.model.seq_length / seconds / devices / 1e12
+        tera_flops = (
+            flops_per_token(self.config.model)
+            * self.batch
+            * self.config.model.seq_length
+            / seconds
+            / devices
+            / 1e12
+        )
         parts = [
             f" iteration {row['step']:8d}/{self.last_step:8d}",
             f"consumed samples: {row['consumed_samples']:12d}",
@@ -142,18 +165,26 @@ class MegatronReport(Report):
             f"samples per second: {self.batch / seconds:.3f}",
             f"TFLOPs: {tera_flops:.2f}",
         ]
-        deepspeed = f"steps: {row['step']} loss: {row['loss']:0.4f} iter time (s): {seconds:0.3f} samples/sec: {self.batch / seconds:0.3f}"
+        deepspeed = (
+            f"steps: {row['step']} loss: {row['loss']:0.4f} iter time (s): {seconds:0.3f}"
+            f" samples/sec: {self.batch / seconds:0.3f}"
+        )
         return [deepspeed, " | ".join(parts) + " |"]
 
     def validation_lines(self, row: Row) -> list[str]:
         loss = row["validation_loss"]
-        line = f" validation loss at iteration {row['step']} | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+        line = (
+            f" validation loss at iteration {row['step']} | lm loss value: {loss:.6E} | lm loss"
+            f" PPL: {math.exp(min(20, loss)):.6E} | "
+        )
         dashes = "-" * (len(line) + 1)
         return [dashes, line, dashes]
 
 
 class FleetXReport(Report):
-    """PaddleFleetX's line of 2022-07 (the later ones leave out some of its parts), and its ``[eval]`` line."""
+    """PaddleFleetX's line of 2022-07 (the later ones leave out some of its parts), and its
+    ``[eval]`` line.
+    """
 
     prefix = logging.Formatter("[%(asctime)s] [%(levelname)8s] - %(message)s")
     line_for_every_skip = False
@@ -165,9 +196,10 @@ class FleetXReport(Report):
         tokens = self.batch * self.config.model.seq_length / seconds
         return [
             f"global step {row['step']}, epoch: {epoch}, batch: {batch}, loss: {row['loss']:.9f},"
-            f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f} sec, speed: {1 / seconds:.2f} step/s,"
-            f" ips_total: {tokens:.0f} tokens/s, ips: {tokens / self.config.parallel.data_parallel:.0f} tokens/s,"
-            f" learning rate: {row['learning_rate']:.5e}"
+            f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f}"
+            f" sec, speed: {1 / seconds:.2f} step/s, ips_total: {tokens:.0f} tokens/s, ips:"
+            f" {tokens / self.config.parallel.data_parallel:.0f} tokens/s, learning rate:"
+            f" {row['learning_rate']:.5e}"
         ]
 
     def validation_lines(self, row: Row) -> list[str]:
@@ -176,8 +208,8 @@ class FleetXReport(Report):
         seconds = row["validation_time"] / batches
         epoch, _ = self.epoch_and_step(row["step"])
         return [
-            f"[eval] epoch: {epoch}, batch: {batches - 1}, loss: {row['validation_loss']:.9f}, avg_eval_cost: {seconds:.5f} sec,"
-            f" speed: {1 / seconds:.2f} step/s"
+            f"[eval] epoch: {epoch}, batch: {batches - 1}, loss: {row['validation_loss']:.9f},"
+            f" avg_eval_cost: {seconds:.5f} sec, speed: {1 / seconds:.2f} step/s"
         ]
 
 
@@ -195,7 +227,9 @@ class MindFormersReport(Report):
     def step(self, row: Row) -> None:
         number, total, count = self._epoch
         epoch, _ = self.epoch_and_step(row["step"])
-        self._epoch = (epoch, total + row["loss"], count + 1) if epoch == number else (epoch, row["loss"], 1)
+        self._epoch = (
+            (epoch, total + row["loss"], count + 1) if epoch == number else (epoch, row["loss"], 1)
+        )
         super().step(row)
 
     def step_lines(self, rows: list[Row]) -> list[str]:
@@ -204,9 +238,10 @@ class MindFormersReport(Report):
         epochs = -(-self.last_step // self.steps_per_epoch)
         return [
             f"Epoch:[{epoch + 1:3d}/{epochs:3d}], step:[{step + 1:5d}/{self.steps_per_epoch:5d}],"
-            f" loss:[{row['loss']:5.3f}/{self._epoch[1] / self._epoch[2]:5.3f}], time:{row['step_time'] * 1000:5.3f} ms,"
-            f" lr:{np.float32(row['learning_rate'])!s}, overflow cond: {row['skipped'] and not row['outlier']},"
-            f" loss_scale: {row['loss_scale']}"
+            f" loss:[{row['loss']:5.3f}/{self._epoch[1] / self._epoch[2]:5.3f}],"
+            f" time:{row['step_time'] * 1000:5.3f} ms, lr:{np.float32(row['learning_rate'])!s},"
+            f" overflow cond: {row['skipped'] and not row['outlier']}, loss_scale:"
+            f" {row['loss_scale']}"
         ]
 
     def validation_lines(self, row: Row) -> list[str]:
@@ -215,7 +250,12 @@ class MindFormersReport(Report):
         return [f"Eval result: epoch {epoch + 1}, metrics: {metrics}"]
 
 
-STYLES: dict[str, type[Report]] = {"gpt2": Report, "megatron": MegatronReport, "fleetx": FleetXReport, "mindformers": MindFormersReport}
+STYLES: dict[str, type[Report]] = {
+    "gpt2": Report,
+    "megatron": MegatronReport,
+    "fleetx": FleetXReport,
+    "mindformers": MindFormersReport,
+}
 
 
 def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:

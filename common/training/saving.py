@@ -1,4 +1,6 @@
-"""When a checkpoint is written: never of a run that diverges, whose weights must not take the place of good ones."""
+"""When a checkpoint is written: never of a run that diverges, whose weights must not take the place
+of good ones.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.state import TrainState
 
 SANE_LOSS = 10.0
-"""A loss up to so many times that of a uniform guess, ln(vocabulary), shows that the weights before the step were good."""
+"""A loss up to so many times that of a uniform guess, ln(vocabulary), shows that the weights before
+the step were good.
+"""
 
 
 class Saver:
     """Saves through ``writer`` what ``take`` returns. Tell it every step.
 
-    Weights are those after a step, and the loss of the next step, or a validation, is the first that they give. So:
-    nothing is saved after a step whose loss is not finite, nor where every step since the last save was skipped;
-    and the newest checkpoint whose weights gave a sane loss is not pruned, whatever comes after it.
+    Weights are those after a step, and the loss of the next step, or a validation, is the first
+    that they give. So: nothing is saved after a step whose loss is not finite, nor where every step
+    since the last save was skipped; and the newest checkpoint whose weights gave a sane loss is not
+    pruned, whatever comes after it.
     """
 
     def __init__(
@@ -57,7 +62,9 @@ class Saver:
         self._judge(*self._validation)
 
     def loss_of(self, step: int) -> float:
-        """Return the loss of a validation after ``step``, the last one that was made; else the loss of the step itself."""
+        """Return the loss of a validation after ``step``, the last one that was made; else the loss
+        of the step itself.
+        """
         return self._validation[1] if self._validation[0] == step else self._loss
 
     def _judge(self, step: int, loss: float) -> None:
@@ -77,7 +84,10 @@ class Saver:
         reason = self.why_not()
         if reason:
             if not self._told:
-                LOG.warning(f"step {state.step}: no checkpoint is written: {reason}; those that are there stay as they are")
+                LOG.warning(
+                    f"step {state.step}: no checkpoint is written: {reason}; those that are there"
+                    " stay as they are"
+                )
             self._told = self.is_postponed = True
             return
         self._save(state)

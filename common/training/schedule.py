@@ -10,7 +10,8 @@ from common.config.resolved import TimedOptimizer
 def learning_rate(optimizer: TimedOptimizer, step: int) -> float:
     """Learning rate of optimizer step ``step`` (the first is 1).
 
-    Linear warm-up reaches the peak at ``warmup_steps``; the decay reaches ``min_learning_rate`` at ``decay_steps`` and stays there.
+    Linear warm-up reaches the peak at ``warmup_steps``; the decay reaches ``min_learning_rate`` at
+    ``decay_steps`` and stays there.
     """
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
@@ -24,5 +25,7 @@ def learning_rate(optimizer: TimedOptimizer, step: int) -> float:
     if optimizer.schedule == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        shape = math.pow(1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0)
+        shape = math.pow(
+            1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0
+        )
     return floor + (peak - floor) * shape

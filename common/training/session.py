@@ -1,4 +1,6 @@
-"""A training run on one rank, the same on both backends: what the ranks agree on, then all steps."""
+"""A training run on one rank, the same on both backends: what the ranks agree on, then all
+steps.
+"""
 
 from __future__ import annotations
 
@@ -115,5 +117,8 @@ def agree_on_start(config: TrainingRun, data: TrainingData, world: WorldBase) ->
     folder = Path(config.output_dir)
     holders = world.gather(run_folder.holder(folder))
     if len(set(holders)) > 1 and world.rank == 0:
-        LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot take the run up again")
+        LOG.warning(
+            f"output_dir={folder} is another folder on some hosts: share it, or they cannot take"
+            " the run up again"
+        )
     return Session(config=config, data=data, world=world, start=start, holders=holders)

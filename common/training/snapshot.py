@@ -1,4 +1,5 @@
-"""What an engine puts into a checkpoint, the same for both backends, so that either opens the other's.
+"""What an engine puts into a checkpoint, the same for both backends, so that either opens the
+other's.
 
 Files hold float32 and the true vocabulary. Rows that pad the embedding are cut off before, and put
 back as zeros after.
@@ -22,7 +23,11 @@ from common.weights.pieces import TensorSlice
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+STATE_NAMES = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
 
 Array = NDArray[np.float32]
 
@@ -56,12 +61,18 @@ def make_snapshot(
     """
     manifest = {
         "state": state.to_dict(),
-        "engine": {"optimizer_steps": engine.optimizer_steps, "loss_scale": engine.loss_scale, "rng": engine.rng},
+        "engine": {
+            "optimizer_steps": engine.optimizer_steps,
+            "loss_scale": engine.loss_scale,
+            "rng": engine.rng,
+        },
         **extra,
         "config": config.model_dump(),
         "versions": {**versions, "numpy": np.__version__},
     }
-    return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
+    return Snapshot(
+        files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part
+    )
 
 
 def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
@@ -71,7 +82,13 @@ def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
 
 def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
     """Cut them off a part of a parameter."""
-    return replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))) if name == EMBEDDING else piece
+    return (
+        replace(
+            piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))
+        )
+        if name == EMBEDDING
+        else piece
+    )
 
 
 def padded_rows(values: Array, rows: int) -> Array:

@@ -1,4 +1,6 @@
-"""Where a run begins: which checkpoint it resumes, loads or begins from, and whether that fits the config."""
+"""Where a run begins: which checkpoint it resumes, loads or begins from, and whether that fits the
+config.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +36,34 @@ class Start:
 
     def in_folder(self, folder: Path) -> bool:
         """True when a checkpoint of this very run is resumed."""
-        return self.resume is not None and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
+        return (
+            self.resume is not None
+            and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
+        )
 
 
 def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is made if need be."""
+    """Raise ConfigError unless checkpoints can be written into this folder, which is made if need
+    be.
+    """
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=checkpoints):
             pass
         with os.scandir(checkpoints) as entries:
-            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
+            wrong = [
+                entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()
+            ]
     except OSError as error:
         raise ConfigError(
-            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a folder that this user can write, or choose"
-            " another output_dir"
+            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
+            " folder that this user can write, or choose another output_dir"
         ) from None
     if wrong:
-        raise ConfigError(f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir")
+        raise ConfigError(
+            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or"
+            " choose another output_dir"
+        )
 
 
 def where_to_start(config: ResolvedRun, data: TrainingData) -> Start:
@@ -103,7 +115,10 @@ def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
     if wish != "never":
         return require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
     if find_checkpoint(folder) is not None:
-        raise ConfigError(f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or checkpoint.resume=auto")
+        raise ConfigError(
+            f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or"
+            " checkpoint.resume=auto"
+        )
     return None
 
 
@@ -127,10 +142,14 @@ def checkpoint_to_use(config: ResolvedRun) -> Path:
     if settings.load is not None:
         return require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
     found = find_checkpoint(Path(config.output_dir))
-    return found or require_checkpoint(Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load")
+    return found or require_checkpoint(
+        Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load"
+    )
 
 
-def weights_to_use(config: ResolvedRun, tokenizer: dict[str, Any] | None, *, export: bool = False) -> Path:
+def weights_to_use(
+    config: ResolvedRun, tokenizer: dict[str, Any] | None, *, export: bool = False
+) -> Path:
     """Return the checkpoint to evaluate, generate with or export.
 
     Raises CheckpointError unless its tokenizer and its model are those of the config.
@@ -163,21 +182,32 @@ def _read_fitting(
 def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingData) -> None:
     """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
-        LOG.warning("the data, its split, the window or the seed has changed since the checkpoint: the order of samples is a new one")
+        LOG.warning(
+            "the data, its split, the window or the seed has changed since the checkpoint: the"
+            " order of samples is a new one"
+        )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     silent = {"predict", "evaluation", "logging", "profile", "checkpoint"}
-    decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.skip_outliers else set()
+    decisive = (
+        {"logging.outlier_deviations", "logging.outlier_window"}
+        if config.train.skip_outliers
+        else set()
+    )
     for key, value in now.items():
-        if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
+        if (key in decisive or key.partition(".")[0] not in silent) and before.get(
+            key, value
+        ) != value:
             LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
 
 
-def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
+def _check_tokenizer(
+    manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path
+) -> None:
     trained = manifest.get("tokenizer")
     if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
         raise CheckpointError(
-            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens"
-            f" (sha256 {trained.get('sha256', '')[:12]}),"
-            f" the one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256 {tokenizer['sha256'][:12]});"
-            " give the vocabulary files it was trained with"
+            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of"
+            f" {trained.get('vocab_size')} tokens (sha256 {trained.get('sha256', '')[:12]}), the"
+            f" one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256"
+            f" {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
         )

@@ -18,7 +18,9 @@ class TrainState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
-    """Of the last finite steps, oldest first, logging.outlier_window at most; empty where outliers are not looked for."""
+    """Of the last finite steps, oldest first, logging.outlier_window at most; empty where outliers
+    are not looked for.
+    """
     grad_norms: list[float] = field(default_factory=list)
     """Of the same steps."""
 
@@ -27,11 +29,24 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Raises KeyError, TypeError or ValueError for what is no state. What older checkpoints do not know is empty."""
-        state = cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values or field.name not in _LATER})
-        state.losses, state.grad_norms = list(map(float, state.losses)), list(map(float, state.grad_norms))
+        """Raises KeyError, TypeError or ValueError for what is no state. What older checkpoints do
+        not know is empty.
+        """
+        state = cls(
+            **{
+                field.name: values[field.name]
+                for field in fields(cls)
+                if field.name in values or field.name not in _LATER
+            }
+        )
+        state.losses, state.grad_norms = (
+            list(map(float, state.losses)),
+            list(map(float, state.grad_norms)),
+        )
         if len(state.losses) != len(state.grad_norms):
-            raise ValueError(f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms")
+            raise ValueError(
+                f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms"
+            )
         return state
 
 

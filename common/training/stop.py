@@ -1,4 +1,6 @@
-"""A clean stop: SIGTERM and SIGINT are noted, and obeyed by the loop at the next step boundary; and a clean end of the process."""
+"""A clean stop: SIGTERM and SIGINT are noted, and obeyed by the loop at the next step boundary; and
+a clean end of the process.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from common.interrupts import end_at_interrupts
 
 
 class StopSignal:
-    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
+    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process
+    at once.
 
-    Not in a rank of our launcher, which may get the launcher's SIGTERM beside that of a scheduler; the launcher kills with SIGKILL.
-    A shell script starts a job in its background with SIGINT ignored. It stays ignored, as during the start.
+    Not in a rank of our launcher, which may get the launcher's SIGTERM beside that of a scheduler;
+    the launcher kills with SIGKILL. A shell script starts a job in its background with SIGINT
+    ignored. It stays ignored, as during the start.
     """
 
     def __init__(self) -> None:
@@ -33,7 +37,12 @@ class StopSignal:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -46,11 +55,12 @@ class StopSignal:
 
 
 def receive_interrupts() -> None:
-    """Take SIGINT in a thread that hands it to Python's handler, for a framework that replaces the process's own.
+    """Take SIGINT in a thread that hands it to Python's handler, for a framework that replaces the
+    process's own.
 
-    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the main thread is
-    back in Python; a second SIGINT ends the process at once, wherever that is. Call it before the framework starts threads, which
-    must inherit the mask.
+    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. The
+    handler runs when the main thread is back in Python; a second SIGINT ends the process at once,
+    wherever that is. Call it before the framework starts threads, which must inherit the mask.
     """
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         return
@@ -64,22 +74,30 @@ def receive_interrupts() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """``sys.exit``; but a rank of MindSpore on a CPU that our launcher has started leaves without MindSpore's exit handlers.
+    """``sys.exit``; but a rank of MindSpore on a CPU that our launcher has started leaves without
+    MindSpore's exit handlers.
 
-    These take leave of its scheduler, and ended three of about twenty starts of four ranks with signal 11 when all was done. Our launcher
-    ends the scheduler after the ranks; msrun's would wait for them to take leave. A rank of torch that ends after an error, while its
-    group is open, leaves without destructors: gloo's could abort the process when another rank has gone.
+    These take leave of its scheduler, and ended three of about twenty starts of four ranks with
+    signal 11 when all was done. Our launcher ends the scheduler after the ranks; msrun's would wait
+    for them to take leave. A rank of torch that ends after an error, while its group is open,
+    leaves without destructors: gloo's could abort the process when another rank has gone.
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # without a reader, closed, or not there
+        # without a reader, closed, or not there
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     end_at_interrupts()
     if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
         leave_now(code)
     distributed = sys.modules.get("torch.distributed")
-    if code and distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if (
+        code
+        and distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+    ):
         leave_now(code)
     sys.exit(code)
 

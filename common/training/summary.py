@@ -18,40 +18,50 @@ from common.training.state import TrainState
 from common.weights.names import count_parameters
 
 
-def announce(config: TrainingRun, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
+def announce(
+    config: TrainingRun, data: TrainingData, device_name: str, start: Start, state: TrainState
+) -> None:
     """Log the arithmetic of the run before its first step, in the style of its log."""
     use_style(config)
     model, train, optimizer = config.model, config.train, config.optimizer
     rows = config.vocab_rows
     padding = f", padded to {rows}" if rows != model.vocab_size else ""
     LOG.info(
-        f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {count_parameters(model):,} parameters,"
-        f" vocabulary {model.vocab_size}{padding}"
+        f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads,"
+        f" {count_parameters(model):,} parameters, vocabulary {model.vocab_size}{padding}"
     )
     batch = train.global_batch_size
     LOG.info(
-        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel {config.parallel.data_parallel} x accumulation"
-        f" {train.accumulation_steps} samples; {batch * model.seq_length:,} tokens a step"
+        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel"
+        f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
+        f" {batch * model.seq_length:,} tokens a step"
     )
     epochs = (train.max_steps or 0) * batch / data.samples_per_epoch
     LOG.info(
-        f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples;"
-        f" {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up {optimizer.warmup_steps}"
+        f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
+        f" samples; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"
+        f" {optimizer.warmup_steps}"
     )
-    LOG.info(f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}")
+    LOG.info(
+        f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
+    )
     for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # rank 0's alone
         LOG.warning(remark)
     if data.no_validation is not None:
         LOG.warning(f"no validation: {data.no_validation}")
     if start.resume is not None:
-        LOG.info(f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples")
+        LOG.info(
+            f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples"
+        )
     elif start.weights is not None:
         LOG.info(f"starting from the weights of {start.weights}")
     else:
         LOG.info(f"starting from initial weights of seed {config.seed}")
 
 
-def finish(config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
+def finish(
+    config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int
+) -> None:
     """Log the summary after the last step, and draw the plot."""
     folder = Path(config.output_dir)
     if config.logging.plot:
@@ -63,9 +73,14 @@ def finish(config: TrainingRun, state: TrainState, summary: dict[str, Any], *, p
     if "loss" in summary:
         parts.append(f"loss {summary['loss']:.4f}")
     if "validation_loss" in summary:
-        parts.append(f"validation loss {summary['validation_loss']:.4f}, perplexity {summary['validation_perplexity']:.2f}")
+        parts.append(
+            f"validation loss {summary['validation_loss']:.4f}, perplexity"
+            f" {summary['validation_perplexity']:.2f}"
+        )
     if "seconds" in summary:
-        parts.append(f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s")
+        parts.append(
+            f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s"
+        )
     parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
     LOG.info("; ".join(parts))
     try:

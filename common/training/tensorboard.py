@@ -1,4 +1,6 @@
-"""TensorBoard event files, written in the training thread: a disk that fills up ends the events, not the run."""
+"""TensorBoard event files, written in the training thread: a disk that fills up ends the events,
+not the run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 class EventFile:
-    """Scalars by step for TensorBoard, without torch. What comes after ``step`` replaces older events."""
+    """Scalars by step for TensorBoard, without torch. What comes after ``step`` replaces older
+    events.
+    """
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -26,7 +30,13 @@ class EventFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(folder / "events"))
             if step:
-                self._writer.write_event(Event(step=step + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
+                self._writer.write_event(
+                    Event(
+                        step=step + 1,
+                        wall_time=time.time(),
+                        session_log=SessionLog(status=SessionLog.START),
+                    )
+                )
         except OSError as error:
             self._give_up(error)
 
@@ -54,5 +64,6 @@ class EventFile:
     def _give_up(self, error: OSError) -> None:
         LOG.warning(f"TensorBoard events end here: {error}; metrics.jsonl has every step")
         with suppress(OSError, AttributeError):
-            self._writer._py_recordio_writer.close()  # else it fails again, with noise, when it is collected
+            # else it fails again, with noise, when it is collected
+            self._writer._py_recordio_writer.close()
         self._writer = None

@@ -1,7 +1,7 @@
 """Initial weights, made by numpy so that they are the same on every layout and framework.
 
-Each block of 128 rows of a parameter has a generator of its own, keyed by (seed, name, block), so that a shard
-makes its own rows and no others.
+Each block of 128 rows of a parameter has a generator of its own, keyed by (seed, name, block), so
+that a shard makes its own rows and no others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def initial_rows(
     stop: int | None = None,
     columns: tuple[int, int] | None = None,
 ) -> NDArray[np.float32]:
-    """Rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``; of them the ``columns`` from first to end.
+    """Rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``; of them the
+    ``columns`` from first to end.
 
-    Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``, and ``initializer_range /
-    sqrt(2 x num_layers)`` for projections back into the residual stream (Radford et al. 2019, section 2.3). Rows of the
-    embedding beyond the vocabulary are 0, and stay 0, since their logits are masked.
+    Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``,
+    and ``initializer_range / sqrt(2 x num_layers)`` for projections back into the residual stream
+    (Radford et al. 2019, section 2.3). Rows of the embedding beyond the vocabulary are 0, and stay
+    0, since their logits are masked.
     """
     stop = shape[0] if stop is None else stop
     width = slice(*columns) if columns else slice(None)
@@ -45,9 +47,13 @@ def initial_rows(
     rows = np.empty((stop - start, len(range(*width.indices(shape[1])))), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
-        made = _generator(seed, name, block).standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
+        made = _generator(seed, name, block).standard_normal(
+            (ROWS_PER_BLOCK, *shape[1:]), np.float32
+        )
         here = slice(max(first, start), min(first + ROWS_PER_BLOCK, stop))
-        rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first, width] * deviation
+        rows[here.start - start : here.stop - start] = (
+            made[here.start - first : here.stop - first, width] * deviation
+        )
     if name == EMBEDDING and stop > model.vocab_size:
         rows[max(model.vocab_size - start, 0) :] = 0.0
     return rows

@@ -1,7 +1,7 @@
 """The parameters of a GPT-2 by name and shape: one table for both backends.
 
-Linear weights are (out, in). q, k and v are separate, so that a contiguous cut over heads is a correct tensor-parallel shard.
-The head is tied to ``wte.weight`` and has no parameter of its own.
+Linear weights are (out, in). q, k and v are separate, so that a contiguous cut over heads is a
+correct tensor-parallel shard. The head is tied to ``wte.weight`` and has no parameter of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ EMBEDDING = "wte.weight"
 def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
     """Name -> shape with the true vocabulary, in the order of the forward pass."""
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab_size, hidden), "wpe.weight": (positions, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (model.vocab_size, hidden),
+        "wpe.weight": (positions, hidden),
+    }
 
     def norm(name: str) -> None:
         shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
 
     def linear(name: str, out_features: int, in_features: int) -> None:
-        shapes.update({f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)})
+        shapes.update(
+            {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
+        )
 
     for layer in range(model.num_layers):
         norm(f"h.{layer}.ln_1")
@@ -40,32 +45,53 @@ def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: ResolvedModel) -> int:
-    """Parameters with the true vocabulary and the head tied: V h + P h + L (12 h^2 + 13 h) + 2 h for an MLP of 4 h."""
+    """Parameters with the true vocabulary and the head tied: V h + P h + L (12 h^2 + 13 h) + 2 h
+    for an MLP of 4 h.
+    """
     outside, with_a_block = (
-        sum(math.prod(shape) for shape in parameter_shapes(model.model_copy(update={"num_layers": layers})).values()) for layers in (0, 1)
+        sum(
+            math.prod(shape)
+            for shape in parameter_shapes(model.model_copy(update={"num_layers": layers})).values()
+        )
+        for layers in (0, 1)
     )
     return outside + model.num_layers * (with_a_block - outside)
 
 
 def decays(name: str) -> bool:
-    """True for matrices and embeddings, which weight decay shrinks; False for biases and layer norms."""
+    """True for matrices and embeddings, which weight decay shrinks; False for biases and layer
+    norms.
+    """
     return name.endswith(".weight") and ".ln_" not in f".{name}"
 
 
 def parameter_of(tensor: str) -> str:
-    """The parameter to which a tensor of a checkpoint belongs: ``wte.weight`` of ``wte.weight.exp_avg``."""
+    """The parameter to which a tensor of a checkpoint belongs: ``wte.weight`` of
+    ``wte.weight.exp_avg``.
+    """
     return re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", tensor)
 
 
 def check_tensors(
-    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], partial: Mapping[str, int] | None = None
+    path: Path,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    partial: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise CheckpointError listing every tensor that is missing, unexpected, of another shape, or ``partial``: how many elements are
-    there of those that are not whole."""
+    """Raise CheckpointError listing every tensor that is missing, unexpected, of another shape, or
+    ``partial``: how many elements are there of those that are not whole.
+    """
     partial = partial or {}
-    faults = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-    faults += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
-    faults += [f"of {name} {list(expected[name])} only {there} elements are there" for name, there in partial.items()]
+    faults = [
+        f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found
+    ]
+    faults += [
+        f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected
+    ]
+    faults += [
+        f"of {name} {list(expected[name])} only {there} elements are there"
+        for name, there in partial.items()
+    ]
     faults += [
         f"{name} is {list(found[name])}, the model's is {list(shape)}"
         for name, shape in expected.items()
@@ -74,6 +100,8 @@ def check_tensors(
     if faults:
         shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
         remedy = (
-            "Use another checkpoint: a rank's part is lost" if partial else "Give the model section that the checkpoint was trained with"
+            "Use another checkpoint: a rank's part is lost"
+            if partial
+            else "Give the model section that the checkpoint was trained with"
         )
         raise CheckpointError(f"{path}: does not fit the model: {shown}. {remedy}")

@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint as a whole, whichever ranks have written them in which pieces; any rectangle of them is read on its own."""
+"""The tensors of a checkpoint as a whole, whichever ranks have written them in which pieces; any
+rectangle of them is read on its own.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,25 @@ from common.weights.names import check_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector has no columns."""
+    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector
+    has no columns.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+        return tuple(
+            end - start for start, end in (self.rows, *([self.columns] if self.columns else []))
+        )
 
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
-"""[[first row, end], [first column, end]] as the manifest holds it; a vector has the first of them alone."""
+"""[[first row, end], [first column, end]] as the manifest holds it; a vector has the first of them
+alone.
+"""
 
 
 def to_rectangle(piece: TensorSlice) -> Rectangle:
@@ -47,15 +55,19 @@ class ShardedReader:
         self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
-        """The tensors of one open file; of those in ``pieces`` it holds these rectangles, of the others all."""
+        """The tensors of one open file; of those in ``pieces`` it holds these rectangles, of the
+        others all.
+        """
         for name, shape in shapes_of(reader).items():
             spans = [[0, size] for size in shape]
-            if pieces is not None and name in pieces:  # what the manifest does not know is no tensor of the model: require refuses it
+            # what the manifest does not know is no tensor of the model: require refuses it
+            if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
                 if tuple(end - first for first, end in spans) != shape:
                     raise CheckpointError(
-                        f"{self._path}: the manifest says {spans} of {name}, its part is {list(shape)}; use another checkpoint"
+                        f"{self._path}: the manifest says {spans} of {name}, its part is"
+                        f" {list(shape)}; use another checkpoint"
                     )
             self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
 
@@ -63,17 +75,30 @@ class ShardedReader:
         return bool(self._parts)
 
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless these tensors are there, whole and with these shapes, and no others."""
+        """Raise CheckpointError unless these tensors are there, whole and with these shapes, and no
+        others.
+        """
         found = {
-            name: tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
+            name: tuple(
+                max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1]))
+            )
             for name, parts in self._parts.items()
         }
         there = {
-            name: sum(math.prod(span.stop - span.start for span in spans) for _, spans in self._parts[name])
+            name: sum(
+                math.prod(span.stop - span.start for span in spans)
+                for _, spans in self._parts[name]
+            )
             for name, shape in expected.items()
-            if name in self._split and len(shape) == len(found[name]) and all(map(operator.le, found[name], shape))
+            if name in self._split
+            and len(shape) == len(found[name])
+            and all(map(operator.le, found[name], shape))
         }
-        partial = {name: elements for name, elements in there.items() if elements != math.prod(expected[name])}
+        partial = {
+            name: elements
+            for name, elements in there.items()
+            if elements != math.prod(expected[name])
+        }
         check_tensors(self._path, found, expected, partial)
 
     def read(self, name: str, piece: TensorSlice) -> Array:
@@ -85,22 +110,37 @@ class ShardedReader:
             return whole
         values = np.zeros(piece.shape, np.float32)
         for reader, spans in parts:
-            common = [(max(first, span.start), min(end, span.stop)) for (first, end), span in zip(wanted, spans, strict=True)]
+            common = [
+                (max(first, span.start), min(end, span.stop))
+                for (first, end), span in zip(wanted, spans, strict=True)
+            ]
             if all(first < end for first, end in common):
-                target = tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(common, wanted, strict=True))
-                source = tuple(slice(first - span.start, end - span.start) for (first, end), span in zip(common, spans, strict=True))
+                target = tuple(
+                    slice(first - start, end - start)
+                    for (first, end), (start, _) in zip(common, wanted, strict=True)
+                )
+                source = tuple(
+                    slice(first - span.start, end - span.start)
+                    for (first, end), span in zip(common, spans, strict=True)
+                )
                 values[target] = reader.get_slice(name)[source]
         return values
 
 
 @contextmanager
-def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[ShardedReader]:
-    """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its part of. Raises CheckpointError."""
+def open_stored(
+    checkpoint: Path, file: str, manifest: Mapping[str, Any]
+) -> Iterator[ShardedReader]:
+    """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its
+    part of. Raises CheckpointError.
+    """
     stored = ShardedReader(checkpoint / file)
     with ExitStack() as stack:
         for name, record in manifest["files"].items():
             if name == file or name.startswith(f"{Path(file).stem}.rank_"):
-                stored.add(stack.enter_context(open_safetensors(checkpoint / name)), record.get("pieces"))
+                stored.add(
+                    stack.enter_context(open_safetensors(checkpoint / name)), record.get("pieces")
+                )
         yield stored
 
 

@@ -1,7 +1,8 @@
 """Communication between the ranks of a group: within compiled graphs, and on the host between them.
 
-A CPU has AllReduce alone in any group, as a sum of float32 or float16; the rest is made of it. With ``native`` the primitives of Ascend
-are used, written from MindSpore's documentation and not run here.
+A CPU has AllReduce alone in any group, as a sum of float32 or float16; the rest is made of it. With
+``native`` the primitives of Ascend are used, written from MindSpore's documentation and not run
+here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Group:
 
 
 def make_group(ranks: Sequence[int], rank: int, world_size: int, *, native: bool) -> Group:
-    """Of equally spaced ranks, among them this one. Every member must call it, in the same order of groups."""
+    """Of equally spaced ranks, among them this one. Every member must call it, in the same order of
+    groups.
+    """
     if len(ranks) == world_size:
         name = GlobalComm.WORLD_COMM_GROUP
     else:
@@ -81,13 +84,17 @@ class ReduceScatter(nn.Cell):
 
 
 def prepare_messages(world_size: int) -> None:
-    """Call once on every rank, before the first ``send`` or ``receive``: on a CPU they look up a group of Ascend's name, or hang."""
+    """Call once on every rank, before the first ``send`` or ``receive``: on a CPU they look up a
+    group of Ascend's name, or hang.
+    """
     if GlobalComm.WORLD_COMM_GROUP != "hccl_world_group":
         create_group("hccl_world_group", list(range(world_size)))
 
 
 def send(x: Tensor, rank: int) -> Any:
-    """To a rank of the world, without waiting for it. Returns a handle to wait for, None where x has been copied away."""
+    """To a rank of the world, without waiting for it. Returns a handle to wait for, None where x
+    has been copied away.
+    """
     return distributed.isend(x, rank, group=GlobalComm.WORLD_COMM_GROUP)
 
 
@@ -103,7 +110,10 @@ def exchange(group: Group, data: bytes) -> list[bytes]:
     lengths = exchange_numbers(group, len(data))
     rows = np.zeros((group.size, max(lengths)), np.float32)
     rows[group.rank, : len(data)] = np.frombuffer(data, np.uint8)
-    return [row[:size].astype(np.uint8).tobytes() for row, size in zip(_sum(group, rows), lengths, strict=True)]
+    return [
+        row[:size].astype(np.uint8).tobytes()
+        for row, size in zip(_sum(group, rows), lengths, strict=True)
+    ]
 
 
 def exchange_numbers(group: Group, number: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""Replicas of the model: gradients summed over them, and with ZeRO stage 1 the optimizer's state split over them."""
+"""Replicas of the model: gradients summed over them, and with ZeRO stage 1 the optimizer's state
+split over them.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +18,53 @@ from mindformers_gpt2.parallel.world import World
 
 
 class DataParallel(nn.Cell):
-    """Gradients are summed, not averaged: each micro batch is divided by the global batch. They travel in one message.
+    """Gradients are summed, not averaged: each micro batch is divided by the global batch. They
+    travel in one message.
 
-    Split, each rank updates its share of the rows of every parameter; shares are equal, zeros fill up the last ones.
+    Split, each rank updates its share of the rows of every parameter; shares are equal, zeros fill
+    up the last ones.
     """
 
-    def __init__(self, config: ResolvedRun, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, config: ResolvedRun, world: World, shapes: Sequence[tuple[int, ...]]
+    ) -> None:
         """shapes: of the gradients, in their order."""
         super().__init__()
         group = world.groups.get(GroupKind.DATA)
         self.splits = group is not None and config.parallel.zero_stage > 0
         self.ranks = world.topology.data if self.splits else 1
-        self.combine = None if group is None else ReduceScatter(group) if self.splits else all_reduce(group)
+        self.combine = (
+            None if group is None else ReduceScatter(group) if self.splits else all_reduce(group)
+        )
         self.all_gather = AllGather(group) if group is not None and self.splits else None
         self.sum_dtype = DTYPES[config.precision.reduction]
         self.sizes = tuple(math.prod(self.share_of(shape)) for shape in shapes)
-        # Primitives and HyperMap: loops, and the functions of ops, would take longer to compile than all the rest of the update.
-        self.cast, self.reshape, self.concat, self.split = ops.Cast(), ops.Reshape(), ops.Concat(1), SplitWithSize()
+        # Primitives and HyperMap: loops, and the functions of ops, would take longer to compile
+        # than all the rest of the update.
+        self.cast, self.reshape, self.concat, self.split = (
+            ops.Cast(),
+            ops.Reshape(),
+            ops.Concat(1),
+            SplitWithSize(),
+        )
 
     def construct(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Their sums over the replicas, or this rank's shares of them."""
         if self.combine is None:
             return gradients
         summed = self.combine(self.concat(ops.HyperMap()(self._line, gradients)))
-        shares: Sequence[Tensor] = ops.HyperMap()(self._share, self.split(summed, self.sizes, 1), gradients)
+        shares: Sequence[Tensor] = ops.HyperMap()(
+            self._share, self.split(summed, self.sizes, 1), gradients
+        )
         return shares
 
     def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """All parameters whole, from everyone's shares. ``parameters`` lend their shapes."""
         assert self.all_gather is not None
         gathered = self.all_gather(self.concat(ops.HyperMap()(self._flat, shares)))
-        whole: Sequence[Tensor] = ops.HyperMap()(self._join, self.split(gathered, self.sizes, 1), parameters)
+        whole: Sequence[Tensor] = ops.HyperMap()(
+            self._join, self.split(gathered, self.sizes, 1), parameters
+        )
         return whole
 
     def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +75,9 @@ class DataParallel(nn.Cell):
         """(ranks, elements of a share), in the type in which it is summed."""
         missing = -gradient.shape[0] % self.ranks
         if missing:
-            gradient = ops.concat((gradient, ops.zeros((missing, *gradient.shape[1:]), gradient.dtype)))
+            gradient = ops.concat(
+                (gradient, ops.zeros((missing, *gradient.shape[1:]), gradient.dtype))
+            )
         return self.cast(self.reshape(gradient, (self.ranks, -1)), self.sum_dtype)
 
     def _share(self, line: Tensor, gradient: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
     """
     topology = world.topology
     with no_init_parameters():
-        model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
+        model = GPT2(
+            config.model, config.precision, config.vocab_rows, native=device.native_kernels
+        )
         if topology.pipeline > 1:
             keep_stage(model, world.at.pipeline, topology)
         if topology.tensor > 1:
@@ -44,9 +46,12 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
     return [model]
 
 
-def own_dropout_keys(config: ResolvedRun, world: World, step: int, number: int) -> NDArray[np.uint32]:
-    """Of a micro batch of this rank, for the layers that it holds: those of one process for the same samples, but for the heads, of which
-    each tensor-parallel rank has others."""
+def own_dropout_keys(
+    config: ResolvedRun, world: World, step: int, number: int
+) -> NDArray[np.uint32]:
+    """Of a micro batch of this rank, for the layers that it holds: those of one process for the
+    same samples, but for the heads, of which each tensor-parallel rank has others.
+    """
     at, accumulation = world.at, config.train.accumulation_steps
     keys = dropout_keys(config, step, at.data * accumulation + number, at.tensor)
     layers = world.topology.layers_of(at.pipeline, config.model.num_layers)
@@ -56,8 +61,17 @@ def own_dropout_keys(config: ResolvedRun, world: World, step: int, number: int) 
 class GradientSync(nn.Cell):
     """Gradient reductions of a step, with the loss and the global gradient norm."""
 
-    def __init__(self, config: ResolvedRun, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
-        """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the same, or none."""
+    def __init__(
+        self,
+        config: ResolvedRun,
+        world: World,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        has_loss: bool,
+    ) -> None:
+        """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the
+        same, or none.
+        """
         super().__init__()
         self.owns = partial(owns, config.parallel, world.topology, world.at)
         """Whether this rank speaks for its part of a parameter; others may hold the same."""
@@ -71,16 +85,25 @@ class GradientSync(nn.Cell):
         self.reshape, self.concat, self.sum = ops.Reshape(), ops.Concat(), ops.ReduceSum()
         self.has_loss = has_loss
 
-    def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """The mean loss of the global batch, the norm of the gradients of all ranks, each element counted once, and the gradients with
-        which this rank updates."""
+    def construct(
+        self, loss: Tensor, gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """The mean loss of the global batch, the norm of the gradients of all ranks, each element
+        counted once, and the gradients with which this rank updates.
+        """
         summed = self.data_parallel(gradients)
         if self.between_copies is not None:
             summed = (self.between_copies(summed[0]), *summed[1:])
         each = self.concat(ops.HyperMap()(self._squares, summed))
         mine = loss if self.has_loss else ops.zeros_like(loss)
-        both = self.concat((self.reshape(mine, (1,)), self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,))))
-        # MindSpore keeps messages in order only where one needs the other, and the line above may be a constant
+        both = self.concat(
+            (
+                self.reshape(mine, (1,)),
+                self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,)),
+            )
+        )
+        # MindSpore keeps messages in order only where one needs the other, and the line above may
+        # be a constant
         both = self.everyone(ops.depend(both, each))
         return both[0], ops.sqrt(both[1]), summed
 

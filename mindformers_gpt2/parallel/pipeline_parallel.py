@@ -1,7 +1,8 @@
-"""Pipeline parallel: the layers of a stage, and the order in which the micro batches of a step go through it (GPipe, 1F1B).
+"""Pipeline parallel: the layers of a stage, and the order in which the micro batches of a step go
+through it (GPipe, 1F1B).
 
-Stages are compiled; between them the host sends and receives. Each keeps of a micro batch its input alone, and does the forward pass
-again for the gradients.
+Stages are compiled; between them the host sends and receives. Each keeps of a micro batch its input
+alone, and does the forward pass again for the gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ Keys = tuple[Tensor, ...]
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
     """Leave of a model what one stage holds, under the names that it has in the whole.
 
-    It takes and gives hidden states where token ids, or what the head needs, are another stage's. Graph mode compiles the
-    methods of a class, so a later stage gets a class with another ``begin``.
+    It takes and gives hidden states where token ids, or what the head needs, are another stage's.
+    Graph mode compiles the methods of a class, so a later stage gets a class with another
+    ``begin``.
     """
     names = {parameter.name: parameter for parameter in model.get_parameters()}
-    model.h = nn.CellList([model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)])
+    model.h = nn.CellList(
+        [model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)]
+    )
     for name, parameter in names.items():  # the list has numbered them anew
         parameter.name = name
     first, last = stage == 0, stage == topology.stages - 1
@@ -57,15 +61,29 @@ class _Unchanged(nn.Cell):
 
 
 class Pipeline:
-    """The stage of this rank, and how a step goes through it. All pipeline ranks give ``step`` and ``evaluate`` the same batch."""
+    """The stage of this rank, and how a step goes through it. All pipeline ranks give ``step`` and
+    ``evaluate`` the same batch.
+    """
 
-    def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: MindSporeDevice, loss_scale: DeviceLossScale) -> None:
+    def __init__(
+        self,
+        model: GPT2,
+        config: ResolvedRun,
+        world: World,
+        device: MindSporeDevice,
+        loss_scale: DeviceLossScale,
+    ) -> None:
         line, place = list(world.topology.group(GroupKind.PIPELINE, world.rank)), world.at.pipeline
         self._before = line[place - 1] if place > 0 else None
         self._after = line[place + 1] if place + 1 < len(line) else None
         self.has_loss = self._after is None
         self._width, self._dtype = config.model.hidden_size, model.compute_dtype
-        self._order = order_of_rank(config.parallel.pipeline_schedule, world.topology, place, config.train.accumulation_steps)
+        self._order = order_of_rank(
+            config.parallel.pipeline_schedule,
+            world.topology,
+            place,
+            config.train.accumulation_steps,
+        )
         of_input = self._before is not None
         self._forward = device.compile(model)
         self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
@@ -79,8 +97,12 @@ class Pipeline:
         self._new = True
         self._evaluated: set[tuple[int, ...]] = set()
 
-    def step(self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys]) -> tuple[Tensor, ...]:
-        """The loss, 0 where the head is not, and the gradients of this stage's weights, summed over the micro batches (ids, targets)."""
+    def step(
+        self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys]
+    ) -> tuple[Tensor, ...]:
+        """The loss, 0 where the head is not, and the gradients of this stage's weights, summed over
+        the micro batches (ids, targets).
+        """
         if self._new:
             self._compile(*batch[0], keys(0))
             self._new = False
@@ -93,12 +115,16 @@ class Pipeline:
             if action.what is Pass.FORWARD:
                 inputs[number] = ids if self._before is None else self._receive(ids, self._before)
                 if self._after is not None:
-                    on_their_way.append(send(self._forward(inputs[number], *keys(number)), self._after))
+                    on_their_way.append(
+                        send(self._forward(inputs[number], *keys(number)), self._after)
+                    )
                 continue
             slope = targets if self._after is None else self._receive(ids, self._after)
             found = list(self._gradients(inputs.pop(number), slope, *keys(number)))
             if self._before is not None:
-                on_their_way.append(send(found.pop(0 if self._after is not None else 1), self._before))
+                on_their_way.append(
+                    send(found.pop(0 if self._after is not None else 1), self._before)
+                )
             summed = tuple(found) if summed is None else self._add(*summed, *found)
         for message in on_their_way:
             message.wait()
@@ -119,7 +145,9 @@ class Pipeline:
         return Tensor(0.0, ms.float32)
 
     def _compile(self, ids: Tensor, targets: Tensor, keys: Keys) -> None:
-        """All stages at once, before the first message: whoever waits for one may give up after half a minute."""
+        """All stages at once, before the first message: whoever waits for one may give up after
+        half a minute.
+        """
         hidden = ops.zeros((*ids.shape, self._width), self._dtype)
         x = ids if self._before is None else hidden
         if self._after is not None:

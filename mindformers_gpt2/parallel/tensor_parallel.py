@@ -1,7 +1,7 @@
 """Tensor parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section 3).
 
-Between the split regions every rank of the group has all activations (B, T, C). A region is entered once and left once: its input is
-copied, its partial results are summed.
+Between the split regions every rank of the group has all activations (B, T, C). A region is entered
+once and left once: its input is copied, its partial results are summed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from mindformers_gpt2.parallel.collectives import Group, all_reduce
 
 
 class Enter(nn.Cell):
-    """Into a region whose weights are split: the gradient is the sum of those that the ranks have found."""
+    """Into a region whose weights are split: the gradient is the sum of those that the ranks have
+    found.
+    """
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -45,18 +47,26 @@ class Leave(nn.Cell):
 
 
 class RowLinear(Linear):
-    """Weight (out, in / group): the results are summed over the group before the bias, which every rank has whole, is added."""
+    """Weight (out, in / group): the results are summed over the group before the bias, which every
+    rank has whole, is added.
+    """
 
     leave: Leave
 
     def construct(self, x: Tensor) -> Tensor:
         shape = x.shape
-        product = self.leave(self.matmul(x.reshape((-1, self.in_features)), ops.cast(self.weight, x.dtype)))
-        return self.add(product, ops.cast(self.bias, x.dtype)).reshape((*shape[:-1], self.out_features))
+        product = self.leave(
+            self.matmul(x.reshape((-1, self.in_features)), ops.cast(self.weight, x.dtype))
+        )
+        return self.add(product, ops.cast(self.bias, x.dtype)).reshape(
+            (*shape[:-1], self.out_features)
+        )
 
 
 class VocabularyEmbedding(Embedding):
-    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has all."""
+    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has
+    all.
+    """
 
     leave: Leave
     first: int
@@ -70,14 +80,17 @@ class VocabularyEmbedding(Embedding):
 
 
 def split_model(model: GPT2, group: Group) -> None:
-    """Replace each parameter of a model without memory by this rank's part, and join the regions by communication.
+    """Replace each parameter of a model without memory by this rank's part, and join the regions by
+    communication.
 
-    Hooks enter the regions. Inside them a Cell gets another class, since a hook behind it would see its result with the
-    bias, and a new Cell would have to be named, typed and marked as the one in its place.
+    Hooks enter the regions. Inside them a Cell gets another class, since a hook behind it would see
+    its result with the bias, and a new Cell would have to be named, typed and marked as the one in
+    its place.
     """
     for _, cell in list(model.cells_and_names()):
         for part, parameter in list(cell.parameters_and_names(expand=False)):
-            name = parameter.name  # that of its place in the whole model, of which this may be a stage
+            # that of its place in the whole model, of which this may be a stage
+            name = parameter.name
             setattr(cell, part, empty(name, local_shape(name, tuple(parameter.shape), group.size)))
             if part == "weight" and isinstance(cell, Linear):
                 cell.out_features, cell.in_features = cell.weight.shape
@@ -87,7 +100,9 @@ def split_model(model: GPT2, group: Group) -> None:
                 cell.__class__, cell.leave = VocabularyEmbedding, Leave(group)
                 cell.rows = cell.weight.shape[0]
                 cell.first = group.rank * cell.rows
-                model.cross_entropy = CrossEntropySum(model.config.vocab_size, VocabularyShard(group=group, first=cell.first))
+                model.cross_entropy = CrossEntropySum(
+                    model.config.vocab_size, VocabularyShard(group=group, first=cell.first)
+                )
     enter = Enter(group)
 
     def enter_before(_: nn.Cell, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,12 +19,20 @@ from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
+from mindformers_gpt2.parallel.collectives import (
+    Group,
+    exchange,
+    exchange_numbers,
+    make_group,
+    prepare_messages,
+)
 
 T = TypeVar("T")
 _KINDS = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.EMBEDDING)
 _LOST = re.compile(
-    r"launch kernel failed, name:\S*(all_?reduce|all_?gather|reduce_?scatter)|(recv|send) failed|heartbeat|scheduler|hccl", re.IGNORECASE
+    r"launch kernel failed, name:\S*(all_?reduce|all_?gather|reduce_?scatter)|(recv|send)"
+    r" failed|heartbeat|scheduler|hccl",
+    re.IGNORECASE,
 )
 """What MindSpore 2.10 says when another rank has gone, or has let it wait for half a minute."""
 
@@ -38,12 +46,16 @@ class World(WorldBase):
     """Where this device's messages give up after a time."""
 
     def meet(self) -> None:
-        """Wait for all ranks, where it is needed, so that none comes too late for the others' patience."""
+        """Wait for all ranks, where it is needed, so that none comes too late for the others'
+        patience.
+        """
         if self.barrier is not None:
             self.barrier.wait()
 
     def leave(self) -> None:
-        """Wait for all ranks. Not by a message: on a CPU those of a rank fail when another has gone that is done with them."""
+        """Wait for all ranks. Not by a message: on a CPU those of a rank fail when another has gone
+        that is done with them.
+        """
         if self.barrier is not None:
             self.barrier.wait()
         else:
@@ -53,7 +65,8 @@ class World(WorldBase):
         if self.everyone is None:
             return [value]
         self.meet()
-        return [pickle.loads(data) for data in exchange(self.everyone, pickle.dumps(value))]  # noqa: S301  (of this run's own ranks)
+        given = exchange(self.everyone, pickle.dumps(value))
+        return [pickle.loads(data) for data in given]  # noqa: S301  (of this run's own ranks)
 
     def all_reduce_max(self, value: int) -> int:
         if self.everyone is None:
@@ -64,24 +77,33 @@ class World(WorldBase):
 
 @contextmanager
 def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -> Iterator[World]:
-    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot be reached, also later on."""
+    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot
+    be reached, also later on.
+    """
     if process.world_size == 1:
         yield World()
         return
     if device.kind == "cpu" and not os.environ.get("MS_SCHED_HOST"):
         raise ConfigError(
-            f"rank {process.rank}: MindSpore's processes meet through its scheduler, and {process.launcher} has not named one"
-            " (MS_SCHED_HOST); start them with scripts/run_distribute.sh or msrun"
+            f"rank {process.rank}: MindSpore's processes meet through its scheduler, and"
+            f" {process.launcher} has not named one (MS_SCHED_HOST); start them with"
+            " scripts/run_distribute.sh or msrun"
         )
     try:
         init()
         if (get_rank(), get_group_size()) != (process.rank, process.world_size):
             raise ConfigError(
-                f"rank {process.rank} of {process.world_size} is rank {get_rank()} of {get_group_size()} for MindSpore; the variables of"
-                f" two launchers contradict each other: start it in a clean shell"
+                f"rank {process.rank} of {process.world_size} is rank {get_rank()} of"
+                f" {get_group_size()} for MindSpore; the variables of two launchers contradict each"
+                " other: start it in a clean shell"
             )
         topology = config.topology
-        everyone = make_group(range(process.world_size), process.rank, process.world_size, native=device.native_collectives)
+        everyone = make_group(
+            range(process.world_size),
+            process.rank,
+            process.world_size,
+            native=device.native_collectives,
+        )
         if topology.pipeline > 1:
             prepare_messages(process.world_size)
         world = World(
@@ -91,7 +113,9 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             groups=_make_groups(topology, process.rank, native=device.native_collectives),
             everyone=everyone,
             # a little longer than the launcher waits, which knows better whom to blame
-            barrier=_barrier(everyone, config.runtime.stall_limit + 30) if not device.native_collectives else None,
+            barrier=_barrier(everyone, config.runtime.stall_limit + 30)
+            if not device.native_collectives
+            else None,
         )
         with exit_barrier(world.leave):
             yield world
@@ -100,7 +124,8 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             raise
         reason = next(line for line in str(error).splitlines() if line.strip(" -"))
         raise RunError(
-            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
+            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
+            " one that failed first"
         ) from error
 
 
@@ -111,16 +136,21 @@ _barriers: dict[str, TcpBarrier] = {}
 def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
     if everyone.name not in _barriers:
         host = BarrierServer(os.environ["MS_SCHED_HOST"]) if everyone.rank == 0 else None
-        port, token = pickle.loads(exchange(everyone, pickle.dumps(host and (host.port, host.token)))[0])  # noqa: S301
+        given = exchange(everyone, pickle.dumps(host and (host.port, host.token)))
+        port, token = pickle.loads(given[0])  # noqa: S301
         _barriers[everyone.name] = (
-            host.receive(everyone.size) if host is not None else connect(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
+            host.receive(everyone.size)
+            if host is not None
+            else connect(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
         )
     _barriers[everyone.name].limit(seconds)
     return _barriers[everyone.name]
 
 
 def serve_as_scheduler() -> None:
-    """Of the process with MS_ROLE=MS_SCHED: bring the ranks together. It is done, at the end of the process, when they are."""
+    """Of the process with MS_ROLE=MS_SCHED: bring the ranks together. It is done, at the end of the
+    process, when they are.
+    """
     init()
 
 

@@ -1,4 +1,6 @@
-"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run on an Ascend."""
+"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run
+on an Ascend.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,23 @@ class SemiAutoEngine(BaseEngine):
         super().__init__(config, device, world, manifest_extra)
         world = self.world
         settings = semi_auto_settings(config, world.rank)
-        Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
+        Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(
+            parents=True, exist_ok=True
+        )
         ms.set_auto_parallel_context(**settings)
         if config.parallel.vocab_emb_dp and splits_vocabulary(config) and world.rank == 0:
-            LOG.warning("parallel.vocab_emb_dp=true has no effect with a pipeline: tensor-parallel ranks split the embedding table")
+            LOG.warning(
+                "parallel.vocab_emb_dp=true has no effect with a pipeline: tensor-parallel ranks"
+                " split the embedding table"
+            )
         network = build_network(config)
         self._step = build_step(network, config, world.rank)
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
-        self.master, self.optimizer, self.loss_scale = self._step.master, self._step.optimizer, self._step.loss_scale
+        self.master, self.optimizer, self.loss_scale = (
+            self._step.master,
+            self._step.optimizer,
+            self._step.loss_scale,
+        )
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
@@ -64,12 +75,15 @@ class SemiAutoEngine(BaseEngine):
         for name, tensor in self.master.tensors.items():
             if tuple(tensor.shape) != held_shape(name, config):
                 raise RunError(
-                    f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name} {padded_shapes(config)[name]}, the plan"
-                    f" says {held_shape(name, config)}; set parallel.parallel_mode=1, since for other splits there are no checkpoints"
+                    f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name}"
+                    f" {padded_shapes(config)[name]}, the plan says {held_shape(name, config)}; set"
+                    " parallel.parallel_mode=1, since for other splits there are no checkpoints"
                 )
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Every rank reads the same windows. Too few for a batch are filled up with copies of one, which are then taken out again."""
+        """Every rank reads the same windows. Too few for a batch are filled up with copies of one,
+        which are then taken out again.
+        """
         self._share_embedding()
         total, tokens, rows = 0.0, 0, self._rows
         for batch in batches:
@@ -100,19 +114,24 @@ class SemiAutoEngine(BaseEngine):
         return (rate, *self._step(*inputs_and_targets(tokens)))
 
     def _share_embedding(self) -> None:
-        """Give the first stage's table to the last: a training graph sends it along, one without a backward pass does not."""
+        """Give the first stage's table to the last: a training graph sends it along, one without a
+        backward pass does not.
+        """
         group = self.world.groups.get(GroupKind.EMBEDDING)
         if group is None:
             return
         first = self.world.topology.holds_embedding(self.world.rank)
-        shared = all_reduce(group)(self._embedding * 1.0 if first else ops.zeros_like(self._embedding))
+        shared = all_reduce(group)(
+            self._embedding * 1.0 if first else ops.zeros_like(self._embedding)
+        )
         if not first:
             ops.assign(self._embedding, shared)
 
     def _total(self, tokens: Tokens) -> float:
         self._evaluation.set_train(False)
         mean = float(self._evaluation(*inputs_and_targets(tokens)).asnumpy())
-        copies = self.world.topology.data if self.config.parallel.full_batch is False else 1  # each rank gave the same rows
+        # each rank gave the same rows
+        copies = self.world.topology.data if self.config.parallel.full_batch is False else 1
         return mean * self.config.train.global_batch_size * self.config.model.seq_length / copies
 
 

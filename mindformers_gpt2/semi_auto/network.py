@@ -1,7 +1,9 @@
-"""The training step as one graph that MindSpore's compiler splits over Ascends, by the plan of common/parallel/operator_plan.py.
+"""The training step as one graph that MindSpore's compiler splits over Ascends, by the plan of
+common/parallel/operator_plan.py.
 
-The model's layers are used as they are; strategies, stages, recomputation and fusion are put on them from outside. Written from
-MindSpore's documentation and held against its compiler's front-end (tests/mindformers_gpt2/front_end); not run on an Ascend.
+The model's layers are used as they are; strategies, stages, recomputation and fusion are put on
+them from outside. Written from MindSpore's documentation and held against its compiler's front-end
+(tests/mindformers_gpt2/front_end); not run on an Ascend.
 """
 
 from __future__ import annotations
@@ -13,19 +15,35 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from common.parallel.operator_plan import copies_of, fusion_of, operator_strategies, splits_state, stage_of, stages_of_parameter
+from common.parallel.operator_plan import (
+    copies_of,
+    fusion_of,
+    operator_strategies,
+    splits_state,
+    stage_of,
+    stages_of_parameter,
+)
 from common.parallel.resolved_run import ResolvedRun
 from mindformers_gpt2.model import GPT2
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
+from mindformers_gpt2.optimizer import (
+    DeviceLossScale,
+    MasterWeights,
+    Optimizer,
+    build_optimizer,
+    squares,
+)
 
-# Added to the logits of the rows that pad the vocabulary. Not -inf, which times the zeros of a one-hot row is no number.
+# Added to the logits of the rows that pad the vocabulary. Not -inf, which times the zeros of a
+# one-hot row is no number.
 _NEVER = -1e30
 
 
 class SplitDropout(nn.Cell):
-    """MindSpore's own dropout, whose masks the compiler draws alike where ranks hold the same and differently where they do not.
+    """MindSpore's own dropout, whose masks the compiler draws alike where ranks hold the same and
+    differently where they do not.
 
-    Its generator is the device's and is in no checkpoint: a run that is taken up again draws other masks.
+    Its generator is the device's and is in no checkpoint: a run that is taken up again draws other
+    masks.
     """
 
     def __init__(self, rate: float) -> None:
@@ -51,8 +69,12 @@ class TokenEmbedding(nn.Cell):
         self.compute_dtype, self.size = model.compute_dtype, model.config.hidden_size
 
     def construct(self, ids: Tensor, key: Any) -> Tensor:
-        # called as cells the two would be graphs of their own, and the compiler looks for the first stage's parameters in this one
-        x = self.add(self.wte.gather(self.wte.weight, ids, 0), self.wpe.gather(self.wpe.weight, self.positions, 0))
+        # called as cells the two would be graphs of their own, and the compiler looks for the first
+        # stage's parameters in this one
+        x = self.add(
+            self.wte.gather(self.wte.weight, ids, 0),
+            self.wpe.gather(self.wpe.weight, self.positions, 0),
+        )
         return self.dropout(ops.cast(x, self.compute_dtype).reshape((-1, self.size)), key)
 
 
@@ -64,7 +86,12 @@ class SplitLoss(nn.Cell):
         self.vocab_rows = vocab_rows
         self.padding = Tensor(np.where(np.arange(vocab_rows) < vocab_size, 0.0, _NEVER), ms.float32)
         self.one, self.zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
-        self.mask, self.subtract, self.multiply, self.difference = ops.Add(), ops.Sub(), ops.Mul(), ops.Sub()
+        self.mask, self.subtract, self.multiply, self.difference = (
+            ops.Add(),
+            ops.Sub(),
+            ops.Mul(),
+            ops.Sub(),
+        )
         self.largest = ops.ReduceMax(keep_dims=True)
         self.exp, self.log, self.one_hot = ops.Exp(), ops.Log(), ops.OneHot()
         self.sum, self.total = ops.ReduceSum(), ops.ReduceSum()
@@ -74,12 +101,16 @@ class SplitLoss(nn.Cell):
         logits = self.mask(logits, self.padding)
         logits = self.subtract(logits, ops.stop_gradient(self.largest(logits, 1)))
         log_sum = self.log(self.sum(self.exp(logits), 1))
-        picked = self.sum(self.multiply(logits, self.one_hot(targets, self.vocab_rows, self.one, self.zero)), 1)
+        picked = self.sum(
+            self.multiply(logits, self.one_hot(targets, self.vocab_rows, self.one, self.zero)), 1
+        )
         return self.total(self.difference(log_sum, picked), 0)
 
 
 class LossHead(nn.Cell):
-    """The final layer norm, the tied head and the loss: a micro batch's part of the mean loss of the global batch."""
+    """The final layer norm, the tied head and the loss: a micro batch's part of the mean loss of
+    the global batch.
+    """
 
     def __init__(self, model: GPT2, vocab_rows: int, predicted: int) -> None:
         super().__init__(auto_prefix=False)
@@ -95,20 +126,31 @@ class LossHead(nn.Cell):
 
 
 class TrainingGraph(nn.Cell):
-    """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss of the global batch."""
+    """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss
+    of the global batch.
+    """
 
     def __init__(self, model: GPT2, config: ResolvedRun) -> None:
         super().__init__(auto_prefix=False)
         length = config.model.seq_length
-        self.drops = any((config.model.embedding_dropout, config.model.attention_dropout, config.model.hidden_dropout))
+        self.drops = any(
+            (
+                config.model.embedding_dropout,
+                config.model.attention_dropout,
+                config.model.hidden_dropout,
+            )
+        )
         self.embed = TokenEmbedding(model)
         self.h = model.h
         self.wte = model.wte
-        self.head = LossHead(model, model.wte.weight.shape[0], config.train.global_batch_size * length)
+        self.head = LossHead(
+            model, model.wte.weight.shape[0], config.train.global_batch_size * length
+        )
         self.mask = Tensor(np.triu(np.full((length, length), -np.inf), 1), model.softmax_dtype)
 
     def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
-        key = (True, True, True) if self.drops and self.training else None  # a SplitDropout asks only whether there is one
+        # a SplitDropout asks only whether there is one
+        key = (True, True, True) if self.drops and self.training else None
         x = self.embed(ids, None if key is None else key[0])
         for block in self.h:
             x, _, _ = block(x, self.mask, key)
@@ -119,11 +161,15 @@ def apply_plan(network: TrainingGraph, config: ResolvedRun) -> None:
     """Tell each operator how it is split."""
     for name, strategy in operator_strategies(config).items():
         for primitive in _primitives(network, name):
-            primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
+            primitive.shard(
+                strategy.inputs, None if strategy.output is None else (strategy.output,)
+            )
 
 
 def _set_stages(network: TrainingGraph, config: ResolvedRun) -> None:
-    """Tell cells their pipeline stage, and parameters with which others their gradients are communicated and whether ZeRO splits them."""
+    """Tell cells their pipeline stage, and parameters with which others their gradients are
+    communicated and whether ZeRO splits them.
+    """
     if config.parallel.pipeline_stage > 1:
         network.embed.pipeline_stage = stage_of("embed", config)
         for layer, block in enumerate(network.h):
@@ -142,8 +188,15 @@ def _primitives(network: TrainingGraph, name: str) -> Iterator[Any]:
             yield _find(block, name.removeprefix("h.*."))
         return
     first, _, rest = name.partition(".")
-    cells = {"wte": network.wte, "wpe": network.embed.wpe, "embed": network.embed, "ln_f": network.head.ln_f}
-    yield _find(cells.get(first, network.head), rest if first in cells else name.removeprefix("head."))
+    cells = {
+        "wte": network.wte,
+        "wpe": network.embed.wpe,
+        "embed": network.embed,
+        "ln_f": network.head.ln_f,
+    }
+    yield _find(
+        cells.get(first, network.head), rest if first in cells else name.removeprefix("head.")
+    )
 
 
 def _find(cell: nn.Cell, path: str) -> Any:
@@ -154,17 +207,22 @@ def _find(cell: nn.Cell, path: str) -> Any:
 
 
 def build_network(config: ResolvedRun) -> TrainingGraph:
-    """The model with its plan, weights not yet filled in: call within the context of ``semi_auto_settings``, or they are made whole.
+    """The model with its plan, weights not yet filled in: call within the context of
+    ``semi_auto_settings``, or they are made whole.
 
-    Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to the type of the computation, as the
-    rounded copies that one device holds are, and the compiler communicates it so.
+    Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to
+    the type of the computation, as the rounded copies that one device holds are, and the compiler
+    communicates it so.
     """
     model = GPT2(config.model, config.precision, config.vocab_rows, native=True)
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
         cell.dropout = SplitDropout(cell.dropout.rate)
         cell.dropout.native.recompute(False)  # drawn again, a mask would be another
     network = TrainingGraph(model, config)
-    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (None, "sharding_propagation"):
+    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (
+        None,
+        "sharding_propagation",
+    ):
         apply_plan(network, config)
     _set_stages(network, config)
     _set_recompute(network, config)
@@ -173,7 +231,10 @@ def build_network(config: ResolvedRun) -> TrainingGraph:
 
 def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
     train = config.train
-    switches = {"mp_comm_recompute": train.mp_comm_recompute, "recompute_slice_activation": train.recompute_slice_activation}
+    switches = {
+        "mp_comm_recompute": train.mp_comm_recompute,
+        "recompute_slice_activation": train.recompute_slice_activation,
+    }
     for block in network.h:
         if train.recompute == "selective":
             block.attn.core.recompute(**switches)
@@ -181,8 +242,8 @@ def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
         elif train.recompute == "full" and not config.model.hidden_dropout:
             block.recompute(**switches)
         elif train.recompute == "full":
-            # Without the dropouts between: where an activation is whole on several ranks the compiler puts operators of its own in
-            # their place, and would draw their masks again.
+            # Without the dropouts between: where an activation is whole on several ranks the
+            # compiler puts operators of its own in their place, and would draw their masks again.
             for cell in (block.ln_1, block.attn, block.ln_2, block.mlp):
                 cell.recompute(**switches)
 
@@ -190,7 +251,9 @@ def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
 class SplitMaster(MasterWeights):
     """Moments are clones of the parameters, so that the compiler splits them as it splits those."""
 
-    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
+    def zeros_like(
+        self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None
+    ) -> Parameter:
         assert shape is None
         copy: Parameter = tensor.clone(init="zeros")
         copy.name, copy.requires_grad = name, False
@@ -198,11 +261,13 @@ class SplitMaster(MasterWeights):
 
 
 class GradientNorm(nn.Cell):
-    """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's operators alone: they see a rank's
-    part, so the squares are divided by the number of ranks that hold the same and summed over all. The last stage knows the loss.
+    """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's
+    operators alone: they see a rank's part, so the squares are divided by the number of ranks that
+    hold the same and summed over all. The last stage knows the loss.
 
-    Both go in one message, which waits for the gradients: of two, a rank could send either first, and a stage without a loss would send
-    its nothing before the hidden states that the last stage waits for.
+    Both go in one message, which waits for the gradients: of two, a rank could send either first,
+    and a stage without a loss would send its nothing before the hidden states that the last stage
+    waits for.
     """
 
     def __init__(self, names: list[str], config: ResolvedRun, rank: int) -> None:
@@ -213,7 +278,9 @@ class GradientNorm(nn.Cell):
         self.loss_share = 1.0 / (topology.data * topology.tensor)
         self.all_reduce = ops.AllReduce()
 
-    def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def construct(
+        self, loss: Tensor, gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         total = Tensor(0.0, ms.float32)
         for index, gradient in enumerate(gradients):
             total = total + squares(gradient) * self.shares[index]
@@ -225,37 +292,63 @@ class GradientNorm(nn.Cell):
 class TrainingStep(nn.Cell):
     """A whole step: micro batches, gradients, update."""
 
-    def __init__(self, network: TrainingGraph, config: ResolvedRun, rank: int, loss_scale: DeviceLossScale) -> None:
+    def __init__(
+        self, network: TrainingGraph, config: ResolvedRun, rank: int, loss_scale: DeviceLossScale
+    ) -> None:
         super().__init__(auto_prefix=False)
         stage = config.topology.coordinates(rank).pipeline
         parameters = list(network.get_parameters())
-        stages = {parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters}
-        own = {parameter.name: parameter for parameter in parameters if stages[parameter.name][0] == stage}
-        self.own = tuple(index for index, parameter in enumerate(parameters) if parameter.name in own)
-        self.sent = tuple(index for index, parameter in enumerate(parameters) if stage in stages[parameter.name][1:])
+        stages = {
+            parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters
+        }
+        own = {
+            parameter.name: parameter
+            for parameter in parameters
+            if stages[parameter.name][0] == stage
+        }
+        self.own = tuple(
+            index for index, parameter in enumerate(parameters) if parameter.name in own
+        )
+        self.sent = tuple(
+            index
+            for index, parameter in enumerate(parameters)
+            if stage in stages[parameter.name][1:]
+        )
         self.master = SplitMaster(own)
-        self.optimizer: Optimizer = build_optimizer(self.master, config.optimizer, loss_scale, GradientNorm(list(own), config, rank))
+        self.optimizer: Optimizer = build_optimizer(
+            self.master, config.optimizer, loss_scale, GradientNorm(list(own), config, rank)
+        )
         self.loss_scale, self.scale = loss_scale, loss_scale.value
         self.rate = Parameter(Tensor(0.0, ms.float32), name="rate", requires_grad=False)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
         self.network = _in_micro_batches(network, config)
-        self.weights = ParameterTuple(parameters)  # of all stages: each rank's compiler takes its own out of them
+        # of all stages: each rank's compiler takes its own out of them
+        self.weights = ParameterTuple(parameters)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulates = config.train.accumulation_steps > 1
         self.is_sharded = config.parallel.zero_stage > 0
-        self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        self.sums = (
+            self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        )
 
     def construct(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rate, limits = self.rate * 1.0, self.limits * 1.0
         loss = self.network(ids, targets)
         slope = ops.ones_like(loss) * ops.cast(self.scale, loss.dtype)
         gradients = self.grad(self.network, self.weights)(ids, targets, slope)
-        for index in self.sent:  # the stage that holds it waits for this gradient, which is sent only if something depends on it
+        # the stage that holds it waits for this gradient, which is sent only if something depends
+        # on it
+        for index in self.sent:
             loss = ops.depend(loss, gradients[index])
         found: tuple[Tensor, ...] = ()
         for index in self.own:
             gradient = gradients[index]
-            found = (*found, _take(self.is_sharded, gradient, self.sums[index]) if self.accumulates else gradient)
+            found = (
+                *found,
+                _take(self.is_sharded, gradient, self.sums[index])
+                if self.accumulates
+                else gradient,
+            )
         result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(rate, limits, loss, *found)
         return result
 
@@ -268,8 +361,10 @@ def build_step(network: TrainingGraph, config: ResolvedRun, rank: int) -> Traini
 
 
 def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
-    """A parameter's gradient over all micro batches, and the sum set to zero for the next step. The compiler adds to the sums and
-    communicates them at the end; with a split optimizer the result is the gradient itself, without one it is the sum."""
+    """A parameter's gradient over all micro batches, and the sum set to zero for the next step. The
+    compiler adds to the sums and communicates them at the end; with a split optimizer the result is
+    the gradient itself, without one it is the sum.
+    """
     total = ops.depend(total, gradient)
     found = gradient * 1.0 if is_sharded else total * 1.0
     return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))

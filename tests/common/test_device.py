@@ -28,13 +28,18 @@ from common.errors import ConfigError
         ("NVIDIA H800", "H100", 989.4),
     ],
 )
-def test_devices_are_known_by_the_name_they_report(reported: str, name: str, half_tflops: float) -> None:
+def test_devices_are_known_by_the_name_they_report(
+    reported: str, name: str, half_tflops: float
+) -> None:
     found = find_accelerator(reported)
     assert found is not None and found.name == name
     assert found.half_flops == half_tflops * 1e12
 
 
-@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "Ascend910B", "NVIDIA H20", "Ascend310P3"])
+@pytest.mark.parametrize(
+    "reported",
+    ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "Ascend910B", "NVIDIA H20", "Ascend310P3"],
+)
 def test_unknown_devices_have_no_figures(reported: str) -> None:
     assert find_accelerator(reported) is None
 
@@ -42,13 +47,29 @@ def test_unknown_devices_have_no_figures(reported: str) -> None:
 def test_every_figure_has_a_source_and_a_sane_size() -> None:
     for accelerator in ACCELERATORS:
         assert accelerator.source
-        assert 1e13 < accelerator.half_flops < 1e16 and 1e12 < accelerator.single_flops < accelerator.half_flops
-        assert 5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30
-        assert accelerator.link_source and 1e9 < accelerator.network < accelerator.link < accelerator.bandwidth
-        assert require_accelerator(accelerator.name) is require_accelerator(accelerator.name.upper()) is accelerator
+        assert (
+            1e13 < accelerator.half_flops < 1e16
+            and 1e12 < accelerator.single_flops < accelerator.half_flops
+        )
+        assert (
+            5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30
+        )
+        assert (
+            accelerator.link_source
+            and 1e9 < accelerator.network < accelerator.link < accelerator.bandwidth
+        )
+        assert (
+            require_accelerator(accelerator.name)
+            is require_accelerator(accelerator.name.upper())
+            is accelerator
+        )
 
 
 def test_a_device_without_figures_is_refused_with_those_that_have() -> None:
     assert require_accelerator("NVIDIA A100-SXM4-80GB").name == "A100 80GB"
-    with pytest.raises(ConfigError, match=r"--accelerator abacus: no figures are known for it; choose H200, H100 PCIe, .*, Ascend 910A$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--accelerator abacus: no figures are known for it; choose H200, H100 PCIe, .*,"
+        r" Ascend 910A$",
+    ):
         require_accelerator("abacus")

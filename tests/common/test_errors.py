@@ -9,15 +9,21 @@ from common.errors import ConfigError, DataError
 def test_a_long_line_loses_its_middle() -> None:
     text = "data.json: found " + "9" * 5000 + ", expected a number; mend the file"
     shown = str(DataError(f"{text}\na second line"))
-    assert shown.startswith("data.json: found 999") and shown.endswith("mend the file\na second line")
+    assert shown.startswith("data.json: found 999") and shown.endswith(
+        "mend the file\na second line"
+    )
     assert len(shown) < 1000 and f"({len(text) - 900} characters left out)" in shown
     whole = "x" * 1000
     assert str(DataError(whole)) == whole
 
 
-def test_a_config_error_quotes_a_value_of_any_length(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_config_error_quotes_a_value_of_any_length(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     path = tmp_path_factory.mktemp("long") / "run.yaml"
     path.write_text("model: {num_heads: '" + "9" * 100_000 + "'}")
     with pytest.raises(ConfigError) as error:
         load_config(path)
-    assert all(len(line) < 1000 for line in str(error.value).split("\n")) and "model.num_heads" in str(error.value)
+    assert all(
+        len(line) < 1000 for line in str(error.value).split("\n")
+    ) and "model.num_heads" in str(error.value)

@@ -20,14 +20,21 @@ def test_what_another_writes_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, what="it", remedy="mend") as ours:
         (ours / "a").touch()
-        with pytest.raises(StorageError, match="out: it could not be written: another process is writing there; mend"):
+        with pytest.raises(
+            StorageError,
+            match="out: it could not be written: another process is writing there; mend",
+        ):
             fill(out)
         assert (ours / "a").is_file()
     with whole_folder(tmp_path / "out.v2", what="it", remedy="mend") as ours:
         (ours / "a").touch()
         fill(out)
         clean_up(tmp_path, "out")
-    assert (tmp_path / "out.v2" / "a").is_file() and (out / "new").is_file() and not list(tmp_path.glob(".*"))
+    assert (
+        (tmp_path / "out.v2" / "a").is_file()
+        and (out / "new").is_file()
+        and not list(tmp_path.glob(".*"))
+    )
 
 
 @pytest.mark.parametrize("name", ["out", "out[1]"])
@@ -35,7 +42,9 @@ def test_what_a_killed_writer_left_is_gone(tmp_path: Path, name: str) -> None:
     for leftover in (f".{name}.tmp", f".{name}.replaced.tmp"):
         (tmp_path / leftover / "part").mkdir(parents=True)
     fill(tmp_path / name)
-    assert [path.name for path in (tmp_path / name).iterdir()] == ["new"] and len(list(tmp_path.iterdir())) == 1
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["new"] and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
@@ -50,7 +59,11 @@ with atomic_write(target / "x.bin") as file, temporary_folder(target / "x.pairs"
     print("ready", flush=True)
     time.sleep(60)
 """
-    writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
     assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
     names = [f".x.bin.{writer.pid}.tmp", f".x.pairs.{writer.pid}.tmp"]
 
@@ -82,12 +95,16 @@ def test_a_process_with_the_number_of_a_killed_one_writes(tmp_path: Path) -> Non
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "whole")]
 
 
-@pytest.mark.parametrize("way", ["name", "other name", "symlink", "hard link", "link to the folder"])
+@pytest.mark.parametrize(
+    "way", ["name", "other name", "symlink", "hard link", "link to the folder"]
+)
 def test_an_input_is_no_output(tmp_path: Path, way: str) -> None:
     source = tmp_path / "source"
     source.touch()
     (tmp_path / "folder").symlink_to(tmp_path)
-    output = {"name": source, "other name": tmp_path / "." / "folder" / ".." / "source"}.get(way, tmp_path / "output")
+    output = {"name": source, "other name": tmp_path / "." / "folder" / ".." / "source"}.get(
+        way, tmp_path / "output"
+    )
     if way == "symlink":
         output.symlink_to(source)
     elif way == "hard link":
@@ -96,6 +113,8 @@ def test_an_input_is_no_output(tmp_path: Path, way: str) -> None:
         output = tmp_path / "folder" / "source"
     elif way == "other name":
         output = Path(os.path.relpath(source))
-    with pytest.raises(ConfigError, match="is both an input and an output, and would be lost; mend"):
+    with pytest.raises(
+        ConfigError, match="is both an input and an output, and would be lost; mend"
+    ):
         refuse_to_overwrite([None, tmp_path / "absent", source], [tmp_path / "new", output], "mend")
     refuse_to_overwrite([source], [tmp_path / "new"], "mend")

@@ -1,4 +1,6 @@
-"""What is not there is said before a framework is imported, with the folder it was looked for in."""
+"""What is not there is said before a framework is imported, with the folder it was looked for
+in.
+"""
 
 import sys
 from pathlib import Path
@@ -18,7 +20,13 @@ from tests.config_overrides import changed
 def config(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "out",
-        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 32, "vocab_size": 50257},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 1,
+            "seq_length": 32,
+            "vocab_size": 50257,
+        },
         "train": {"max_steps": 3, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
         "data": {"train": "data/own", "tokenizer": "data/nowhere"},
@@ -34,13 +42,21 @@ ABSENT = "there is no such file or folder (looked in {cwd})"
     [
         ("train", {}, "data/own.idx: not found (looked in {cwd}): the folder data does not exist"),
         ("train", {"data__train": None}, "data.train is not given"),
-        ("train", {"data__train": "here", "data__validation": "gone"}, "gone.idx: not found (looked in {cwd})"),
+        (
+            "train",
+            {"data__train": "here", "data__validation": "gone"},
+            "gone.idx: not found (looked in {cwd})",
+        ),
         (
             "train",
             {"data__train": "here", "checkpoint__resume": "old"},
             "(checkpoint.resume=old): there is no such file or folder (looked in {cwd})",
         ),
-        ("train", {"data__train": "here", "train__max_steps": None}, "the length of the run is not given"),
+        (
+            "train",
+            {"data__train": "here", "train__max_steps": None},
+            "the length of the run is not given",
+        ),
         ("finetune", {"data__train": "here"}, "give checkpoint.init_from"),
         (
             "finetune",
@@ -49,8 +65,16 @@ ABSENT = "there is no such file or folder (looked in {cwd})"
         ),
         ("predict", {}, "predict.prompt is not given"),
         ("predict", {"predict__prompt": "a"}, "data/nowhere: does not exist (looked in {cwd})"),
-        ("predict", {"predict__prompt": "a", "data__tokenizer": None}, "data.tokenizer is not given"),
-        ("predict", {"predict__prompt_file": "p.txt"}, "predict.prompt_file: p.txt: no such file; check the path (looked in {cwd})"),
+        (
+            "predict",
+            {"predict__prompt": "a", "data__tokenizer": None},
+            "data.tokenizer is not given",
+        ),
+        (
+            "predict",
+            {"predict__prompt_file": "p.txt"},
+            "predict.prompt_file: p.txt: no such file; check the path (looked in {cwd})",
+        ),
         ("eval", {}, "data/own.idx: not found (looked in {cwd})"),
         ("eval", {"data__train": "here"}, "no whole checkpoint here"),
         (
@@ -63,10 +87,20 @@ ABSENT = "there is no such file or folder (looked in {cwd})"
             {"evaluation": {"task": "text", "file": "wiki.txt"}, "data__tokenizer": "here"},
             "evaluation.file=wiki.txt: not found (looked in {cwd})",
         ),
-        ("export", {"checkpoint__load": "/nowhere/at/all"}, "(checkpoint.load=/nowhere/at/all): there is no such file or folder"),
+        (
+            "export",
+            {"checkpoint__load": "/nowhere/at/all"},
+            "(checkpoint.load=/nowhere/at/all): there is no such file or folder",
+        ),
     ],
 )
-def test_missing(mode: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing(
+    mode: str,
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("here.idx", "here.bin", "here"):
         (tmp_path / name).touch()

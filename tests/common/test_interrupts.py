@@ -39,22 +39,40 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py")
 
 
-def interrupted_at(module: str, *words: str, where: str = "import") -> subprocess.CompletedProcess[str]:
+def interrupted_at(
+    module: str, *words: str, where: str = "import"
+) -> subprocess.CompletedProcess[str]:
     program = INTERRUPTED_AT.format(module=module, words=list(words), where=where)
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
-@pytest.mark.parametrize("module", ["argparse", "common.processes.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"])
+@pytest.mark.parametrize(
+    "module",
+    ["argparse", "common.processes.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"],
+)
 def test_the_front_door(module: str) -> None:
-    done = interrupted_at(module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan")
+    done = interrupted_at(
+        module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
 @pytest.mark.parametrize("module", ["common.processes.heartbeat", "common.planner.room"])
-def test_an_interrupt_in_a_destructor_is_not_lost(module: str, tmp_path: Path, corpus_prefix: Path) -> None:
+def test_an_interrupt_in_a_destructor_is_not_lost(
+    module: str, tmp_path: Path, corpus_prefix: Path
+) -> None:
     """Python drops what a destructor raises, and the run would go on to its end."""
     settings = run_words(tmp_path / "run", corpus_prefix, train__max_steps=100000)
-    words = ["run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "train", *settings]
+    words = [
+        "run_gpt2.py",
+        "--config",
+        "configs/gpt2/run_gpt2_tiny.yaml",
+        "--run_mode",
+        "train",
+        *settings,
+    ]
     done = interrupted_at(module, *words, where="destructor")
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
@@ -71,7 +89,9 @@ def main():
 end_at_interrupts()
 run_script(main)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "ValueError: shown" in done.stderr
 
 
@@ -80,7 +100,11 @@ def test_every_tool(tool: str) -> None:
     """While it imports the first of its own modules, or failing that json."""
     text = (ROOT / "tools" / tool).read_text()
     behind = text.partition("end_at_interrupts()\n")[2]
-    module = next(line.split()[1] for line in behind.splitlines() if line.startswith(("from common.", "import common.")))
+    module = next(
+        line.split()[1]
+        for line in behind.splitlines()
+        if line.startswith(("from common.", "import common."))
+    )
     done = interrupted_at(module, f"tools/{tool}", "--help")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
@@ -91,8 +115,13 @@ def test_every_tool_ends_by_the_one_way() -> None:
 
 
 def test_a_script_that_is_interrupted_in_its_work_says_so() -> None:
-    program = "from common.interrupts import *\nimport signal\nend_at_interrupts()\nrun_script(lambda: signal.raise_signal(signal.SIGINT))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    program = (
+        "from common.interrupts import *\nimport"
+        " signal\nend_at_interrupts()\nrun_script(lambda: signal.raise_signal(signal.SIGINT))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 

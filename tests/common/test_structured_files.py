@@ -19,7 +19,9 @@ from common.structured_files import (
 )
 from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,10 @@ def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> Non
 
 def test_json_within_the_limits() -> None:
     assert parse_json("[" * 64 + "]" * 64)
-    assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {"a": [1, 2.5, None, True, "x"], "b": {}}
+    assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {
+        "a": [1, 2.5, None, True, "x"],
+        "b": {},
+    }
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
     assert parse_json("[1e999]", finite=False) == [float("inf")]
@@ -89,7 +94,17 @@ def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
 
 def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
     text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: .inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
-    values = {"a": 6e-4, "b": "yes", "c": None, "d": True, "e": 10, "f": float("inf"), "g": "2020-01-01", "h": [1], "i": [1]}
+    values = {
+        "a": 6e-4,
+        "b": "yes",
+        "c": None,
+        "d": True,
+        "e": 10,
+        "f": float("inf"),
+        "g": "2020-01-01",
+        "h": [1],
+        "i": [1],
+    }
     assert parse_yaml(text) == values
     assert parse_yaml(dump_yaml(values)) == values
     assert parse_yaml("") is None
@@ -126,7 +141,11 @@ def test_what_an_alias_stands_for_is_a_copy() -> None:
 
 def test_keys_are_text_and_each_is_given_once() -> None:
     assert parse_yaml("1: a\ntrue: b\n~: c") == {"1": "a", "true": "b", "~": "c"}
-    with pytest.raises(MalformedError, match=r"the key 'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)"):
+    with pytest.raises(
+        MalformedError,
+        match=r"the key 'a\.0\.b' is given twice \(first in line 1\); keep one"
+        r" \(line 2, column 2\)",
+    ):
         parse_yaml("a: [{b: 1,\n b: 2}]")
 
 
@@ -136,7 +155,11 @@ def test_lines_of_keys() -> None:
     assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
 
 
-@pytest.mark.parametrize("text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len)
+@pytest.mark.parametrize(
+    "text",
+    ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'],
+    ids=len,
+)
 def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
     began = time.process_time()
     with pytest.raises(MalformedError):

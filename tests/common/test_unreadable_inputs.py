@@ -1,4 +1,6 @@
-"""Input files that the system does not let us read: each reader has one error, of exit code 2, that names the file and a remedy."""
+"""Input files that the system does not let us read: each reader has one error, of exit code 2, that
+names the file and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")],
+)
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, remedy: str) -> None:
+def test_a_file_that_cannot_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, remedy: str
+) -> None:
     opened = Path.open
 
     def refuse(path: Path, *arguments: Any, **more: Any) -> Any:
@@ -98,7 +105,9 @@ def test_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.Mon
             read()
 
 
-def test_weights_in_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_a_folder_that_cannot_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -112,12 +121,24 @@ def test_weights_in_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch:
 
 
 def header_of(**changes: Any) -> bytes:
-    """The header of a MindRecord file of one row, as JSON with Infinity where a float is infinite."""
+    """The header of a MindRecord file of one row, as JSON with Infinity where a float is
+    infinite.
+    """
     import json
 
     page = {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 1}
-    schema = {"schema": {"input_ids": {"type": "int32", "shape": [-1]}}, "blob_fields": ["input_ids"]}
-    header = {"version": "3.0", "header_size": 1024, "page_size": 1024, "schema": [schema], "page": [page], "shard_addresses": ["a"]}
+    schema = {
+        "schema": {"input_ids": {"type": "int32", "shape": [-1]}},
+        "blob_fields": ["input_ids"],
+    }
+    header = {
+        "version": "3.0",
+        "header_size": 1024,
+        "page_size": 1024,
+        "schema": [schema],
+        "page": [page],
+        "shard_addresses": ["a"],
+    }
     text = json.dumps(header | changes).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -133,7 +154,11 @@ def header_of(**changes: Any) -> bytes:
         ({"shard_addresses": "abc"}, "where a list of names is expected"),
         ({"page": [5]}, "a header that is no MindRecord's"),
         (
-            {"page": [{"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 10**12}]},
+            {
+                "page": [
+                    {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 10**12}
+                ]
+            },
             "has 1000000000000 rows by its header, too many for 2048 bytes",
         ),
         ({"version": [[]]}, "has format version"),
@@ -155,7 +180,8 @@ def test_an_index_of_mindrecord_that_is_a_view_without_end(tmp_path: Path) -> No
         connection.execute("INSERT INTO SHARD_NAME VALUES ('a')")
         connection.execute(
             "CREATE VIEW INDEXES AS WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n)"
-            " SELECT i AS ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 17 AS PAGE_OFFSET_BLOB_END FROM n"
+            " SELECT i AS ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 17 AS"
+            " PAGE_OFFSET_BLOB_END FROM n"
         )
     with pytest.raises(UserError, match="INDEXES is a view, expected a table"):
         MindRecordFile(path)
@@ -176,8 +202,10 @@ def test_metadata_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: 
 
     path = tmp_path / "a.meta.json"
     good = {
-        "format": "gpt2-toolkit dataset", "version": 1, "tokenizer": "a", "vocab_size": 3, "tokenizer_sha256": "s", "eod_id": None,
-        "documents": 1, "sequences": 1, "tokens": 3, "empty_documents": 0, "sources": [{"name": "a", "bytes": 1, "format": "t"}],
+        "format": "gpt2-toolkit dataset", "version": 1, "tokenizer": "a", "vocab_size": 3,
+        "tokenizer_sha256": "s", "eod_id": None,
+        "documents": 1, "sequences": 1, "tokens": 3, "empty_documents": 0,
+        "sources": [{"name": "a", "bytes": 1, "format": "t"}],
     }  # fmt: skip
     path.write_text(json.dumps(good))
     assert read_metadata(path) is not None

@@ -1,8 +1,8 @@
 """Run inputs of one area and print the defects.
 
-python -m tests.fuzz AREA [--seed N] [--count N] [--first N]     a range of inputs, in worker processes
-python -m tests.fuzz AREA --seed N --only N                      one input again, with its traceback
-python -m tests.fuzz --list                                      what is generated
+python -m tests.fuzz AREA [--seed N] [--count N] [--first N]     a range of inputs, in worker
+processes python -m tests.fuzz AREA --seed N --only N                      one input again, with its
+traceback python -m tests.fuzz --list                                      what is generated
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from tests.fuzz.listing import listing
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("area", nargs="?", choices=AREAS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, help="3000 when left out, or all where they end")
-    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="from which on an input hangs")
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT_SECONDS, help="from which on an input hangs"
+    )
     parser.add_argument("--only", type=int, metavar="NUMBER")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--records", action="store_true", help="be a worker: write a line of JSON for each input")
+    parser.add_argument(
+        "--records", action="store_true", help="be a worker: write a line of JSON for each input"
+    )
     arguments = parser.parse_args()
     if arguments.list or arguments.area is None:
         print(listing())
@@ -42,7 +48,9 @@ def main() -> int:
     if arguments.only is not None:
         return _only(area, seed, arguments.only, arguments.seconds)
     count = arguments.count or inputs_of(area) or 3000
-    result = run_area(area, seed=seed, count=count, first=arguments.first, seconds=arguments.seconds)
+    result = run_area(
+        area, seed=seed, count=count, first=arguments.first, seconds=arguments.seconds
+    )
     print(result.report(most=1000))
     return 1 if result.defects else 0
 

@@ -16,10 +16,12 @@ from tests.fuzz.mutations import UNREADABLE, remove, spoil_one, unreadable
 
 CLASSES = {
     "file": "a fault of bytes or a special file in place of one of an order's files",
-    "values": "other numbers in an array: zeros, edges, repeats, negative ones, exchanged ones, one changed",
+    "values": "other numbers in an array: zeros, edges, repeats, negative ones, exchanged ones, one"
+    " changed",
     "array": "an array of another type, shape, length or dimension, or with pickled objects",
     "exchanged": "files exchanged within an order, or with those of another epoch or seed",
-    "files": "files removed or added, a file in place of the folder, left-overs of a killed writer, a lock of a dead process",
+    "files": "files removed or added, a file in place of the folder, left-overs of a killed writer,"
+    " a lock of a dead process",
 }
 LENGTH, SEED = 4, 3
 
@@ -32,7 +34,12 @@ class Prepared:
 
 def _open(folder: Path, seed: int = SEED) -> GPTDataset:
     return GPTDataset(
-        IndexedDataset(folder / "data"), split="train", seq_length=LENGTH, seed=seed, split_weights=(1, 0, 0), cache_minimum=0
+        IndexedDataset(folder / "data"),
+        split="train",
+        seq_length=LENGTH,
+        seed=seed,
+        split_weights=(1, 0, 0),
+        cache_minimum=0,
     )
 
 
@@ -47,7 +54,13 @@ def prepare(folder: Path) -> Prepared:
     lengths = generator.integers(1, 40, size=12)
     with IndexedWriter(folder / "data", np.uint16) as writer:
         writer.append(np.arange(lengths.sum()), lengths)
-    samples = GPTDataset(IndexedDataset(folder / "data"), split="train", seq_length=LENGTH, seed=SEED, split_weights=(1, 0, 0))
+    samples = GPTDataset(
+        IndexedDataset(folder / "data"),
+        split="train",
+        seq_length=LENGTH,
+        seed=SEED,
+        split_weights=(1, 0, 0),
+    )
     expected = samples.read(np.arange(2 * samples.samples_per_epoch))  # too small for a cache
     assert not (folder / "data.index-cache").exists()
     _open(folder, seed=SEED + 1).read(np.arange(5))
@@ -91,7 +104,10 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     def check(found: np.ndarray) -> str | None:
         if found.shape == prepared.expected.shape and (found == prepared.expected).all():
             return None
-        return f"{int((found != prepared.expected).any(axis=-1).sum())} of {len(found)} samples are others"
+        return (
+            f"{int((found != prepared.expected).any(axis=-1).sum())} of {len(found)} samples"
+            " are others"
+        )
 
     return Case(kind=kind, run=run, names=(str(cache),), check=check, about=f"{path.name}: {about}")
 
@@ -104,7 +120,18 @@ def _save(path: Path, array: np.ndarray, **options: bool) -> None:
 
 def _other_values(dice: Dice, path: Path) -> str:
     array = np.load(path).copy()
-    kind = dice.pick(("zeros", "one changed", "one exchanged", "edges", "negative", "one more", "reversed", "rolled"))
+    kind = dice.pick(
+        (
+            "zeros",
+            "one changed",
+            "one exchanged",
+            "edges",
+            "negative",
+            "one more",
+            "reversed",
+            "rolled",
+        )
+    )
     at, other = dice.below(len(array)), dice.below(len(array))
     if kind == "zeros":
         array[:] = 0

@@ -1,4 +1,6 @@
-"""Checkpoints as a start reads them: found, judged, then state, weights and moments, without a framework."""
+"""Checkpoints as a start reads them: found, judged, then state, weights and moments, without a
+framework.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,26 @@ from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case
-from tests.fuzz.mutations import UNREADABLE, hostile_value, remove, spoil_file, spoil_json, spoil_one, to_json, unreadable
+from tests.fuzz.mutations import (
+    UNREADABLE,
+    hostile_value,
+    remove,
+    spoil_file,
+    spoil_json,
+    spoil_one,
+    to_json,
+    unreadable,
+)
 
 CLASSES = {
     "manifest": "manifest.json: bytes, special files, faults of its tree",
-    "known place": "hostile values where the manifest holds what is resumed: step, samples, loss scale, generators, pieces, files, sizes",
+    "known place": "hostile values where the manifest holds what is resumed: step, samples, loss"
+    " scale, generators, pieces, files, sizes",
     "weights": "model.safetensors: bytes, its header's tree, special files, that of another step",
     "moments": "optimizer.safetensors: the same",
     "latest": "bytes, special files, names that are no checkpoint, a name with separators",
-    "folders": "files and folders removed, exchanged, emptied, renamed, replaced by links; names that look like checkpoints",
+    "folders": "files and folders removed, exchanged, emptied, renamed, replaced by links; names"
+    " that look like checkpoints",
     "unreadable": "a file or folder that cannot be opened, which a later start could",
 }
 STEPS = (10, 20)
@@ -59,9 +72,15 @@ class Stand:
     moments: dict[str, bytes]
 
     def differences(self, other: Stand) -> list[str]:
-        found = [name for name in ("state", "engine", "scale") if not same(getattr(self, name), getattr(other, name))]
+        found = [
+            name
+            for name in ("state", "engine", "scale")
+            if not same(getattr(self, name), getattr(other, name))
+        ]
         for mine, theirs in ((self.weights, other.weights), (self.moments, other.moments)):
-            found += [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
+            found += [
+                name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
+            ]
         return sorted(found)
 
 
@@ -87,7 +106,10 @@ def prepare(folder: Path) -> Prepared:
     shapes = parameter_shapes(config.model)
     for step in STEPS:
         generator = np.random.default_rng(step)
-        weights = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        weights = {
+            name: generator.standard_normal(shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
         moments = {
             f"{name}.{part}": np.square(generator.standard_normal(shape)).astype(np.float32)
             for name, shape in shapes.items()
@@ -96,9 +118,18 @@ def prepare(folder: Path) -> Prepared:
         scale = LossScale(config.loss_scale)
         scale.value, scale.finite_steps = 512.0 * step, step
         state = TrainState(
-            step=step, consumed_samples=2 * step, sample_hash=f"{step:016x}", skipped_steps=1, losses=[2.5, 2.25], grad_norms=[1.0, 0.5]
+            step=step,
+            consumed_samples=2 * step,
+            sample_hash=f"{step:016x}",
+            skipped_steps=1,
+            losses=[2.5, 2.25],
+            grad_norms=[1.0, 0.5],
         )
-        engine = EngineState(optimizer_steps=step - 1, loss_scale=scale.state(), rng={"torch": [{"cpu": "QUJD" * 20}]})
+        engine = EngineState(
+            optimizer_steps=step - 1,
+            loss_scale=scale.state(),
+            rng={"torch": [{"cpu": "QUJD" * 20}]},
+        )
         snapshot = make_snapshot(
             config,
             state,
@@ -110,7 +141,9 @@ def prepare(folder: Path) -> Prepared:
         )
         with CheckpointWriter(run / "checkpoints", asynchronous=False) as writer:
             writer.save(snapshot)
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 2.5}) + "\n" for step in range(STEPS[-1])))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 2.5}) + "\n" for step in range(STEPS[-1]))
+    )
     stands = {}
     for step in STEPS:
         stand = read(run, str(run / "checkpoints" / f"step_{step:08d}"))[0]
@@ -136,10 +169,16 @@ def log_lines() -> Iterator[list[logging.LogRecord]]:
 
 
 def read(run: Path, resume: str = "auto") -> tuple[Stand | None, list[str]]:
-    """Do what a start does, and return where it stands, None for a fresh start, with the warnings."""
+    """Do what a start does, and return where it stands, None for a fresh start, with the
+    warnings.
+    """
     config = config_of(run)
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
-    data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="f" * 16, samples_per_epoch=100, no_validation=None)
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})}
+    )
+    data: Any = SimpleNamespace(
+        tokenizer_record=None, fingerprint="f" * 16, samples_per_epoch=100, no_validation=None
+    )
     with log_lines() as records:
         start = where_to_start(config, data)
         warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
@@ -149,35 +188,57 @@ def read(run: Path, resume: str = "auto") -> tuple[Stand | None, list[str]]:
         reader = CheckpointReader(start.resume)
         state, engine = reader.states(config, scale)
         weights = {name: values.tobytes() for name, values in reader.weights(config.model)}
-        moments = {f"{name}.{part}": values.tobytes() for name, part, values in reader.moments(config, engine.optimizer_steps)}
+        moments = {
+            f"{name}.{part}": values.tobytes()
+            for name, part, values in reader.moments(config, engine.optimizer_steps)
+        }
         warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
-    stand = Stand(state=state.to_dict(), engine=vars(engine), scale=scale.state(), weights=weights, moments=moments)
+    stand = Stand(
+        state=state.to_dict(),
+        engine=vars(engine),
+        scale=scale.state(),
+        weights=weights,
+        moments=moments,
+    )
     return stand, warnings
 
 
-def judge_stand(found: tuple[Stand | None, list[str]], stands: dict[int, Stand], *, older: bool = False) -> str | None:
-    """Accept the newest checkpoint, or with a warning an older one; ``older``: the folder itself says that this one is meant."""
+def judge_stand(
+    found: tuple[Stand | None, list[str]], stands: dict[int, Stand], *, older: bool = False
+) -> str | None:
+    """Accept the newest checkpoint, or with a warning an older one; ``older``: the folder itself
+    says that this one is meant.
+    """
     stand, warnings = found
     if stand is None:
         return "the run begins anew in the folder of a run"
     if not stand.differences(stands[STEPS[-1]]):
         return None
     if not stand.differences(stands[STEPS[0]]):
-        return None if warnings or older else "the run goes back to the older checkpoint without a word"
+        return (
+            None
+            if warnings or older
+            else "the run goes back to the older checkpoint without a word"
+        )
     nearest = stands.get(stand.state.get("step"), stands[STEPS[-1]])
     return f"another state was resumed: {', '.join(stand.differences(nearest)[:5])}"
 
 
 KNOWN = (
-    ("state", "step"), ("state", "consumed_samples"), ("state", "sample_hash"), ("state", "skipped_steps"), ("state", "skipped_in_a_row"),
+    ("state", "step"), ("state", "consumed_samples"), ("state", "sample_hash"),
+    ("state", "skipped_steps"), ("state", "skipped_in_a_row"),
     ("state", "losses"),
-    ("state", "grad_norms"), ("engine", "optimizer_steps"), ("engine", "loss_scale"), ("engine", "loss_scale", "value"), ("engine",
+    ("state", "grad_norms"), ("engine", "optimizer_steps"), ("engine", "loss_scale"),
+    ("engine", "loss_scale", "value"), ("engine",
     "loss_scale", "mode"),
-    ("engine", "loss_scale", "finite_steps"), ("engine", "rng"), ("engine", "rng", "torch"), ("engine", "rng", "torch", 0), ("config",),
+    ("engine", "loss_scale", "finite_steps"), ("engine", "rng"), ("engine", "rng", "torch"),
+    ("engine", "rng", "torch", 0), ("config",),
     ("config", "model"), ("config", "optimizer"),
-    ("config", "optimizer", "name"), ("config", "model", "num_heads"), ("config", "model", "layer_norm_epsilon"), ("tokenizer",),
+    ("config", "optimizer", "name"), ("config", "model", "num_heads"),
+    ("config", "model", "layer_norm_epsilon"), ("tokenizer",),
     ("data",), ("format_version",), ("files",),
-    ("files", "model.safetensors"), ("files", "model.safetensors", "bytes"), ("files", "model.safetensors", "crc32"), ("files",
+    ("files", "model.safetensors"), ("files", "model.safetensors", "bytes"),
+    ("files", "model.safetensors", "crc32"), ("files",
     "optimizer.safetensors"),
     ("files", "model.safetensors", "pieces"), ("files", "optimizer.safetensors", "pieces"),
 )  # fmt: skip
@@ -224,8 +285,16 @@ def _known_place(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
                 "latest",
             )
         )
-        kind, value = "a name of a file", {**parent["files"], name: {"bytes": dice.pick((0, 9, 300)), "crc32": 0}}
-    elif place[-1] in ("step", "consumed_samples", "optimizer_steps", "skipped_steps") and dice.chance(0.5):
+        kind, value = (
+            "a name of a file",
+            {**parent["files"], name: {"bytes": dice.pick((0, 9, 300)), "crc32": 0}},
+        )
+    elif place[-1] in (
+        "step",
+        "consumed_samples",
+        "optimizer_steps",
+        "skipped_steps",
+    ) and dice.chance(0.5):
         kind, value = "another number", dice.pick((0, 1, 9, 21, 11, 2**31, 19, 38, 20.0, True))
     parent[place[-1]] = value
     return to_json(tree).encode("utf-8", "surrogatepass"), kind, ".".join(map(str, place))
@@ -235,14 +304,18 @@ SEAL = b',\n "crc32": '
 
 
 def _sealed(content: bytes) -> bytes:
-    """Return a manifest whose last key is the CRC-32 of what is before it, as one is that was forged with care."""
+    """Return a manifest whose last key is the CRC-32 of what is before it, as one is that was
+    forged with care.
+    """
     tree = json.loads(content)
     tree.pop("crc32", None)
     before = json.dumps(tree, indent=1).encode().rstrip(b"\n}")
     return before + SEAL + str(zlib.crc32(before)).encode() + b"\n}"
 
 
-def _as_written(path: Path, found: tuple[Stand | None, list[str]], stands: dict[int, Stand]) -> str | None:
+def _as_written(
+    path: Path, found: tuple[Stand | None, list[str]], stands: dict[int, Stand]
+) -> str | None:
     """Compare a forged manifest that was accepted with what it says itself."""
     stand = found[0]
     if stand is None:
@@ -258,7 +331,11 @@ def _as_written(path: Path, found: tuple[Stand | None, list[str]], stands: dict[
         return f"optimizer_steps is {stand.engine['optimizer_steps']!r}"
     if not 0 < stand.scale["value"] < float("inf"):
         return f"the loss scale is {stand.scale['value']!r}"
-    known = [other for other in stands.values() if other.weights == stand.weights and other.moments == stand.moments]
+    known = [
+        other
+        for other in stands.values()
+        if other.weights == stand.weights and other.moments == stand.moments
+    ]
     return None if known else "other weights or moments were read"
 
 
@@ -271,7 +348,18 @@ def _header(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
 
 def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     kind = dice.pick(
-        ("manifest", "manifest", "known place", "known place", "weights", "moments", "latest", "folders", "folders", "unreadable")
+        (
+            "manifest",
+            "manifest",
+            "known place",
+            "known place",
+            "weights",
+            "moments",
+            "latest",
+            "folders",
+            "folders",
+            "unreadable",
+        )
     )
     run = folder / "run"
     shutil.copytree(prepared.run, run)
@@ -324,15 +412,27 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
                 stack.enter_context(unreadable(*opened))
             return read(run, resume)
 
-    named = (checkpoints / "latest").read_bytes()[:100] if kind == "latest" and _is_small(checkpoints / "latest") else b""
-    older = about in ("exchanged", "latest and a manifest removed") or named.strip() == b"step_00000010"
+    named = (
+        (checkpoints / "latest").read_bytes()[:100]
+        if kind == "latest" and _is_small(checkpoints / "latest")
+        else b""
+    )
+    older = (
+        about in ("exchanged", "latest and a manifest removed") or named.strip() == b"step_00000010"
+    )
 
     def check(found: tuple[Stand | None, list[str]]) -> str | None:
         if forged:
             return _as_written(newest / "manifest.json", found, prepared.stands)
         return judge_stand(found, prepared.stands, older=older)
 
-    return Case(kind=kind, run=start, names=(str(run),), check=check, about=f"resume={Path(resume).name}: {about}")
+    return Case(
+        kind=kind,
+        run=start,
+        names=(str(run),),
+        check=check,
+        about=f"resume={Path(resume).name}: {about}",
+    )
 
 
 def _is_small(path: Path) -> bool:
@@ -342,7 +442,8 @@ def _is_small(path: Path) -> bool:
 def _spoil_latest(dice: Dice, path: Path) -> str:
     if dice.chance(0.5):
         return spoil_one(dice, path)
-    name = dice.pick(("step_00000010", "step_00000099", "", "\n", ".", "..", "../checkpoints/step_00000010",
+    name = dice.pick(("step_00000010", "step_00000099", "", "\n", ".", "..",
+    "../checkpoints/step_00000010",
     "step_00000020/manifest.json", "step_20", "x" * 5000, "a\0b", "\u0663",
                       "step_00000020\nstep_00000010", "/etc", "step_00000020\0"))  # fmt: skip
     path.write_text(name)
@@ -351,15 +452,34 @@ def _spoil_latest(dice: Dice, path: Path) -> str:
 
 def _spoil_folders(dice: Dice, run: Path, checkpoints: Path, newest: Path) -> str:
     older = checkpoints / f"step_{STEPS[0]:08d}"
-    kind = dice.pick(("a file removed", "a special file", "both manifests removed", "newest removed", "all removed", "newest emptied",
+    kind = dice.pick(("a file removed", "a special file", "both manifests removed", "newest"
+        " removed", "all removed", "newest emptied",
     "exchanged", "newest a file", "checkpoints a file", "newest a link",
                       "a link to itself", "an odd name", "a left-over", "renamed", "latest removed",
                       "latest and a manifest removed"))  # fmt: skip
     if kind == "a file removed":
-        dice.pick((newest / "manifest.json", newest / "model.safetensors", newest / "optimizer.safetensors")).unlink()
+        dice.pick(
+            (
+                newest / "manifest.json",
+                newest / "model.safetensors",
+                newest / "optimizer.safetensors",
+            )
+        ).unlink()
     elif kind == "a special file":
-        path = dice.pick((newest / "manifest.json", newest / "model.safetensors", newest / "optimizer.safetensors", checkpoints / "latest"))
-        spoil_file(dice.pick(("a folder", "a FIFO", "a link to itself", "a link to /dev/zero", "empty file")), path)
+        path = dice.pick(
+            (
+                newest / "manifest.json",
+                newest / "model.safetensors",
+                newest / "optimizer.safetensors",
+                checkpoints / "latest",
+            )
+        )
+        spoil_file(
+            dice.pick(
+                ("a folder", "a FIFO", "a link to itself", "a link to /dev/zero", "empty file")
+            ),
+            path,
+        )
     elif kind == "both manifests removed":
         (newest / "manifest.json").unlink()
         (older / "manifest.json").unlink()
@@ -402,7 +522,13 @@ def _spoil_folders(dice: Dice, run: Path, checkpoints: Path, newest: Path) -> st
             ),
         )
     elif kind == "a left-over":
-        shutil.copytree(older, checkpoints / dice.pick((".step_00000030.tmp", ".step_00000020.replaced.tmp", ".step_00000010.doomed.tmp")))
+        shutil.copytree(
+            older,
+            checkpoints
+            / dice.pick(
+                (".step_00000030.tmp", ".step_00000020.replaced.tmp", ".step_00000010.doomed.tmp")
+            ),
+        )
     elif kind == "renamed":
         newest.rename(checkpoints / "step_00000030")
     elif kind == "latest removed":

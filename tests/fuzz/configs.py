@@ -1,4 +1,6 @@
-"""Configurations: YAML files with their base files, words of the command line, and what a plan makes of them."""
+"""Configurations: YAML files with their base files, words of the command line, and what a plan
+makes of them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ CLASSES = {
     "MindFormers name": "keys by MindFormers' names, beside ours or not, hostile",
     "bytes": "a fault of bytes in a config's text",
     "file": "a special file, or one that cannot be opened, as the config or its base",
-    "bases": "files that name each other, themselves, the next one twice, a chain, or no text as base",
+    "bases": "files that name each other, themselves, the next one twice, a chain, or no text as"
+    " base",
     "alias bomb": "eight levels of nine aliases, in a section or at the top",
     "contradiction": "sizes that do not divide, of any magnitude",
 }
@@ -49,15 +52,18 @@ CLASSES = {
 RUN_MODES = ("train", "finetune", "eval", "predict", "export", "plan")
 # A number that training turns into float32: what float32 cannot hold trains something else.
 FLOAT32 = (
-    ("optimizer", "learning_rate"), ("optimizer", "epsilon"), ("optimizer", "weight_decay"), ("model", "layer_norm_epsilon"),
+    ("optimizer", "learning_rate"), ("optimizer", "epsilon"), ("optimizer", "weight_decay"),
+    ("model", "layer_norm_epsilon"),
     ("model", "initializer_range"), ("loss_scale", "initial"),
 )  # fmt: skip
 MINDFORMERS = {
     "parallel_config": (
-        "data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num", "use_seq_parallel", "optimizer_shard", "expert_parallel",
+        "data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num", "use_seq_parallel",
+        "optimizer_shard", "expert_parallel",
         "vocab_emb_dp", "gradient_aggregation_group",
     ),
-    "recompute_config": ("recompute", "mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"),
+    "recompute_config": ("recompute", "mp_comm_recompute", "parallel_optimizer_comm_recompute",
+    "recompute_slice_activation"),
     "parallel": ("strategy_ckpt_save_file", "loss_repeated_mean"),
 }  # fmt: skip
 
@@ -71,7 +77,11 @@ class Prepared:
 def schema_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         options = (field.annotation, *typing.get_args(field.annotation))
-        sections = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+        sections = [
+            option
+            for option in options
+            if isinstance(option, type) and issubclass(option, BaseModel)
+        ]
         yield prefix + name
         for section in sections:
             yield from schema_keys(section, f"{prefix}{name}.")
@@ -105,14 +115,18 @@ def _scalars(value: Any) -> Any:
 def prepare(folder: Path) -> Prepared:
     trees = []
     base = {
-        "output_dir": "run", "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101},
+        "output_dir": "run",
+        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8,
+        "vocab_size": 101},
         "optimizer": {"learning_rate": 1e-3}, "train": {"max_steps": 10, "micro_batch_size": 2},
     }  # fmt: skip
     for path in sorted((ROOT / "configs" / "gpt2").glob("run_*.yaml")):
         tree = _scalars(yaml.safe_load(path.read_bytes()))
         bases = tree.get("base", [])
         if bases:
-            tree["base"] = [str(path.parent / name) for name in ([bases] if isinstance(bases, str) else bases)]
+            tree["base"] = [
+                str(path.parent / name) for name in ([bases] if isinstance(bases, str) else bases)
+            ]
         trees.append(tree)
     assert len(trees) > 10
     return Prepared(trees=[*trees, *[base] * len(trees)], keys=base)
@@ -121,7 +135,12 @@ def prepare(folder: Path) -> Prepared:
 def _options(annotation: Any) -> list[Any]:
     """Return values that a field may have, as far as its annotation says."""
     if annotation in (bool, int, float, str):
-        return {bool: [True, False], int: [1, 2, 3, 4, 8, 64, 1000], float: [0.0, 0.1, 0.5, 1.0, 1e-3, 3.0], str: ["x", "a/b"]}[annotation]
+        return {
+            bool: [True, False],
+            int: [1, 2, 3, 4, 8, 64, 1000],
+            float: [0.0, 0.1, 0.5, 1.0, 1e-3, 3.0],
+            str: ["x", "a/b"],
+        }[annotation]
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
     return [option for part in typing.get_args(annotation) for option in _options(part)]
@@ -144,9 +163,12 @@ def _plausible(dice: Dice, key: str = "") -> Any:
     if OPTIONS.get(key) and dice.chance(0.8):
         return dice.pick(OPTIONS[key])
     return dice.pick((
-        1, 2, 3, 4, 7, 8, 16, 64, 100, 1000, 12345, 2**20, 10**9, 0.1, 0.5, 0.9, 1e-3, 1e-8, 1.0, True, False, None, "auto", "none", "full",
-        "bf16", "fp16", "float16", "mindspore", "torch", "npu", "cpu", "dynamic", "static", "interleaved_1f1b", "gpipe", "deepspeed",
-        "semi_auto_parallel", "adamw", "sgd", "cosine", "949,50,1", "x", [1, 1], ["a", "b"], [0.5, "a", 0.5, "b"], "greedy", "mindir",
+        1, 2, 3, 4, 7, 8, 16, 64, 100, 1000, 12345, 2**20, 10**9, 0.1, 0.5, 0.9, 1e-3, 1e-8, 1.0,
+        True, False, None, "auto", "none", "full",
+        "bf16", "fp16", "float16", "mindspore", "torch", "npu", "cpu", "dynamic", "static",
+        "interleaved_1f1b", "gpipe", "deepspeed",
+        "semi_auto_parallel", "adamw", "sgd", "cosine", "949,50,1", "x", [1, 1], ["a", "b"],
+        [0.5, "a", 0.5, "b"], "greedy", "mindir",
     ))  # fmt: skip
 
 
@@ -161,8 +183,10 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
-    kind = dice.pick(("tree", "tree", "tree", "schema key", "schema key", "schema key", "override", "override", "override",
-                      "MindFormers name", "bytes", "file", "bases", "alias bomb", "contradiction", "contradiction"))  # fmt: skip
+    kind = dice.pick(("tree", "tree", "tree", "schema key", "schema key", "schema key", "override",
+    "override", "override",
+                      "MindFormers name", "bytes", "file", "bases", "alias bomb", "contradiction",
+                      "contradiction"))  # fmt: skip
     path, words, about = folder / "config.yaml", list[str](), ""
     tree = copy_tree(dice.pick(prepared.trees))
     plain = True  # the tree says what the config is
@@ -171,12 +195,16 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         for _ in range(dice.pick((1, 1, 1, 2, 3))):
             tree, fault, key = spoil_tree(dice, tree, yaml=True)
             about += f"{fault} at {key}; "
-            if type(tree) is not dict or any(type(node) not in (dict, list) and isinstance(node, list) for node in _nodes(tree)):
+            if type(tree) is not dict or any(
+                type(node) not in (dict, list) and isinstance(node, list) for node in _nodes(tree)
+            ):
                 break  # a key twice: no tree to change further
         plain = False
     elif kind == "schema key":
         for key in dice.some(KEYS, dice.pick((1, 1, 4))):
-            value = _plausible(dice, key) if dice.chance(0.75) else hostile_value(dice, yaml=True)[1]
+            value = (
+                _plausible(dice, key) if dice.chance(0.75) else hostile_value(dice, yaml=True)[1]
+            )
             _set(tree, key, value)
             about += f"{key}={str(value)[:40]}; "
     elif kind == "override":
@@ -194,13 +222,19 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
             tree[dice.pick(("train", "parallel"))] = hostile_value(dice)[1]
         plain = False
     elif kind == "contradiction":
-        for key in dice.some(("model.num_layers", "model.hidden_size", "model.num_heads", "model.ffn_hidden_size", "model.seq_length",
-                              "model.max_positions", "model.vocab_size", "model.vocab_multiple", "parallel.model_parallel",
+        for key in dice.some(("model.num_layers", "model.hidden_size", "model.num_heads",
+        "model.ffn_hidden_size", "model.seq_length",
+                              "model.max_positions", "model.vocab_size", "model.vocab_multiple",
+                              "parallel.model_parallel",
                               "parallel.pipeline_stage",
-                              "parallel.data_parallel", "parallel.virtual_stages", "parallel.shard_size", "train.micro_batch_size",
-                              "train.global_batch_size", "train.accumulation_steps", "parallel.zero_stage", "parallel.stage_layers"),
+                              "parallel.data_parallel", "parallel.virtual_stages",
+                              "parallel.shard_size", "train.micro_batch_size",
+                              "train.global_batch_size", "train.accumulation_steps",
+                              "parallel.zero_stage", "parallel.stage_layers"),
                               5):  # fmt: skip
-            value = dice.pick((1, 2, 3, 7, 12, 64, 1000, 999_999_937, 10**6, 2**31, 2**40 - 1, 2**40))
+            value = dice.pick(
+                (1, 2, 3, 7, 12, 64, 1000, 999_999_937, 10**6, 2**31, 2**40 - 1, 2**40)
+            )
             words.append(f"{key}={[1, value] if key.endswith('stage_layers') else value}")
         about = " ".join(words)
     path.write_text(to_yaml(tree), encoding="utf-8", errors="surrogatepass")
@@ -213,7 +247,14 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         if dice.chance(0.5):
             target = folder / "base.yaml"
             target.write_text("seed: 1\n")
-            path.write_text(to_yaml({"base": "base.yaml", **{key: value for key, value in tree.items() if key != "base"}}))
+            path.write_text(
+                to_yaml(
+                    {
+                        "base": "base.yaml",
+                        **{key: value for key, value in tree.items() if key != "base"},
+                    }
+                )
+            )
         about = dice.pick([*FILES, *UNREADABLE])
         if about in FILES:
             spoil_file(about, target)
@@ -223,9 +264,17 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     elif kind == "bases":
         about, plain = _write_bases(dice, path, tree), False
     elif kind == "alias bomb":
-        path.write_text(ALIAS_BOMB + (to_yaml(tree) if dice.chance(0.5) else "") + dice.pick(("", "model: *a8\n", "data: {train: *a8}\n")))
+        path.write_text(
+            ALIAS_BOMB
+            + (to_yaml(tree) if dice.chance(0.5) else "")
+            + dice.pick(("", "model: *a8\n", "data: {train: *a8}\n"))
+        )
         plain, about = False, "nine lines"
-    run_mode, world_size, all_ranks = dice.pick(RUN_MODES), dice.pick((None, None, None, 1, 2, 8, 64)), dice.chance(0.1)
+    run_mode, world_size, all_ranks = (
+        dice.pick(RUN_MODES),
+        dice.pick((None, None, None, 1, 2, 8, 64)),
+        dice.chance(0.1),
+    )
 
     def run() -> RunConfig:
         if opened is not None:
@@ -237,19 +286,33 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         save_config(config, folder / "again.yaml")
         if load_config(folder / "again.yaml") != config:
             return "what is written is read back as another config"
-        return _not_float32(config) or (_differs(tree, config) if plain and not words else None) or _words_differ(words, config)
+        return (
+            _not_float32(config)
+            or (_differs(tree, config) if plain and not words else None)
+            or _words_differ(words, config)
+        )
 
-    return Case(kind=kind, run=run, names=(str(folder), *NAMES), check=check, about=f"{run_mode} {about}"[:300])
+    return Case(
+        kind=kind,
+        run=run,
+        names=(str(folder), *NAMES),
+        check=check,
+        about=f"{run_mode} {about}"[:300],
+    )
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
     yield tree
-    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+    for child in (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    ):
         if not isinstance(child, tuple):
             yield from _nodes(child)
 
 
-def _run(path: Path, words: list[str], run_mode: str, world_size: int | None, all_ranks: bool) -> RunConfig:
+def _run(
+    path: Path, words: list[str], run_mode: str, world_size: int | None, all_ranks: bool
+) -> RunConfig:
     config = load_config(path, words)
     size = world_size or written_ranks(config)
     resolved = resolve_mode(config, run_mode, world_size=size)
@@ -281,13 +344,25 @@ def _word(dice: Dice) -> str:
         plausible = _plausible(dice, key)
         return f"{key}={plausible if isinstance(plausible, str) else json.dumps(plausible)}"
     value = hostile_value(dice, yaml=True)[1]
-    return f"{key}={value.text if isinstance(value, Raw) else value if isinstance(value, str) else json.dumps(value)}"
+    if isinstance(value, Raw):
+        return f"{key}={value.text}"
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _write_bases(dice: Dice, path: Path, tree: dict[str, Any]) -> str:
     folder = path.parent
     own = to_yaml({key: value for key, value in tree.items() if key != "base"})
-    kind = dice.pick(("itself", "each other", "twice", "a chain", "no text", "a link to itself", "through a link"))
+    kind = dice.pick(
+        (
+            "itself",
+            "each other",
+            "twice",
+            "a chain",
+            "no text",
+            "a link to itself",
+            "through a link",
+        )
+    )
     if kind == "itself":
         path.write_text(own + "base: config.yaml\n")
     elif kind == "each other":
@@ -326,21 +401,29 @@ def _differs(tree: Any, config: Any, prefix: str = "") -> str | None:
     for key, value in tree.items():
         found = getattr(config, key, None)
         if isinstance(value, dict):
-            if isinstance(found, BaseModel) and (problem := _differs(value, found, f"{prefix}{key}.")):
+            if isinstance(found, BaseModel) and (
+                problem := _differs(value, found, f"{prefix}{key}.")
+            ):
                 return problem
         elif (
-            type(value) in (int, float, bool) and hasattr(config, key) and not isinstance(found, (list, str, BaseModel)) and found != value
+            type(value) in (int, float, bool)
+            and hasattr(config, key)
+            and not isinstance(found, (list, str, BaseModel))
+            and found != value
         ):
             return f"{prefix}{key}={value!r} was read as {found!r}"
     return None
 
 
 def _words_differ(words: list[str], config: RunConfig) -> str | None:
-    """Compare numbers given as ASCII digits with those of the config; the last word for a key counts."""
+    """Compare numbers given as ASCII digits with those of the config; the last word for a key
+    counts.
+    """
     given = dict(word.split("=", 1) for word in words)
     for key, text in given.items():
         if not (text.isascii() and text.isdigit()) or any(
-            other != key and (other.startswith(f"{key}.") or key.startswith(f"{other}.")) for other in given
+            other != key and (other.startswith(f"{key}.") or key.startswith(f"{other}."))
+            for other in given
         ):
             continue
         found: Any = config

@@ -18,17 +18,26 @@ WIDTH = 9
 SCHEMA = {"input_ids": {"type": "int32", "shape": [-1]}}
 
 
-def write_mindrecord(path: Path, rows: np.ndarray, page_size: int = 256, header_size: int = 1024) -> None:
+def write_mindrecord(
+    path: Path, rows: np.ndarray, page_size: int = 256, header_size: int = 1024
+) -> None:
     """As MindSpore's FileWriter: rows in pages of blobs, of which the index says where they lie."""
     pages, places, page = [b""], [], 0
     for row in rows.tolist():
         codes, numbers = [], b""
         for token in row:
-            code = next(code for code in range(3) if -(2 ** (8 * 2**code - 1)) <= token < 2 ** (8 * 2**code - 1))
+            code = next(
+                code
+                for code in range(3)
+                if -(2 ** (8 * 2**code - 1)) <= token < 2 ** (8 * 2**code - 1)
+            )
             codes.append(code)
             numbers += token.to_bytes(2**code, "little", signed=True)
         codes += [0] * (-len(codes) % 4)
-        packed = bytes(codes[n] << 6 | codes[n + 1] << 4 | codes[n + 2] << 2 | codes[n + 3] for n in range(0, len(codes), 4))
+        packed = bytes(
+            codes[n] << 6 | codes[n + 1] << 4 | codes[n + 2] << 2 | codes[n + 3]
+            for n in range(0, len(codes), 4)
+        )
         blob = len(row).to_bytes(4, "big") + packed + numbers
         blob = len(blob).to_bytes(8, "little") + blob
         if len(pages[page]) + len(blob) > page_size:
@@ -41,15 +50,18 @@ def write_mindrecord(path: Path, rows: np.ndarray, page_size: int = 256, header_
     for number, content in enumerate(pages):
         count = sum(place[0] == number for place in places)
         records.append({
-            "page_id": number, "page_size": len(content), "page_type": "BLOB_DATA", "page_type_id": number, "shard_id": 0,
+            "page_id": number, "page_size": len(content), "page_type": "BLOB_DATA",
+            "page_type_id": number, "shard_id": 0,
             "start_row_id": first,
             "end_row_id": first + count, "row_group_ids": [],
         })  # fmt: skip
         first += count
     header = {
-        "header_size": header_size, "page_size": page_size, "version": "3.0", "index_fields": [], "shard_addresses": [path.name],
+        "header_size": header_size, "page_size": page_size, "version": "3.0", "index_fields": [],
+        "shard_addresses": [path.name],
         "shard_id": 0, "page": records,
-        "schema": [{"desc": "test", "schema": SCHEMA, "schema_id": 0, "blob_fields": ["input_ids"]}], "statistics": [],
+        "schema": [{"desc": "test", "schema": SCHEMA, "schema_id": 0,
+        "blob_fields": ["input_ids"]}], "statistics": [],
         "compression_size": 0,
     }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -58,25 +70,42 @@ def write_mindrecord(path: Path, rows: np.ndarray, page_size: int = 256, header_
     if header_size != header["header_size"]:
         write_mindrecord(path, rows, page_size, header_size)
         return
-    path.write_bytes(start.ljust(header_size, b"\0") + b"".join(content.ljust(page_size, b"\0") for content in pages))
+    path.write_bytes(
+        start.ljust(header_size, b"\0")
+        + b"".join(content.ljust(page_size, b"\0") for content in pages)
+    )
     with closing(sqlite3.connect(path.with_name(path.name + ".db"))) as database, database:
         database.execute("CREATE TABLE SHARD_NAME(NAME TEXT NOT NULL)")
         database.execute("INSERT INTO SHARD_NAME VALUES (?)", (path.name,))
         database.execute(
-            "CREATE TABLE INDEXES(ROW_ID INT NOT NULL, PAGE_ID_RAW INT, PAGE_OFFSET_RAW INT, PAGE_OFFSET_RAW_END INT, ROW_GROUP_ID INT,"
-            " PAGE_ID_BLOB INT, PAGE_OFFSET_BLOB INT, PAGE_OFFSET_BLOB_END INT, PRIMARY KEY(ROW_ID))"
+            "CREATE TABLE INDEXES(ROW_ID INT NOT NULL, PAGE_ID_RAW INT, PAGE_OFFSET_RAW INT,"
+            " PAGE_OFFSET_RAW_END INT, ROW_GROUP_ID INT, PAGE_ID_BLOB INT, PAGE_OFFSET_BLOB INT,"
+            " PAGE_OFFSET_BLOB_END INT, PRIMARY KEY(ROW_ID))"
         )
-        database.executemany("INSERT INTO INDEXES VALUES (?,0,0,0,0,?,?,?)", [(n, *place) for n, place in enumerate(places)])
+        database.executemany(
+            "INSERT INTO INDEXES VALUES (?,0,0,0,0,?,?,?)",
+            [(n, *place) for n, place in enumerate(places)],
+        )
 
 
 def write_vocabulary(folder: Path) -> tuple[Path, Path]:
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    table = {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + n) for n, byte in enumerate(hidden)
+    }
     merges = ["h e", "l l", "he ll", "hell o", "\u0120 t"]
-    tokens = [*(table[byte] for byte in range(256)), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    tokens = [
+        *(table[byte] for byte in range(256)),
+        *(merge.replace(" ", "") for merge in merges),
+        "<|endoftext|>",
+    ]
+    (folder / "vocab.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
+    (folder / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
+    )
     return folder / "vocab.json", folder / "merges.txt"
 
 
@@ -99,17 +128,25 @@ def read_pair(prefix: Path) -> tuple[list[list[int]], list[int]]:
     pointers = struct.unpack_from(f"<{count}q", index, 34 + 4 * count)
     documents = struct.unpack_from(f"<{bounds}q", index, 34 + 12 * count)
     tokens = prefix.with_suffix(".bin").read_bytes()
-    return [list(struct.unpack_from(f"<{size}{letter}", tokens, at)) for size, at in zip(sizes, pointers, strict=True)], list(documents)
+    return [
+        list(struct.unpack_from(f"<{size}{letter}", tokens, at))
+        for size, at in zip(sizes, pointers, strict=True)
+    ], list(documents)
 
 
 def read_rows(path: Path) -> list[list[int]]:
     """Decode every row as the format says, a number at a time."""
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    with closing(sqlite3.connect(f"{path.with_name(path.name + '.db').as_uri()}?mode=ro&immutable=1", uri=True)) as database:
-        places = database.execute("SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID").fetchmany(
-            1000
+    with closing(
+        sqlite3.connect(
+            f"{path.with_name(path.name + '.db').as_uri()}?mode=ro&immutable=1", uri=True
         )
+    ) as database:
+        places = database.execute(
+            "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
+            " ROW_ID"
+        ).fetchmany(1000)
     rows = []
     for page, first, end in places:
         start = int(header["header_size"]) + page * int(header["page_size"])
@@ -137,8 +174,13 @@ def expected_text(data: bytes, name: str) -> str | None:
             return None if text.lstrip("\ufeff \t\r\n")[:1] in ("{", "[") else text
         if text.lstrip("\ufeff \t\r\n")[:1] != ("[" if name == "corpus.json" else "{"):
             return None
-        items = json.loads(text) if name == "corpus.json" else [json.loads(line) for line in text.split("\n") if line.strip()]
+        items = (
+            json.loads(text)
+            if name == "corpus.json"
+            else [json.loads(line) for line in text.split("\n") if line.strip()]
+        )
         text = "".join(item if isinstance(item, str) else item["text"] for item in items)
-        return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a character has no UTF-8, and becomes the sign for that
+        # half a character has no UTF-8, and becomes the sign for that
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
     except (ValueError, RecursionError, TypeError, KeyError):
         return None

@@ -1,4 +1,6 @@
-"""Random choices that are the same on every version of Python: of ``random.Random`` only ``random`` and ``getrandbits`` are used."""
+"""Random choices that are the same on every version of Python: of ``random.Random`` only ``random``
+and ``getrandbits`` are used.
+"""
 
 from __future__ import annotations
 

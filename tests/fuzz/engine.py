@@ -1,11 +1,15 @@
 """Run generated inputs, sort the outcomes, and say how to run each again.
 
-Every input is run in a process of its own kind: ``python -m tests.fuzz AREA`` is the worker, and ``run_area`` starts it, reads a line
-for each input, and starts it again behind an input that has killed it.
+Every input is run in a process of its own kind: ``python -m tests.fuzz AREA`` is the worker, and
+``run_area`` starts it, reads a line for each input, and starts it again behind an input that has
+killed it.
 
-    refused    one GPT2Error with exit code 2, with a message of 1 to 2,000 characters that names the file or the key
-    accepted   read, and equal to an independent reading of the same bytes, or to the values of the whole file
-    defect     everything else: traceback, errno, exit code, message, hang, memory, died, silent (read as something else)
+    refused    one GPT2Error with exit code 2, with a message of 1 to 2,000 characters that names
+               the file or the key
+    accepted   read, and equal to an independent reading of the same bytes, or to the values of the
+               whole file
+    defect     everything else: traceback, errno, exit code, message, hang, memory, died, silent
+               (read as something else)
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ DEFECTS = ("traceback", "errno", "exit code", "message", "hang", "memory", "died
 
 @dataclass(kw_only=True)
 class Case:
-    """One input. ``run`` does what the program does with it; ``check`` returns how the result differs from what it should be, or None.
+    """One input. ``run`` does what the program does with it; ``check`` returns how the result
+    differs from what it should be, or None.
 
     names: a message that refuses the input holds one of these. about: what was done, for people.
     """
@@ -79,7 +84,9 @@ class _Hang(BaseException):
 
 
 class _Clock:
-    """Interrupts an input after ``seconds``: at once where it waits for something, after as much processor time where others take it."""
+    """Interrupts an input after ``seconds``: at once where it waits for something, after as much
+    processor time where others take it.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -100,16 +107,21 @@ _ROUNDS = 6
 def describe(error: BaseException) -> str:
     """Return the exception and the innermost place in the project."""
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if str(ROOT) in frame.filename and "/tests/" not in frame.filename
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if str(ROOT) in frame.filename and "/tests/" not in frame.filename
     ]
-    place = f" at {Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
+    place = (
+        f" at {Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
+    )
     return f"{type(error).__name__}: {str(error)[:160]}{place}"
 
 
 def judge(case: Case, seconds: float) -> tuple[str, str]:
     """Run a case and return its outcome and the details of a defect."""
     before = signal.signal(signal.SIGALRM, _Clock(seconds))
-    faulthandler.dump_traceback_later(_ROUNDS * seconds + 5, exit=True)  # where no Python code runs, or it catches everything
+    # where no Python code runs, or it catches everything
+    faulthandler.dump_traceback_later(_ROUNDS * seconds + 5, exit=True)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -151,7 +163,14 @@ def _judge_message(error: GPT2Error, case: Case) -> tuple[str, str]:
 # ---- the worker ----
 
 
-def work(area_name: str, seed: int, first: int, count: int, seconds: float, write: Callable[[dict[str, Any]], None]) -> None:
+def work(
+    area_name: str,
+    seed: int,
+    first: int,
+    count: int,
+    seconds: float,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
     """Run inputs ``first`` to ``first + count - 1`` and write a record before and after each."""
     area: Area = importlib.import_module(f"tests.fuzz.{area_name}")
     with work_folder() as folder:
@@ -166,7 +185,15 @@ def work(area_name: str, seed: int, first: int, count: int, seconds: float, writ
                     os.kill(os.getpid(), signal.SIGSEGV)
                 case = area.make(Dice(area_name, seed, number), prepared, work)
                 outcome, detail = judge(case, seconds)
-                write({"number": number, "kind": case.kind, "about": case.about, "outcome": outcome, "detail": detail})
+                write(
+                    {
+                        "number": number,
+                        "kind": case.kind,
+                        "about": case.about,
+                        "outcome": outcome,
+                        "detail": detail,
+                    }
+                )
                 del case
                 if outcome == "memory":
                     gc.collect()
@@ -178,7 +205,9 @@ def work_folder() -> Iterator[Path]:
     """A folder in memory where there is one: the inputs are small files, and many."""
     memory = Path("/dev/shm")
     parent = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=parent, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="fuzz-", dir=parent, ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
 
 
@@ -186,7 +215,11 @@ def work_folder() -> Iterator[Path]:
 def memory_limit() -> Iterator[None]:
     """Private memory counts, mapped files do not: a map of a sparse file costs nothing."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    held = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    held = next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * held + LIMIT_BYTES, before[1]))
     try:
         yield
@@ -195,7 +228,9 @@ def memory_limit() -> Iterator[None]:
 
 
 def inputs_of(area_name: str) -> int | None:
-    """Return the number of inputs of an area that goes through all there are, None where they never end."""
+    """Return the number of inputs of an area that goes through all there are, None where they never
+    end.
+    """
     area = importlib.import_module(f"tests.fuzz.{area_name}")
     if not hasattr(area, "count"):
         return None
@@ -235,18 +270,28 @@ class Result:
         return sum(self.counts.values())
 
     def report(self, most: int = 20) -> str:
-        lines = [f"{self.area}: {self.inputs} inputs, " + ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))]
+        lines = [
+            f"{self.area}: {self.inputs} inputs, "
+            + ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
+        ]
         # one of each place first, so that a frequent defect does not hide a rare one
         places: dict[str, list[Defect]] = {}
         for defect in self.defects:
-            places.setdefault(f"{defect.outcome} {defect.detail.rpartition(' at ')[2]}", []).append(defect)
-        lines += [f"  {len(found)} x {found[0]}" for found in sorted(places.values(), key=len, reverse=True)[:most]]
+            places.setdefault(f"{defect.outcome} {defect.detail.rpartition(' at ')[2]}", []).append(
+                defect
+            )
+        lines += [
+            f"  {len(found)} x {found[0]}"
+            for found in sorted(places.values(), key=len, reverse=True)[:most]
+        ]
         if len(places) > most:
             lines.append(f"  and {len(places) - most} more places")
         return "\n".join(lines)
 
 
-def run_area(area: str, *, seed: int, count: int, first: int = 0, seconds: float = LIMIT_SECONDS) -> Result:
+def run_area(
+    area: str, *, seed: int, count: int, first: int = 0, seconds: float = LIMIT_SECONDS
+) -> Result:
     """Run so many inputs in a worker, and in a new one behind each that killed it."""
     result = Result(area)
     end = first + count
@@ -255,13 +300,36 @@ def run_area(area: str, *, seed: int, count: int, first: int = 0, seconds: float
     return result
 
 
-def _run_worker(area: str, seed: int, first: int, count: int, seconds: float, result: Result) -> int:
+def _run_worker(
+    area: str, seed: int, first: int, count: int, seconds: float, result: Result
+) -> int:
     """Return the number of the next input."""
-    words = [area, "--seed", str(seed), "--first", str(first), "--count", str(count), "--seconds", str(seconds), "--records"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    words = [
+        area,
+        "--seed",
+        str(seed),
+        "--first",
+        str(first),
+        "--count",
+        str(count),
+        "--seconds",
+        str(seconds),
+        "--records",
+    ]
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with tempfile.TemporaryFile("w+") as errors:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz", *words], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, "-m", "tests.fuzz", *words],
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         assert worker.stdout is not None
         started, done = None, first
@@ -275,16 +343,25 @@ def _run_worker(area: str, seed: int, first: int, count: int, seconds: float, re
             result.kinds[record["kind"]] += 1
             if record["outcome"] in DEFECTS:
                 outcome, kind, detail = record["outcome"], record["kind"], record["detail"]
-                result.defects.append(Defect(area, seed, record["number"], outcome, kind, detail, record["about"]))
+                result.defects.append(
+                    Defect(area, seed, record["number"], outcome, kind, detail, record["about"])
+                )
         code = worker.wait()
         errors.seek(0)
         said = errors.read()
     if code == 0 and done == first + count:
         return done
     if started is None or started < done:
-        raise RuntimeError(f"the worker of {area} ended with {code} outside of an input: {said[-3000:]}")
+        raise RuntimeError(
+            f"the worker of {area} ended with {code} outside of an input: {said[-3000:]}"
+        )
     outcome = "hang" if "Timeout (" in said else "died"
-    place = next((line.strip() for line in said.splitlines() if str(ROOT) in line and "/tests/" not in line), said.strip()[-200:])
+    place = next(
+        (line.strip() for line in said.splitlines() if str(ROOT) in line and "/tests/" not in line),
+        said.strip()[-200:],
+    )
     result.counts[outcome] += 1
-    result.defects.append(Defect(area, seed, started, outcome, "?", f"exit code {code}, {place}", ""))
+    result.defects.append(
+        Defect(area, seed, started, outcome, "?", f"exit code {code}, {place}", "")
+    )
     return started + 1

@@ -19,5 +19,8 @@ def listing() -> str:
     ]
     for area in AREAS:
         lines.append(f"{area}:")
-        lines += [f"  {name}: {what}" for name, what in importlib.import_module(f"tests.fuzz.{area}").CLASSES.items()]
+        lines += [
+            f"  {name}: {what}"
+            for name, what in importlib.import_module(f"tests.fuzz.{area}").CLASSES.items()
+        ]
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Every bit of a checkpoint's manifest.json, flipped alone. The campaign goes through all, in the order of a permutation."""
+"""Every bit of a checkpoint's manifest.json, flipped alone. The campaign goes through all, in the
+order of a permutation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _STRIDE = 7919
 
 def count(prepared: Prepared) -> int:
     """Return how many inputs there are."""
-    return 8 * (prepared.run / "checkpoints" / f"step_{STEPS[-1]:08d}" / "manifest.json").stat().st_size
+    return (
+        8
+        * (prepared.run / "checkpoints" / f"step_{STEPS[-1]:08d}" / "manifest.json").stat().st_size
+    )
 
 
 def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
@@ -30,6 +35,18 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     before = content[bit // 8]
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    line = bytes(content[: bit // 8]).rpartition(b"\n")[2] + bytes(content[bit // 8 :]).partition(b"\n")[0]
-    about = f"bit {bit}, {bytes([before])!r} became {bytes([content[bit // 8]])!r}: {line.decode('utf-8', 'replace').strip()[:60]}"
-    return Case(kind="bit", run=lambda: read(run), names=(str(run),), check=lambda found: judge_stand(found, prepared.stands), about=about)
+    line = (
+        bytes(content[: bit // 8]).rpartition(b"\n")[2]
+        + bytes(content[bit // 8 :]).partition(b"\n")[0]
+    )
+    about = (
+        f"bit {bit}, {bytes([before])!r} became {bytes([content[bit // 8]])!r}:"
+        f" {line.decode('utf-8', 'replace').strip()[:60]}"
+    )
+    return Case(
+        kind="bit",
+        run=lambda: read(run),
+        names=(str(run),),
+        check=lambda found: judge_stand(found, prepared.stands),
+        about=about,
+    )

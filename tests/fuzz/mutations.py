@@ -1,4 +1,5 @@
-"""The classes of faulty input that all areas share: faults of bytes, of files, and of trees of keys and values.
+"""The classes of faulty input that all areas share: faults of bytes, of files, and of trees of keys
+and values.
 
 ``BYTES``, ``FILES`` and ``VALUES`` name them; ``python -m tests.fuzz --list`` prints them.
 """
@@ -25,7 +26,11 @@ from tests.fuzz.dice import Dice
 
 def _place(dice: Dice, data: bytes) -> int:
     """Favour the start, where headers are."""
-    return dice.below(min(len(data), 64)) if data and dice.chance(0.3) else dice.below(max(1, len(data)))
+    return (
+        dice.below(min(len(data), 64))
+        if data and dice.chance(0.3)
+        else dice.below(max(1, len(data)))
+    )
 
 
 def _flip(dice: Dice, data: bytes) -> bytes:
@@ -72,7 +77,9 @@ def _number(dice: Dice, data: bytes) -> bytes:
     """Replace an aligned word of 4 or 8 bytes by a number at the edge of a type."""
     size = dice.pick((4, 8))
     at = _place(dice, data) // size * size
-    value = dice.pick((0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)) % 2 ** (8 * size)
+    value = dice.pick(
+        (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
+    ) % 2 ** (8 * size)
     return data[:at] + value.to_bytes(size, "little") + data[at + size :]
 
 
@@ -132,7 +139,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-UNREADABLE = {"permission denied": errno.EACCES, "an error of the disk": errno.EIO, "a stale network file": errno.ESTALE}
+UNREADABLE = {
+    "permission denied": errno.EACCES,
+    "an error of the disk": errno.EIO,
+    "a stale network file": errno.ESTALE,
+}
 
 
 @contextmanager
@@ -184,9 +195,33 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "an empty text": ("", " ", "\n"),
     "a text with NUL": ("a\0b", "\0"),
     "a long text": ("x" * 5000, "x/" * 3000),
-    "5,000 digits": (Raw("9" * 5000), "9" * 5000, Raw("-" + "1" * 5000), Raw("1" + "0" * 5000 + ".0")),
-    "deep nesting": (Raw("[" * 100 + "]" * 100), Raw("[" * 3000 + "]" * 3000), Raw('{"a":' * 2000 + "1" + "}" * 2000), Raw("[" * 50_000)),
-    "an odd text": ("../x", "/etc/passwd", "a/b", ".", "..", "\u202ex", "\u0663\u0663", "\ud83d\ude00", "-x", "%s", "{rank}", "a\nb", "~"),
+    "5,000 digits": (
+        Raw("9" * 5000),
+        "9" * 5000,
+        Raw("-" + "1" * 5000),
+        Raw("1" + "0" * 5000 + ".0"),
+    ),
+    "deep nesting": (
+        Raw("[" * 100 + "]" * 100),
+        Raw("[" * 3000 + "]" * 3000),
+        Raw('{"a":' * 2000 + "1" + "}" * 2000),
+        Raw("[" * 50_000),
+    ),
+    "an odd text": (
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        ".",
+        "..",
+        "\u202ex",
+        "\u0663\u0663",
+        "\ud83d\ude00",
+        "-x",
+        "%s",
+        "{rank}",
+        "a\nb",
+        "~",
+    ),
     "a lone surrogate": (Raw('"\\ud800"'),),
 }
 
@@ -194,17 +229,29 @@ YAML_VALUES: dict[str, tuple[Any, ...]] = {
     "an explicit tag": tuple(
         Raw(text)
         for text in (
-            "!!timestamp x", "!!bool maybe", "!!float ''", "!!int zz", "!!int ''", "!!binary '*'", "!!set {a, b}", "!!omap [a]", "!!null x",
-            "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!other x", "!!str 5", "!!map [1]", "!!seq {a: 1}",
+            "!!timestamp x", "!!bool maybe", "!!float ''", "!!int zz", "!!int ''", "!!binary '*'",
+            "!!set {a, b}", "!!omap [a]", "!!null x",
+            "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!other x",
+            "!!str 5", "!!map [1]", "!!seq {a: 1}",
         )
     ),
     "an alias": (Raw("&a [*a]"), Raw("&b {x: *b}"), Raw("*unknown"), Raw("&c 1")),
-    "a date or number of YAML 1.1": (Raw("2020-01-01"), Raw("0x10"), Raw("0o17"), Raw("1_000"), Raw("1:30"), Raw(".inf"), Raw(".nan"),
+    "a date or number of YAML 1.1": (Raw("2020-01-01"), Raw("0x10"), Raw("0o17"), Raw("1_000"),
+    Raw("1:30"), Raw(".inf"), Raw(".nan"),
     Raw("6e-4")),
-    "not YAML": (Raw("{"), Raw("]"), Raw("'"), Raw("@x"), Raw("a: b: c"), Raw("|"), Raw("? [1]"), Raw("\t- x")),
+    "not YAML": (Raw("{"), Raw("]"), Raw("'"), Raw("@x"), Raw("a: b: c"), Raw("|"), Raw("? [1]"),
+    Raw("\t- x")),
 }  # fmt: skip
 
-SHAPES = ("a key renamed", "a key removed", "a duplicate key", "a list repeated", "a value moved", "a key added", "a key of another type")
+SHAPES = (
+    "a key renamed",
+    "a key removed",
+    "a duplicate key",
+    "a list repeated",
+    "a value moved",
+    "a key added",
+    "a key of another type",
+)
 
 
 def to_json(tree: Any) -> str:
@@ -233,7 +280,13 @@ def copy_tree(tree: Any) -> Any:
 
 
 def _paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in items:
         yield (*above, key)
         yield from _paths(value, (*above, key))
@@ -282,7 +335,9 @@ def _nearby(dice: Dice, value: Any) -> Any:
         return dice.pick((value + 1, value - 1, 2 * value, value // 2, 4 * value, -value))
     if isinstance(value, float):
         return dice.pick((2 * value, value / 2, value + 1, -value, value / 1000))
-    return dice.pick((f"{value}x", f" {value} ", str(value).upper(), str(value)[1:], f"{value}1", str(value)))
+    return dice.pick(
+        (f"{value}x", f" {value} ", str(value).upper(), str(value)[1:], f"{value}1", str(value))
+    )
 
 
 def _reshape(dice: Dice, tree: Any, path: tuple[Any, ...], kind: str) -> tuple[Any, str, str]:
@@ -299,7 +354,9 @@ def _reshape(dice: Dice, tree: Any, path: tuple[Any, ...], kind: str) -> tuple[A
     elif not isinstance(parent, dict):
         parent.insert(dice.below(len(parent) + 1), hostile_value(dice)[1])
     elif kind == "a key renamed":
-        name = dice.pick((f"{key}x", str(key)[1:], str(key).upper(), "", "x.y", "a\0b", "__class__"))
+        name = dice.pick(
+            (f"{key}x", str(key)[1:], str(key).upper(), "", "x.y", "a\0b", "__class__")
+        )
         replaced = {name if old == key else old: item for old, item in parent.items()}
         parent.clear()
         parent.update(replaced)
@@ -309,7 +366,10 @@ def _reshape(dice: Dice, tree: Any, path: tuple[Any, ...], kind: str) -> tuple[A
         pairs = Pairs([*parent.items(), (key, dice.pick((value, hostile_value(dice)[1])))])
         tree = _with(tree, path[:-1], pairs)
     else:
-        pairs = Pairs((Raw(dice.pick(("1", "null", "[1]", "1.5", "true"))) if old == key else old, item) for old, item in parent.items())
+        pairs = Pairs(
+            (Raw(dice.pick(("1", "null", "[1]", "1.5", "true"))) if old == key else old, item)
+            for old, item in parent.items()
+        )
         tree = _with(tree, path[:-1], pairs)
     return tree, kind, str(key)
 
@@ -321,16 +381,24 @@ def _with(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     return tree
 
 
-ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
 
 
 # ---- one file of a folder ----
 
 
 def spoil_one(
-    dice: Dice, path: Path, *, structured: Callable[[Dice, bytes], tuple[bytes, str, str]] | None = None, huge: bool = True
+    dice: Dice,
+    path: Path,
+    *,
+    structured: Callable[[Dice, bytes], tuple[bytes, str, str]] | None = None,
+    huge: bool = True,
 ) -> str:
-    """Put a fault of bytes, of the file or, with ``structured``, of its tree into ``path``. Return the class."""
+    """Put a fault of bytes, of the file or, with ``structured``, of its tree into ``path``. Return
+    the class.
+    """
     if structured is not None and dice.chance(0.6):
         content, kind, _ = structured(dice, path.read_bytes())
         path.write_bytes(content)

@@ -1,4 +1,6 @@
-"""Hostile inputs of every kind: refused by one clear error, or read as an independent reader reads them."""
+"""Hostile inputs of every kind: refused by one clear error, or read as an independent reader reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ COUNT = int(os.environ.get("FUZZ_COUNT", "3000"))
 def require(result: Result, count: int) -> None:
     assert result.inputs == count
     assert not result.defects, "\n" + result.report(most=20)
-    expected = {"caches": {"accepted"}, "manifest_bits": {"refused"}}.get(result.area, {"accepted", "refused"})
+    expected = {"caches": {"accepted"}, "manifest_bits": {"refused"}}.get(
+        result.area, {"accepted", "refused"}
+    )
     assert expected <= result.counts.keys(), f"a fuzzer that sees one outcome: {result.counts}"
 
 
@@ -35,7 +39,10 @@ def test_thousands_of_inputs(area: str) -> None:
     """Another seed than the suite's, so that the suite's inputs are no part of these."""
     count = inputs_of(area) or COUNT
     result = run_area(area, seed=SEED + 1, count=count)
-    print(f"\n{result.report()}\n  " + ", ".join(f"{kind}: {number}" for kind, number in sorted(result.kinds.items())))
+    print(
+        f"\n{result.report()}\n  "
+        + ", ".join(f"{kind}: {number}" for kind, number in sorted(result.kinds.items()))
+    )
     require(result, count)
 
 
@@ -88,13 +95,15 @@ def _raise(error: BaseException) -> None:
 def test_outcomes_are_told_apart(run: object, outcome: str) -> None:
     with memory_limit():
         assert judge(Case(kind="", run=run, names=("x.yaml",)), 0.5)[0] == outcome
-    assert judge(Case(kind="", run=lambda: 1, names=(), check=lambda one: f"{one} is not 2"), 0.5) == ("silent", "1 is not 2")
+    assert judge(
+        Case(kind="", run=lambda: 1, names=(), check=lambda one: f"{one} is not 2"), 0.5
+    ) == ("silent", "1 is not 2")
 
 
 def test_an_input_that_kills_its_worker_is_one_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUZZ_DIE_AT", "2")
     result = run_area("manifest_bits", seed=1, count=4)
-    assert result.inputs == 4 and [(defect.number, defect.outcome) for defect in result.defects if defect.outcome == "died"] == [
-        (2, "died")
-    ]
+    assert result.inputs == 4 and [
+        (defect.number, defect.outcome) for defect in result.defects if defect.outcome == "died"
+    ] == [(2, "died")]
     assert "python -m tests.fuzz manifest_bits --seed 1 --only 2" in result.report()

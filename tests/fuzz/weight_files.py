@@ -21,7 +21,8 @@ FIXTURES = ROOT / "tests" / "common" / "tensor_files" / "data"
 
 
 FLEETX = """\
-Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, ffn_hidden_size: , hidden_dropout_prob: 0.1,
+Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, \
+ffn_hidden_size: , hidden_dropout_prob: 0.1,
   attention_probs_dropout_prob: 0.2, max_position_embeddings: 5, initializer_range: 0.02}
 """
 
@@ -31,7 +32,12 @@ Arrays = dict[str, np.ndarray]
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     if isinstance(tree, torch.Tensor):
-        yield prefix, tree.view(torch.uint16).numpy() if tree.dtype is torch.bfloat16 else tree.detach().numpy()
+        yield (
+            prefix,
+            tree.view(torch.uint16).numpy()
+            if tree.dtype is torch.bfloat16
+            else tree.detach().numpy(),
+        )
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from _flat(value, f"{prefix}/{key}")
@@ -43,7 +49,9 @@ def read_torch(path: Path) -> Arrays:
 
 
 def damaged_record(path: Path) -> str | None:
-    """Return a record of tensors or of the pickle whose CRC-32 does not fit, which torch.load does not compare."""
+    """Return a record of tensors or of the pickle whose CRC-32 does not fit, which torch.load does
+    not compare.
+    """
     content = path.read_bytes()
     try:
         with zipfile.ZipFile(path) as archive:
@@ -102,9 +110,14 @@ def read_mindspore(path: Path) -> Arrays:
             else:
                 content = value
         name = record[1].decode()
-        array = np.frombuffer(content, {"Float32": "<f4", "Float16": "<f2", "Int32": "<i4", "Int64": "<i8"}[kind.decode()])
+        array = np.frombuffer(
+            content,
+            {"Float32": "<f4", "Float16": "<f2", "Int32": "<i4", "Int64": "<i8"}[kind.decode()],
+        )
         found[name] = np.concatenate([found[name], array]) if name in found else array
-        found[name] = found[name].reshape([size for size in dims if size] if found[name].size == np.prod(dims) else -1)
+        found[name] = found[name].reshape(
+            [size for size in dims if size] if found[name].size == np.prod(dims) else -1
+        )
     return found
 
 
@@ -129,7 +142,11 @@ class _Numpy(pickle.Unpickler):
 def read_paddle(path: Path) -> Arrays:
     with path.open("rb") as file:
         tree = _Numpy(file).load()
-    return {name: value[1] if isinstance(value, tuple) else value for name, value in tree.items() if name != "StructuredToParameterName@@"}
+    return {
+        name: value[1] if isinstance(value, tuple) else value
+        for name, value in tree.items()
+        if name != "StructuredToParameterName@@"
+    }
 
 
 def count_paddle(path: Path) -> None:
@@ -140,7 +157,9 @@ def count_paddle(path: Path) -> None:
     for name, value in tree.items():
         array = value[1] if isinstance(value, tuple) else value
         if isinstance(array, np.ndarray):
-            counted = np.array([next(first) for _ in range(array.size)], array.dtype).reshape(array.shape)
+            counted = np.array([next(first) for _ in range(array.size)], array.dtype).reshape(
+                array.shape
+            )
             tree[name] = (value[0], counted) if isinstance(value, tuple) else counted
     with path.open("wb") as file:
         pickle.dump(tree, file, protocol=4)

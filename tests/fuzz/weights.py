@@ -1,7 +1,9 @@
-"""Conversion of every format of weights: what is accepted holds, bit for bit, what an independent reader finds in the same file.
+"""Conversion of every format of weights: what is accepted holds, bit for bit, what an independent
+reader finds in the same file.
 
-The tensors of the whole files hold counting numbers. So a conversion of the whole file tells which number of which tensor goes where, and
-what a changed file must become follows from what torch, safetensors, pickle or a few lines of protobuf read of it.
+The tensors of the whole files hold counting numbers. So a conversion of the whole file tells which
+number of which tensor goes where, and what a changed file must become follows from what torch,
+safetensors, pickle or a few lines of protobuf read of it.
 """
 
 from __future__ import annotations
@@ -41,19 +43,32 @@ from tests.fuzz.mutations import (
     to_yaml,
     unreadable,
 )
-from tests.fuzz.weight_files import FIXTURES, FLEETX, Arrays, count_paddle, damaged_record, read_mindspore, read_paddle, read_torch
+from tests.fuzz.weight_files import (
+    FIXTURES,
+    FLEETX,
+    Arrays,
+    count_paddle,
+    damaged_record,
+    read_mindspore,
+    read_paddle,
+    read_torch,
+)
 
 CLASSES = {
-    "weights": "tensors in .safetensors, .bin (zip, old, shards), .ckpt, .pt, .pdparams, TensorFlow: bytes, special files, headers",
-    "values": "whole Hugging Face files of other numbers, types, strides, shared storages, tied heads, masks, padded vocabularies",
+    "weights": "tensors in .safetensors, .bin (zip, old, shards), .ckpt, .pt, .pdparams,"
+    " TensorFlow: bytes, special files, headers",
+    "values": "whole Hugging Face files of other numbers, types, strides, shared storages, tied"
+    " heads, masks, padded vocabularies",
     "archive": "a torch file with a record's bits flipped, and its CRC left as it is",
     "pickle": "a .bin, .pt or .pdparams whose pickle was changed, or runs code",
-    "settings": "the JSON or YAML of each format: bytes, special files, faults of the tree, alias bombs",
+    "settings": "the JSON or YAML of each format: bytes, special files, faults of the tree, alias"
+    " bombs",
     "folder": "files missing, twice, exchanged with those of another format",
     "unreadable": "a file that cannot be opened",
 }
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24, max_positions=5, embedding_dropout=0.0,
+    num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24,
+    max_positions=5, embedding_dropout=0.0,
     attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
 
@@ -68,7 +83,9 @@ class Source:
     """Of tensors."""
     settings: list[str]
     read: Callable[[Path], Arrays]
-    """The tensors of a folder, without code of the project. Raises anything for a file that is none."""
+    """The tensors of a folder, without code of the project. Raises anything for a file that is
+    none.
+    """
     values: Arrays
     target: Arrays
     """What the whole folder becomes."""
@@ -78,7 +95,9 @@ class Source:
 
 
 def _reader(files: list[str], one: Callable[[Path], Arrays]) -> Callable[[Path], Arrays]:
-    return lambda folder: {f"{file}:{name}": array for file in files for name, array in one(folder / file).items()}
+    return lambda folder: {
+        f"{file}:{name}": array for file in files for name, array in one(folder / file).items()
+    }
 
 
 def _none(folder: Path) -> Arrays:
@@ -94,7 +113,10 @@ def _counting() -> Weights:
         name: np.array([next(first) for _ in range(int(np.prod(shape)))], np.float32).reshape(shape)
         for name, shape in parameter_shapes(MODEL).items()
     }
-    tensors = {name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array) for name, array in arrays.items()}
+    tensors = {
+        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+        for name, array in arrays.items()
+    }
     return Weights(path=Path("made.here"), format="made", model=MODEL, tensors=tensors)
 
 
@@ -108,10 +130,19 @@ def prepare(folder: Path) -> list[Source]:
     weights = _counting()
     made: list[tuple[str, str, list[str], list[str], Callable[[Path], Arrays]]] = []
 
-    def written(name: str, format: str, files: list[str], settings: list[str], one: Callable[[Path], Arrays], **ranks: int) -> Path:
+    def written(
+        name: str,
+        format: str,
+        files: list[str],
+        settings: list[str],
+        one: Callable[[Path], Arrays],
+        **ranks: int,
+    ) -> Path:
         (folder / name).mkdir()
         if ranks:
-            FORMATS[format].write_shards(folder / name, weights, None, ranks["tensor"], ranks["stages"])
+            FORMATS[format].write_shards(
+                folder / name, weights, None, ranks["tensor"], ranks["stages"]
+            )
         else:
             FORMATS[format].write(folder / name, weights, None)
         made.append((name, format, files, settings, _reader(files, one)))
@@ -135,21 +166,45 @@ def prepare(folder: Path) -> list[Source]:
         tensor=1,
         stages=2,
     )
-    state = {name: torch.from_numpy(array) for name, array in load_file(hugging_face / "model.safetensors").items()}
+    state = {
+        name: torch.from_numpy(array)
+        for name, array in load_file(hugging_face / "model.safetensors").items()
+    }
     halves = [dict(list(state.items())[:9]), dict(list(state.items())[9:])]
-    for name, options in (("hf bin", {}), ("hf old bin", {"_use_new_zipfile_serialization": False})):
+    for name, options in (
+        ("hf bin", {}),
+        ("hf old bin", {"_use_new_zipfile_serialization": False}),
+    ):
         (folder / name).mkdir()
         shutil.copy(hugging_face / "config.json", folder / name)
         torch.save(state, folder / name / "pytorch_model.bin", **options)
-        made.append((name, "hf", ["pytorch_model.bin"], ["config.json"], _reader(["pytorch_model.bin"], read_torch)))
+        made.append(
+            (
+                name,
+                "hf",
+                ["pytorch_model.bin"],
+                ["config.json"],
+                _reader(["pytorch_model.bin"], read_torch),
+            )
+        )
     (folder / "hf shards").mkdir()
     shutil.copy(hugging_face / "config.json", folder / "hf shards")
     shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
     for shard, half in zip(shards, halves, strict=True):
         torch.save(half, folder / "hf shards" / shard)
     places = {name: shard for shard, half in zip(shards, halves, strict=True) for name in half}
-    (folder / "hf shards" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
-    made.append(("hf shards", "hf", shards, ["config.json", "pytorch_model.bin.index.json"], _reader(shards, read_torch)))
+    (folder / "hf shards" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+    )
+    made.append(
+        (
+            "hf shards",
+            "hf",
+            shards,
+            ["config.json", "pytorch_model.bin.index.json"],
+            _reader(shards, read_torch),
+        )
+    )
     shutil.copytree(FIXTURES / "openai", folder / "openai")
     tensorflow = [path.name for path in sorted((folder / "openai").glob("model.ckpt.*"))]
     made.append(("openai", "openai", tensorflow, ["hparams.json", "checkpoint"], _none))
@@ -157,12 +212,30 @@ def prepare(folder: Path) -> list[Source]:
     shutil.copy(FIXTURES / "fleetx" / "model.pdparams", folder / "fleetx")
     count_paddle(folder / "fleetx" / "model.pdparams")
     (folder / "fleetx" / "pretrain.yaml").write_text(FLEETX)
-    made.append(("fleetx", "fleetx", ["model.pdparams"], ["pretrain.yaml"], _reader(["model.pdparams"], read_paddle)))
+    made.append(
+        (
+            "fleetx",
+            "fleetx",
+            ["model.pdparams"],
+            ["pretrain.yaml"],
+            _reader(["model.pdparams"], read_paddle),
+        )
+    )
     sources = []
     for name, format, files, settings, read in made:
         values = {} if read is _none else read(folder / name)
         target = _convert(folder / name, format, folder / f"{name} converted")
-        sources.append(Source(folder=folder / name, format=format, files=files, settings=settings, read=read, values=values, target=target))
+        sources.append(
+            Source(
+                folder=folder / name,
+                format=format,
+                files=files,
+                settings=settings,
+                read=read,
+                values=values,
+                target=target,
+            )
+        )
         if values:
             assert _differs(sources[-1], values, target) is None, name
     return sources
@@ -174,7 +247,19 @@ def prepare(folder: Path) -> list[Source]:
 def make(dice: Dice, sources: list[Source], folder: Path) -> Case:
     source = dice.pick(sources)
     kind = dice.pick(
-        ("weights", "weights", "weights", "values", "archive", "pickle", "settings", "settings", "settings", "folder", "unreadable")
+        (
+            "weights",
+            "weights",
+            "weights",
+            "values",
+            "archive",
+            "pickle",
+            "settings",
+            "settings",
+            "settings",
+            "folder",
+            "unreadable",
+        )
     )
     torch_like = [name for name in source.files if name.endswith((".bin", ".pt"))]
     if kind == "archive" and (not torch_like or source.folder.name == "hf old bin"):
@@ -182,7 +267,9 @@ def make(dice: Dice, sources: list[Source], folder: Path) -> Case:
     if kind == "pickle" and not torch_like and source.format != "fleetx":
         kind = "settings"
     if kind == "values":
-        source = dice.pick([item for item in sources if item.folder.name in ("hf", "hf bin", "hf old bin")])
+        source = dice.pick(
+            [item for item in sources if item.folder.name in ("hf", "hf bin", "hf old bin")]
+        )
     work = folder / "source"
     shutil.copytree(source.folder, work)
     opened: tuple[str, Path] | None = None
@@ -190,7 +277,10 @@ def make(dice: Dice, sources: list[Source], folder: Path) -> Case:
     if kind == "weights":
         path = work / dice.pick(source.files)
         about = f"{path.name}: " + spoil_one(
-            dice, path, structured=_header if path.suffix == ".safetensors" else None, huge=path.suffix != ".ckpt"
+            dice,
+            path,
+            structured=_header if path.suffix == ".safetensors" else None,
+            huge=path.suffix != ".ckpt",
         )
     elif kind == "values":
         path = work / source.files[0]
@@ -224,12 +314,19 @@ def make(dice: Dice, sources: list[Source], folder: Path) -> Case:
             target = folder / "target"
             source_format = None if dice.number % 5 == 0 else source.format
             try:
-                convert(work, target, target_format=to, source_format=source_format, verify=dice.number % 3 == 0)
+                convert(
+                    work,
+                    target,
+                    target_format=to,
+                    source_format=source_format,
+                    verify=dice.number % 3 == 0,
+                )
             finally:
                 left = [
                     path.name
                     for path in folder.iterdir()
-                    if path.name not in ("source", "target") or (path.name == "target" and not _whole(path))
+                    if path.name not in ("source", "target")
+                    or (path.name == "target" and not _whole(path))
                 ]
                 if left:
                     raise AssertionError(f"left over: {left}")
@@ -241,19 +338,29 @@ def make(dice: Dice, sources: list[Source], folder: Path) -> Case:
         if to != "hf":  # its own reader is held against independent ones above
             again = Path(tempfile.mkdtemp(dir=folder)) / "hf"
             return _judge(source, work, _convert(target, to, again), settings_changed, again)
-        return _judge(source, work, load_file(target / "model.safetensors"), settings_changed, target)
+        return _judge(
+            source, work, load_file(target / "model.safetensors"), settings_changed, target
+        )
 
     names = (str(work), "--model_parallel", "a weight of")
-    return Case(kind=kind, run=run, names=names, check=check, about=f"{source.folder.name} to {to}, {about}")
+    return Case(
+        kind=kind, run=run, names=names, check=check, about=f"{source.folder.name} to {to}, {about}"
+    )
 
 
 def _whole(target: Path) -> bool:
     return (target / "conversion.json").is_file()
 
 
-def _judge(source: Source, work: Path, found: Arrays, settings_changed: bool, target: Path) -> str | None:
+def _judge(
+    source: Source, work: Path, found: Arrays, settings_changed: bool, target: Path
+) -> str | None:
     for name in source.files:
-        if name.endswith((".bin", ".pt")) and (work / name).is_file() and (record := damaged_record(work / name)):
+        if (
+            name.endswith((".bin", ".pt"))
+            and (work / name).is_file()
+            and (record := damaged_record(work / name))
+        ):
             return f"{name}: {record} is damaged by its CRC-32, and was taken"
     try:
         values = source.read(work)
@@ -263,7 +370,9 @@ def _judge(source: Source, work: Path, found: Arrays, settings_changed: bool, ta
         values = None
     if settings_changed:
         words = json.loads((target / "config.json").read_text())
-        if words["n_head"] != MODEL.num_heads and (values is None or words["n_head"] != _heads(source, work)):
+        if words["n_head"] != MODEL.num_heads and (
+            values is None or words["n_head"] != _heads(source, work)
+        ):
             return f"n_head={words['n_head']}, which no file says"
         if words["n_head"] != MODEL.num_heads:
             return None  # another arrangement of the same numbers
@@ -279,7 +388,13 @@ def _heads(source: Source, work: Path) -> int | None:
             words = yaml.safe_load((work / name).read_bytes())
             words = words.get("config", words)
             words = words.get("model", words.get("Model", words))
-            return int(next(words[key] for key in ("n_head", "num_heads", "num_attention_heads") if key in words))
+            return int(
+                next(
+                    words[key]
+                    for key in ("n_head", "num_heads", "num_attention_heads")
+                    if key in words
+                )
+            )
         except Exception:
             continue
     return None
@@ -292,17 +407,26 @@ def _bits(array: np.ndarray) -> np.ndarray:
 def _differs_from(expected: Arrays, found: Arrays) -> str | None:
     for name in expected.keys() & found.keys():
         rows = len(found[name])
-        if found[name].dtype != expected[name].dtype or not np.array_equal(_bits(found[name]), _bits(expected[name][:rows])):
+        if found[name].dtype != expected[name].dtype or not np.array_equal(
+            _bits(found[name]), _bits(expected[name][:rows])
+        ):
             return f"{name} is not what the whole file held"
     return None
 
 
-def _differs(source: Source, values: Arrays, found: Arrays, settings_changed: bool = False) -> str | None:
+def _differs(
+    source: Source, values: Arrays, found: Arrays, settings_changed: bool = False
+) -> str | None:
     """Follow each number from its place in the source to that in the target."""
     places: dict[int, tuple[str, int]] = {}
     for name, array in source.values.items():
         if array.dtype.kind == "f":
-            places.update({int(number): (name, place) for place, number in enumerate(array.reshape(-1).tolist())})
+            places.update(
+                {
+                    int(number): (name, place)
+                    for place, number in enumerate(array.reshape(-1).tolist())
+                }
+            )
     for name, expected in source.target.items():
         if name not in found:
             continue
@@ -316,7 +440,9 @@ def _differs(source: Source, values: Arrays, found: Arrays, settings_changed: bo
         made = np.empty(len(numbers), np.float32)
         for place, number in enumerate(numbers.tolist()):
             tensor, at = places[int(number)]
-            if tensor not in values or (values[tensor].size != source.values[tensor].size and at >= values[tensor].size):
+            if tensor not in values or (
+                values[tensor].size != source.values[tensor].size and at >= values[tensor].size
+            ):
                 return f"{name} was read, but {tensor} is not there"
             made[place] = values[tensor].reshape(-1)[at]
         if not np.array_equal(_bits(got.astype(np.float32)), _bits(made)):
@@ -328,25 +454,48 @@ def _other_values(dice: Dice, path: Path) -> str:
     """Write a whole file of the same names with other numbers."""
     plain = path.suffix == ".safetensors"
     state = (
-        {name: torch.from_numpy(array.copy()) for name, array in load_file(path).items()} if plain else torch.load(path, weights_only=True)
+        {name: torch.from_numpy(array.copy()) for name, array in load_file(path).items()}
+        if plain
+        else torch.load(path, weights_only=True)
     )
-    kinds = dice.some(("edges", "another type", "strides", "tied head", "other head", "mask", "padding", "one storage", "order"), 3)
+    kinds = dice.some(
+        (
+            "edges",
+            "another type",
+            "strides",
+            "tied head",
+            "other head",
+            "mask",
+            "padding",
+            "one storage",
+            "order",
+        ),
+        3,
+    )
     for kind in kinds:
         name = dice.pick(sorted(state))
         if kind == "edges":
             flat = state[name].reshape(-1).clone()
-            flat[dice.below(len(flat))] = dice.pick((float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3.4e38, 70000.0))
+            flat[dice.below(len(flat))] = dice.pick(
+                (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3.4e38, 70000.0)
+            )
             state[name] = flat.reshape(state[name].shape)
         elif kind == "another type":
             wanted = dice.pick((torch.float16, torch.float64, torch.int32, torch.int8, torch.bool))
             for key in sorted(state) if dice.chance(0.5) else (name,):
                 state[key] = state[key].to(wanted)
         elif kind == "strides" and not plain:
-            state[name] = state[name].t().contiguous().t() if state[name].dim() == 2 else state[name]
+            state[name] = (
+                state[name].t().contiguous().t() if state[name].dim() == 2 else state[name]
+            )
         elif kind == "tied head":
-            state["lm_head.weight"] = next(value.clone() for key, value in state.items() if key.endswith("wte.weight"))
+            state["lm_head.weight"] = next(
+                value.clone() for key, value in state.items() if key.endswith("wte.weight")
+            )
         elif kind == "other head":
-            state["lm_head.weight"] = next(value + 1 for key, value in state.items() if key.endswith("wte.weight"))
+            state["lm_head.weight"] = next(
+                value + 1 for key, value in state.items() if key.endswith("wte.weight")
+            )
         elif kind == "mask":
             state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 5, 5)
         elif kind == "padding":
@@ -402,7 +551,17 @@ def _spoil_pickle(dice: Dice, path: Path) -> str:
     command = f"touch {path.parents[1]}/executed"
     kind = dice.pick(("runs code", "another tree", "bytes"))
     tree: Any = dice.pick(
-        ({}, [], None, 5, {"a": 1}, {5: torch.zeros(2)}, {"transformer.wte.weight": torch.zeros(2)}, {"a": {"b": torch.zeros(1)}}, "x")
+        (
+            {},
+            [],
+            None,
+            5,
+            {"a": 1},
+            {5: torch.zeros(2)},
+            {"transformer.wte.weight": torch.zeros(2)},
+            {"a": {"b": torch.zeros(1)}},
+            "x",
+        )
     )
     if path.suffix == ".pdparams":
         content = pickle.dumps(
@@ -430,7 +589,11 @@ def _spoil_pickle(dice: Dice, path: Path) -> str:
         for name, content in records.items():
             if name.endswith("data.pkl"):
                 change = dice.pick(list(BYTES))
-                content = pickle.dumps(_Evil(command)) if kind == "runs code" else BYTES[change](dice, content)
+                content = (
+                    pickle.dumps(_Evil(command))
+                    if kind == "runs code"
+                    else BYTES[change](dice, content)
+                )
                 kind = kind if kind == "runs code" else f"{kind}: {change}"
             archive.writestr(name, content)
     return kind

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 from common.errors import StorageError  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
@@ -23,18 +25,32 @@ def config_of(folder: Path, prefix: Path, **changes: Any) -> Any:
         data={"train": str(prefix), "split": "90,10,0"},
         validation__max_samples=2,
         logging={"tensorboard": False, "plot": False},
-        **{"checkpoint__ckpt_prefix": "gpt2", "checkpoint__interval": 1, "checkpoint__keep": 2} | changes,
+        **{"checkpoint__ckpt_prefix": "gpt2", "checkpoint__interval": 1, "checkpoint__keep": 2}
+        | changes,
     )
 
 
 def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
-    """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of the safetensors files."""
+    """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of
+    the safetensors files.
+    """
     foreign = tmp_path / "checkpoints" / "rank_0" / "gpt2_rank_0-of_mine.ckpt"
     foreign.parent.mkdir(parents=True)
     foreign.touch()
-    train(config_of(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4}, model__num_layers=1))
+    train(
+        config_of(
+            tmp_path,
+            corpus_prefix,
+            optimizer={"learning_rate": 0.01, "decay_steps": 4},
+            model__num_layers=1,
+        )
+    )
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == ["gpt2_rank_0-1_3.ckpt", "gpt2_rank_0-1_4.ckpt", foreign.name]
+    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == [
+        "gpt2_rank_0-1_3.ckpt",
+        "gpt2_rank_0-1_4.ckpt",
+        foreign.name,
+    ]
     assert [path.name for path in whole_checkpoints(folder)] == ["step_00000003", "step_00000004"]
     found = ms.load_checkpoint(str(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt"))
     newest = find_checkpoint(folder)
@@ -43,7 +59,9 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
     for file in ("model.safetensors", "optimizer.safetensors"):
         with open_safetensors(newest / file) as reader:
             expected |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-    assert set(found) == {*expected, "epoch_num", "step_num"} and int(found["step_num"].asnumpy()) == 4
+    assert (
+        set(found) == {*expected, "epoch_num", "step_num"} and int(found["step_num"].asnumpy()) == 4
+    )
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name].asnumpy(), values, err_msg=name)
 
@@ -52,12 +70,20 @@ def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
     """Steps of an epoch: samples // global batch."""
     from common.training.data import open_data
 
-    config = config_of(tmp_path, corpus_prefix, train__global_batch_size=700, train__micro_batch_size=350, model__num_layers=1)
+    config = config_of(
+        tmp_path,
+        corpus_prefix,
+        train__global_batch_size=700,
+        train__micro_batch_size=350,
+        model__num_layers=1,
+    )
     steps = open_data(config)[0].samples_per_epoch // 700
     assert 1 <= steps < 4
     train(config)
     names = sorted(path.name for path in (tmp_path / "checkpoints" / "rank_0").iterdir())
-    assert names == [f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)]
+    assert names == [
+        f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)
+    ]
 
 
 def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefix: Path) -> None:
@@ -68,8 +94,12 @@ def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefi
     assert whole_checkpoints(tmp_path / "checkpoints"), "the checkpoint itself is whole"
 
 
-def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(tmp_path: Path, corpus_prefix: Path, monkeypatch: Any) -> None:
-    """A full disk in the middle of a file, as MindSpore reports it; then back to step 1, on to step 2."""
+def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
+    tmp_path: Path, corpus_prefix: Path, monkeypatch: Any
+) -> None:
+    """A full disk in the middle of a file, as MindSpore reports it; then back to step 1, on to step
+    2.
+    """
     folder, real = tmp_path / "checkpoints" / "rank_0", ms.save_checkpoint
 
     def fails(tensors: Any, path: str) -> None:
@@ -77,13 +107,23 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(tmp_path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ms, "save_checkpoint", fails)
-    with pytest.raises(StorageError, match="No space left on device; the checkpoint beside it is whole"):
+    with pytest.raises(
+        StorageError, match="No space left on device; the checkpoint beside it is whole"
+    ):
         train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=1))
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(ms, "save_checkpoint", real)
     train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=3))
-    assert sorted(path.name for path in folder.iterdir()) == ["gpt2_rank_0-1_2.ckpt", "gpt2_rank_0-1_3.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "gpt2_rank_0-1_2.ckpt",
+        "gpt2_rank_0-1_3.ckpt",
+    ]
     back = str(tmp_path / "checkpoints" / "step_00000002")
-    changes = {"train__max_steps": 4, "checkpoint__resume": back, "checkpoint__interval": 0, "checkpoint__keep": 1}
+    changes = {
+        "train__max_steps": 4,
+        "checkpoint__resume": back,
+        "checkpoint__interval": 0,
+        "checkpoint__keep": 1,
+    }
     train(config_of(tmp_path, corpus_prefix, model__num_layers=1, **changes))
     assert sorted(path.name for path in folder.iterdir()) == ["gpt2_rank_0-1_4.ckpt"]

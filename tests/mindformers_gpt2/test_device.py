@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
 from common.resolve.vendor_settings import mindspore_context  # noqa: E402
-from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device  # noqa: E402
+from mindformers_gpt2.device import (  # noqa: E402
+    MindSporeDevice,
+    check_support,
+    open_device,
+    select_device,
+)
 from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,12 +33,20 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"device": "npu"}, DeviceError, "device=npu.*no Ascend device"),
         ({"device": "cuda"}, DeviceError, "device=cuda.*no GPU device"),
         ({"device": "auto", "context__device_target": "Ascend"}, DeviceError, "device=npu"),
-        ({"context__device_target": "GPU"}, ConfigError, "device=cpu and context.device_target=GPU"),
+        (
+            {"context__device_target": "GPU"},
+            ConfigError,
+            "device=cpu and context.device_target=GPU",
+        ),
         ({"precision": "bf16"}, DeviceError, "precision.compute=bfloat16"),
         ({"context__max_device_memory": "30GB"}, ConfigError, "for accelerators"),
         ({"context__max_device_memory": "30"}, ConfigError, "such as 30GB"),
         ({"context__enable_graph_kernel": True}, ConfigError, "for accelerators"),
-        ({"context__mode": "pynative", "train__recompute": "full"}, ConfigError, "needs context.mode=graph"),
+        (
+            {"context__mode": "pynative", "train__recompute": "full"},
+            ConfigError,
+            "needs context.mode=graph",
+        ),
         ({"train__recompute_slice_activation": True}, ConfigError, "model_parallel above 1"),
         ({"train__compile": True}, ConfigError, "for backend torch"),
         ({"parallel__zero_stage": 1}, ConfigError, "zero_stage=1"),
@@ -39,13 +54,19 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"context__mode": True}, ConfigError, "context.mode"),
         ({"context__max_call_depth": 5}, ConfigError, "max_call_depth"),
         ({"context__graph_kernel_flags": "--x"}, ConfigError, "needs context.enable_graph_kernel"),
-        ({"context__save_graphs": True, "context__save_graphs_path": "/proc/none"}, ConfigError, "save_graphs_path=/proc/none"),
+        (
+            {"context__save_graphs": True, "context__save_graphs_path": "/proc/none"},
+            ConfigError,
+            "save_graphs_path=/proc/none",
+        ),
         ({"train__sink_size": 101}, ConfigError, "sink_size"),
         ({"data__prefetch": 2000}, ConfigError, "prefetch"),
         ({"checkpoint__ckpt_prefix": "../x"}, ConfigError, "ckpt_prefix"),
     ],
 )
-def test_refused_with_the_reason(changes: dict[str, Any], error: type[GPT2Error], message: str) -> None:
+def test_refused_with_the_reason(
+    changes: dict[str, Any], error: type[GPT2Error], message: str
+) -> None:
     with pytest.raises(error, match=message):
         open_device(make_config(**changes))
 
@@ -71,19 +92,39 @@ def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         select_device("cpu")
 
 
-def test_without_mindspore_the_front_door_says_how_to_install_it(tmp_path: Path, corpus_prefix: Path) -> None:
+def test_without_mindspore_the_front_door_says_how_to_install_it(
+    tmp_path: Path, corpus_prefix: Path
+) -> None:
     (tmp_path / "mindspore.py").write_text("raise ImportError('No module named mindspore')")
-    command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "--run_mode", "train"]
+    command = [
+        sys.executable,
+        str(ROOT / "run_gpt2.py"),
+        "--config",
+        str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
+        "--run_mode",
+        "train",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [*command, "backend=mindspore", f"data.train={corpus_prefix}"], capture_output=True, text=True, timeout=60, env=environment
+        [*command, "backend=mindspore", f"data.train={corpus_prefix}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "backend=mindspore: it cannot be imported" in done.stderr and "pip install '.[mindspore]'" in done.stderr
+    assert (
+        "backend=mindspore: it cannot be imported" in done.stderr
+        and "pip install '.[mindspore]'" in done.stderr
+    )
 
 
 def test_only_later_ascends_have_bfloat16() -> None:
-    for name, expected in (("Ascend910B3", True), ("Ascend910A", False), ("Ascend910PremiumA", False)):
+    for name, expected in (
+        ("Ascend910B3", True),
+        ("Ascend910A", False),
+        ("Ascend910PremiumA", False),
+    ):
         device = MindSporeDevice(kind="npu", index=0, name=name)
         assert device.supports("bfloat16") is expected
         if not expected:
@@ -114,4 +155,8 @@ def test_the_context_in_mindspores_words() -> None:
         "max_device_memory": "31GB",
     }
     known = ms.set_context.__doc__
-    assert all(f"{name} (" in known for name in mindspore_context(full) if not name.startswith(("enable_graph", "graph_kernel")))
+    assert all(
+        f"{name} (" in known
+        for name in mindspore_context(full)
+        if not name.startswith(("enable_graph", "graph_kernel"))
+    )

@@ -1,4 +1,6 @@
-"""Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without, torch, or the host's rule."""
+"""Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without,
+torch, or the host's rule.
+"""
 
 import math
 import os
@@ -11,7 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.engine  # noqa: E402
@@ -32,7 +36,15 @@ HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
 
 
 def make_config(**changes: Any) -> RunConfig:
-    changes = {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8, "weight_decay": 0.1}, **changes}
+    changes = {
+        "optimizer": {
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "decay_steps": 8,
+            "weight_decay": 0.1,
+        },
+        **changes,
+    }
     return base_config(train__max_steps=8, model__num_layers=1, **changes)
 
 
@@ -52,18 +64,31 @@ def make_torch_engine(config: RunConfig) -> torch_gpt2.engine.Engine:
 
 def batches(count: int) -> list[Batch]:
     generator = np.random.default_rng(3)
-    return [Batch(tokens=generator.integers(0, 101, (4, 17)).astype(np.int32), consumed_samples=0, sample_hash="") for _ in range(count)]
+    return [
+        Batch(
+            tokens=generator.integers(0, 101, (4, 17)).astype(np.int32),
+            consumed_samples=0,
+            sample_hash="",
+        )
+        for _ in range(count)
+    ]
 
 
 def bits(results: list[StepResult]) -> list[tuple[Any, ...]]:
-    return [(result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results]
+    return [
+        (result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results
+    ]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"model__dropout": 0.1, "train__recompute": "selective"},
-        {"precision": HALF_WEIGHTS, "loss_scale": {"initial": 2.0**14, "window": 3}, "model__dropout": 0.1},
+        {
+            "precision": HALF_WEIGHTS,
+            "loss_scale": {"initial": 2.0**14, "window": 3},
+            "model__dropout": 0.1,
+        },
     ],
     ids=["dropout and recomputation", "float16 weights with a moving loss scale"],
 )
@@ -78,60 +103,95 @@ def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
     resumed = make_engine(config)
     assert resumed.begin(Start(resume=folder)) == state
     moments = load_file(folder / "optimizer.safetensors").values()
-    assert resumed.norm_of_moments() == pytest.approx(math.sqrt(sum(float((values**2).sum()) for values in moments)), rel=1e-4)
+    assert resumed.norm_of_moments() == pytest.approx(
+        math.sqrt(sum(float((values**2).sum()) for values in moments)), rel=1e-4
+    )
     assert bits(resumed.run(iter(batches(8)[4:]), 4)) == rest
     assert all(np.isfinite(row[0]) for row in first + rest)
     if "precision" in changes:
         assert len({row[2] for row in first + rest}) > 1, "the scale never moved"
     for name, tensor in whole.master.tensors.items():
-        np.testing.assert_array_equal(tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name
+        )
 
 
 def test_steps_in_flight_and_pynative_change_nothing() -> None:
-    """sink_size 4 equals 1 bit for bit; operators one by one agree within the rounding of fused sums, 1e-5."""
+    """sink_size 4 equals 1 bit for bit; operators one by one agree within the rounding of fused
+    sums, 1e-5.
+    """
     one = bits(make_engine(make_config(model__dropout=0.1)).run(iter(batches(8)), 8))
     queued = make_engine(make_config(model__dropout=0.1, train__sink_size=4))
     assert queued.steps_per_run == 4
     assert bits(queued.run(iter(batches(4)), 4)) == one[:4]
     try:
-        eager = bits(make_engine(make_config(model__dropout=0.1, context__mode=1)).run(iter(batches(3)), 3))
+        eager = bits(
+            make_engine(make_config(model__dropout=0.1, context__mode=1)).run(iter(batches(3)), 3)
+        )
     finally:
         ms.set_context(mode=ms.GRAPH_MODE)
     np.testing.assert_allclose([row[:2] for row in eager], [row[:2] for row in one[:3]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
+@pytest.mark.parametrize(
+    "precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"]
+)
 def test_float16_follows_torch(precision: Any) -> None:
-    """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale that first overflows.
+    """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale
+    that first overflows.
 
-    The scale of 2^40 overflows in both; its division by 2^8 a step ends in the range where both are finite. SGD without a clip:
-    Adam, and a clip that always acts, would hide gradients that keep the scale."""
-    sgd = {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0, "warmup_steps": 0}
-    config = make_config(precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2}, optimizer=sgd)
+    The scale of 2^40 overflows in both; its division by 2^8 a step ends in the range where both are
+    finite. SGD without a clip: Adam, and a clip that always acts, would hide gradients that keep
+    the scale.
+    """
+    sgd = {
+        "name": "sgd",
+        "learning_rate": 0.3,
+        "momentum": 0.9,
+        "schedule": "constant",
+        "clip_grad": 0.0,
+        "warmup_steps": 0,
+    }
+    config = make_config(
+        precision=precision,
+        loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2},
+        optimizer=sgd,
+    )
     engine, reference = make_engine(config), make_torch_engine(config)
     found, expected = engine.run(iter(batches(8)), 8), reference.run(iter(batches(8)), 8)
     assert [step.skipped for step in found] == [step.skipped for step in expected]
     assert [step.loss_scale for step in found] == [step.loss_scale for step in expected]
     assert 0 < sum(step.skipped for step in found) < 8
-    np.testing.assert_allclose([step.loss for step in found], [step.loss for step in expected], rtol=2e-3)
+    np.testing.assert_allclose(
+        [step.loss for step in found], [step.loss for step in expected], rtol=2e-3
+    )
     finite = [index for index, step in enumerate(expected) if not step.skipped]
-    np.testing.assert_allclose([found[i].grad_norm for i in finite], [expected[i].grad_norm for i in finite], rtol=1e-2)
+    np.testing.assert_allclose(
+        [found[i].grad_norm for i in finite], [expected[i].grad_norm for i in finite], rtol=1e-2
+    )
     moved = 0.0
     for name, start in make_torch_engine(config).master.tensors.items():
         wanted = reference.master.tensors[name].detach()
-        np.testing.assert_allclose(engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name)
+        np.testing.assert_allclose(
+            engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name
+        )
         moved = max(moved, float((wanted - start.detach()).abs().max()))
     assert moved > 0.2, "the tolerance would hide weights that stayed where they were"
     for name, parameter in engine.master.model.items():
         assert parameter.dtype == (ms.float16 if precision == HALF_WEIGHTS else ms.float32)
         assert engine.master.tensors[name].dtype == ms.float32
-        np.testing.assert_array_equal(parameter.asnumpy(), engine.master.tensors[name].asnumpy().astype(parameter.asnumpy().dtype))
+        np.testing.assert_array_equal(
+            parameter.asnumpy(),
+            engine.master.tensors[name].asnumpy().astype(parameter.asnumpy().dtype),
+        )
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "none"])
 def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
     """60 random verdicts, with a window, a hysteresis and a minimum that all act."""
-    config = LossScaleConfig(mode=mode, initial=64.0, factor=4.0, window=3, hysteresis=2, minimum=2.0)
+    config = LossScaleConfig(
+        mode=mode, initial=64.0, factor=4.0, window=3, hysteresis=2, minimum=2.0
+    )
     open_device(make_config())
     host, device = LossScale(config), DeviceLossScale(config)
     moved = ms.jit(device)
@@ -141,13 +201,22 @@ def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
         moved(ms.Tensor(bool(finite)))
         assert device.read() == host
         seen.add(host.value)
-    assert (len(seen) > 3 and min(seen) == 2.0) if mode == "dynamic" else seen == {64.0 if mode == "static" else 1.0}
+    assert (
+        (len(seen) > 3 and min(seen) == 2.0)
+        if mode == "dynamic"
+        else seen == {64.0 if mode == "static" else 1.0}
+    )
 
 
 def test_the_same_outlier_is_skipped_as_on_torch() -> None:
-    """Ten steps as the loop makes them; one batch repeats a token, and its gradients, which point one way, are far longer."""
+    """Ten steps as the loop makes them; one batch repeats a token, and its gradients, which point
+    one way, are far longer.
+    """
     logging = LoggingConfig(outlier_deviations=8.0, outlier_window=8)
-    config = make_config(optimizer={"learning_rate": 1e-4}, loss_scale={"mode": "dynamic", "initial": 2.0, "window": 3})
+    config = make_config(
+        optimizer={"learning_rate": 1e-4},
+        loss_scale={"mode": "dynamic", "initial": 2.0, "window": 3},
+    )
     calm = batches(10)
     calm[7] = replace(calm[7], tokens=np.full_like(calm[7].tokens, 7))
     found = []
@@ -157,25 +226,38 @@ def test_the_same_outlier_is_skipped_as_on_torch() -> None:
         for batch in calm:
             [result] = engine.run(iter([batch]), 1, limits_of(state, logging))
             results.append(result)
-            outlier = record_outlier(state, logging, result.loss, result.grad_norm, skipped=result.skipped)
+            outlier = record_outlier(
+                state, logging, result.loss, result.grad_norm, skipped=result.skipped
+            )
             assert outlier == result.skipped
         found.append(results)
     for results in found:
         assert [step for step, result in enumerate(results, 1) if result.skipped] == [8]
         # finite steps all of them to the loss scale, which doubles after 3, 6 and 9
-        assert [result.loss_scale for result in results] == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [16.0]
+        assert [result.loss_scale for result in results] == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [
+            16.0
+        ]
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(*([getattr(result, name) for result in results] for results in found), rtol=1e-4)
+        np.testing.assert_allclose(
+            *([getattr(result, name) for result in results] for results in found), rtol=1e-4
+        )
 
 
-@pytest.mark.parametrize("limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"])
+@pytest.mark.parametrize(
+    "limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"]
+)
 def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
     engine = make_engine(make_config())
     engine.run(iter(batches(1)), 1)
     tensors = [*engine.master.tensors.values(), *engine.optimizer.first, *engine.optimizer.second]
     before = [tensor.asnumpy().copy() for tensor in tensors]
     [result] = engine.run(iter(batches(1)), 1, limits)
-    assert result.skipped and result.loss > 4.0 and result.grad_norm > 0.1 and int(engine.optimizer.steps.asnumpy()) == 1
+    assert (
+        result.skipped
+        and result.loss > 4.0
+        and result.grad_norm > 0.1
+        and int(engine.optimizer.steps.asnumpy()) == 1
+    )
     for tensor, old in zip(tensors, before, strict=True):
         np.testing.assert_array_equal(tensor.asnumpy(), old)
     assert not engine.run(iter(batches(1)), 1, Limits(loss=10.0, grad_norm=10.0))[0].skipped

@@ -1,4 +1,6 @@
-"""MindIR files against torch, against our own generation in a process without this project, and on disks that refuse."""
+"""MindIR files against torch, against our own generation in a process without this project, and on
+disks that refuse.
+"""
 
 import errno
 import hashlib
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 torch = pytest.importorskip("torch")
 from safetensors.numpy import load_file  # noqa: E402
 
@@ -29,7 +33,13 @@ import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import PredictConfig, RunConfig  # noqa: E402
-from common.errors import CheckpointError, ConfigError, GPT2Error, RunError, StorageError  # noqa: E402
+from common.errors import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    GPT2Error,
+    RunError,
+    StorageError,
+)
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
@@ -65,14 +75,28 @@ def make_config(folder: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """A checkpoint of torch, every weight then drawn anew so that no part is too small to be seen; MindSpore would refuse its path."""
+    """A checkpoint of torch, every weight then drawn anew so that no part is too small to be seen;
+    MindSpore would refuse its path.
+    """
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
     torch_gpt2.train.train(make_config(folder, backend="torch", data={"train": str(corpus_prefix)}))
     checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
-    file, manifest = checkpoint / "model.safetensors", json.loads((checkpoint / "manifest.json").read_text())
-    deviation = {name: 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2 for name in load_file(file)}
-    weights = {name: random.normal(0, deviation[name], values.shape).astype(np.float32) for name, values in load_file(file).items()}
-    manifest["files"][file.name] = {"crc32": write_safetensors(file, weights), "bytes": file.stat().st_size}
+    file, manifest = (
+        checkpoint / "model.safetensors",
+        json.loads((checkpoint / "manifest.json").read_text()),
+    )
+    deviation = {
+        name: 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2
+        for name in load_file(file)
+    }
+    weights = {
+        name: random.normal(0, deviation[name], values.shape).astype(np.float32)
+        for name, values in load_file(file).items()
+    }
+    manifest["files"][file.name] = {
+        "crc32": write_safetensors(file, weights),
+        "bytes": file.stat().st_size,
+    }
     write_manifest(checkpoint, manifest)
     return folder
 
@@ -86,21 +110,29 @@ def exported(run_folder: Path) -> Path:
 def torch_logits(run_folder: Path, ids: Any) -> Any:
     config = make_config(run_folder)
     model = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
-    torch_gpt2.checkpoint.load_weights(dict(model.named_parameters()), config.model, require_checkpoint(run_folder, "test"))
+    torch_gpt2.checkpoint.load_weights(
+        dict(model.named_parameters()), config.model, require_checkpoint(run_folder, "test")
+    )
     with torch.no_grad():
         hidden = model(torch.from_numpy(ids).long())
         return model.logits(hidden).float().numpy()
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def random_ids(batch: int, length: int) -> Any:
     return np.random.default_rng(batch).integers(0, VOCABULARY, (batch, length)).astype(np.int32)
 
 
-def test_logits_are_those_of_torch_for_any_batch_and_length(run_folder: Path, exported: Path) -> None:
+def test_logits_are_those_of_torch_for_any_batch_and_length(
+    run_folder: Path, exported: Path
+) -> None:
     """float32: 1e-5 at logits of about 10."""
     loaded = ms.nn.GraphCell(ms.load(str(exported / "model.mindir")))
     for batch, length in ((1, WINDOW), (5, 3), (2, POSITIONS), (1, 1), (5, WINDOW)):
@@ -137,12 +169,18 @@ print(json.dumps(answers))
 """
 
 
-def test_a_process_without_this_project_generates_the_same_tokens(run_folder: Path, exported: Path, tmp_path: Path) -> None:
-    """Three prompts at once, then one, then two: each equals what our own generation says of it alone."""
+def test_a_process_without_this_project_generates_the_same_tokens(
+    run_folder: Path, exported: Path, tmp_path: Path
+) -> None:
+    """Three prompts at once, then one, then two: each equals what our own generation says of it
+    alone.
+    """
     config = make_config(run_folder)
     model = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    mindformers_gpt2.checkpoint.load_weights(parameters, config.model, require_checkpoint(run_folder, "test"))
+    mindformers_gpt2.checkpoint.load_weights(
+        parameters, config.model, require_checkpoint(run_folder, "test")
+    )
     batches = [[[5, 9, 2], [7, 100, 0], [33, 33, 34]], [[3]], [[61, 1, 1, 8, 2], [5, 4, 3, 2, 1]]]
     done = subprocess.run(
         [sys.executable, "-I", "-c", GENERATE, str(exported), json.dumps(batches), "12"],
@@ -153,12 +191,22 @@ def test_a_process_without_this_project_generates_the_same_tokens(run_folder: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    decoder = mindformers_gpt2.predict.Decoder(model, mindformers_gpt2.device.select_device("cpu"), 1)
+    decoder = mindformers_gpt2.predict.Decoder(
+        model, mindformers_gpt2.device.select_device("cpu"), 1
+    )
     prompts = [Prompt(text="", ids=row, new_tokens=12) for rows in batches for row in rows]
-    found = iter([each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)])
+    found = iter(
+        [
+            each.tokens
+            for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)
+        ]
+    )
     expected = [[next(found) for _ in rows] for rows in batches]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
-    assert len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3  # no two alike, none of one token
+    # no two alike, none of one token
+    assert (
+        len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3
+    )
 
 
 def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None:
@@ -166,7 +214,9 @@ def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None
     found = fingerprints(exported)
     del found["export.json"]
     assert {name: file["sha256"] for name, file in record["files"].items()} == found
-    assert all(file["bytes"] == (exported / name).stat().st_size for name, file in record["files"].items())
+    assert all(
+        file["bytes"] == (exported / name).stat().st_size for name, file in record["files"].items()
+    )
     assert record["checkpoint"] == str(run_folder / "checkpoints" / "step_00000001")
     assert record["model"] == make_config(run_folder).model.model_dump()
     assert record["mindspore"] == ms.__version__ and set(record["dynamic"]) == {"batch", "length"}
@@ -175,40 +225,76 @@ def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None
     assert len(modes) == 1  # as the umask has it, export.json as well as MindSpore's
 
 
-def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and products in float16 against torch in float32: 1 % of the largest logit. Above 1 GB, here above 0, weights lie apart."""
+def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
+    run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and products in float16 against torch in float32: 1 % of the largest logit. Above 1
+    GB, here above 0, weights lie apart.
+    """
     monkeypatch.setattr("mindspore.train.serialization.TOTAL_SAVE", 0)
     other = run_folder.parent / "half"
     types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
     mindformers_gpt2.export.export(
-        make_config(other, checkpoint__load=str(run_folder), precision=types, export__batch_size=2, context__mode="pynative")
+        make_config(
+            other,
+            checkpoint__load=str(run_folder),
+            precision=types,
+            export__batch_size=2,
+            context__mode="pynative",
+        )
     )
     record = json.loads((other / "export" / "export.json").read_text())
-    assert {"model_graph.mindir", "model_variables/data_0", "decode_graph.mindir", "decode_variables/data_0"} == set(record["files"])
-    assert record["graphs"]["decode"]["inputs"][2] == {"name": "keys", "shape": [2, 2, 4, POSITIONS, 8], "dtype": "float16"}
+    assert {
+        "model_graph.mindir",
+        "model_variables/data_0",
+        "decode_graph.mindir",
+        "decode_variables/data_0",
+    } == set(record["files"])
+    assert record["graphs"]["decode"]["inputs"][2] == {
+        "name": "keys",
+        "shape": [2, 2, 4, POSITIONS, 8],
+        "dtype": "float16",
+    }
     assert list(record["dynamic"]) == ["length"]
     weights = sum(parameter.numel() for parameter in build_torch(run_folder).parameters())
     assert record["files"]["model_variables/data_0"]["bytes"] < 2.2 * weights
-    loaded, ids = ms.nn.GraphCell(ms.load(str(other / "export" / "model_graph.mindir"))), random_ids(2, 9)
+    loaded, ids = (
+        ms.nn.GraphCell(ms.load(str(other / "export" / "model_graph.mindir"))),
+        random_ids(2, 9),
+    )
     expected = torch_logits(run_folder, ids)
-    np.testing.assert_allclose(loaded(ms.Tensor(ids)).asnumpy(), expected, rtol=0, atol=0.01 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        loaded(ms.Tensor(ids)).asnumpy(), expected, rtol=0, atol=0.01 * np.abs(expected).max()
+    )
     with pytest.raises(Exception, match=r"shape|input"):
         loaded(ms.Tensor(random_ids(3, 9))).asnumpy()
 
 
 def build_torch(run_folder: Path) -> Any:
-    return torch_gpt2.model.build_model(make_config(run_folder), torch_gpt2.device.select_device("cpu"))
+    return torch_gpt2.model.build_model(
+        make_config(run_folder), torch_gpt2.device.select_device("cpu")
+    )
 
 
 def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint here .*checkpoint\.load"):
         mindformers_gpt2.export.export(make_config(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match=r"vocab_size is 101 there and 90 in the config\. To use it, add: model\.vocab_size=101$"):
-        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90))
+    with pytest.raises(
+        CheckpointError,
+        match=r"vocab_size is 101 there and 90 in the config\. To use it, add:"
+        r" model\.vocab_size=101$",
+    ):
+        mindformers_gpt2.export.export(
+            make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90)
+        )
 
 
-def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills while MindSpore writes, and while the folders change names; and an export killed between two renames is put back."""
+def test_on_a_full_disk_the_old_export_stays(
+    tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills while MindSpore writes, and while the folders change names; and an export
+    killed between two renames is put back.
+    """
     shutil.copytree(exported, tmp_path / "export")
     config = make_config(tmp_path, checkpoint__load=str(run_folder))
     before = fingerprints(tmp_path / "export")
@@ -245,7 +331,9 @@ def test_on_a_full_disk_the_old_export_stays(tmp_path: Path, run_folder: Path, e
         patch.setattr(os, "replace", not_the_new_one)
         refused(StorageError)
     mindformers_gpt2.export.export(config)
-    assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(
+        list(tmp_path.iterdir())
+    ) == 2
 
 
 def test_two_exports_at_once_are_refused(tmp_path: Path, run_folder: Path) -> None:
@@ -256,10 +344,14 @@ def test_two_exports_at_once_are_refused(tmp_path: Path, run_folder: Path) -> No
 def test_a_folder_that_cannot_be_made(tmp_path: Path, run_folder: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
-        mindformers_gpt2.export.export(make_config(tmp_path / "file", checkpoint__load=str(run_folder)))
+        mindformers_gpt2.export.export(
+            make_config(tmp_path / "file", checkpoint__load=str(run_folder))
+        )
 
 
-def test_a_file_that_differs_from_the_model_is_refused(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_differs_from_the_model_is_refused(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1e-4 on one bias while MindSpore writes."""
     true_export = ms.export
 
@@ -271,6 +363,10 @@ def test_a_file_that_differs_from_the_model_is_refused(tmp_path: Path, run_folde
         ms.ops.assign(bias, ms.Tensor(before))
 
     monkeypatch.setattr(ms, "export", disturbed)
-    with pytest.raises(RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"):
-        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative"))
+    with pytest.raises(
+        RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"
+    ):
+        mindformers_gpt2.export.export(
+            make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
+        )
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

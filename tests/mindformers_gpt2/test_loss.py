@@ -1,4 +1,6 @@
-"""The loss and its gradients against torch's cross-entropy, over several chunks, with padding, and far from zero."""
+"""The loss and its gradients against torch's cross-entropy, over several chunks, with padding, and
+far from zero.
+"""
 
 import os
 
@@ -6,7 +8,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 torch = pytest.importorskip("torch")
 
 from mindformers_gpt2.device import select_device  # noqa: E402
@@ -17,12 +21,21 @@ VOCABULARY = 101
 
 def inputs(rows: int, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
-    weight = random.standard_normal((128, 16)).astype(np.float32)  # rows from 101 on must not count, whatever they hold
-    return random.standard_normal((rows, 16)).astype(np.float32) * width, weight, random.integers(0, VOCABULARY, rows).astype(np.int32)
+    # rows from 101 on must not count, whatever they hold
+    weight = random.standard_normal((128, 16)).astype(np.float32)
+    return (
+        random.standard_normal((rows, 16)).astype(np.float32) * width,
+        weight,
+        random.integers(0, VOCABULARY, rows).astype(np.int32),
+    )
 
 
 def ours(
-    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, factor: float = 1.0, shard: VocabularyShard | None = None
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
+    factor: float = 1.0,
+    shard: VocabularyShard | None = None,
 ) -> tuple[np.ndarray, ...]:
     select_device("cpu")
     cross_entropy_sum = CrossEntropySum(VOCABULARY, shard)
@@ -30,21 +43,31 @@ def ours(
     def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
         return cross_entropy_sum(hidden, weight, targets)[0] * factor
 
-    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(ms.Tensor(hidden), ms.Tensor(weight), ms.Tensor(targets))
+    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(
+        ms.Tensor(hidden), ms.Tensor(weight), ms.Tensor(targets)
+    )
     return value.asnumpy(), *(gradient.asnumpy() for gradient in gradients)
 
 
-def reference(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
+def reference(
+    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """In float64."""
     h, w = (torch.from_numpy(array).double().requires_grad_() for array in (hidden, weight))
-    loss = torch.nn.functional.cross_entropy(h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), reduction="sum"
+    )
     loss.backward()
     return loss.detach().numpy(), h.grad.numpy(), w.grad.numpy()
 
 
-@pytest.mark.parametrize(("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)]
+)
 def test_loss_and_gradients(rows: int, width: float) -> None:
-    """The last case has losses of hundreds of nats, where the logarithm of a softmax would be infinite."""
+    """The last case has losses of hundreds of nats, where the logarithm of a softmax would be
+    infinite.
+    """
     hidden, weight, targets = inputs(rows, width)
     expected = reference(hidden, weight, targets)
     assert width == 1.0 or expected[0] / rows > 200
@@ -54,7 +77,9 @@ def test_loss_and_gradients(rows: int, width: float) -> None:
 
 
 def test_float16_keeps_small_gradients() -> None:
-    """Slopes are cast to float16 before the loss is divided: the other way round 2^-20 would leave nothing of most of them."""
+    """Slopes are cast to float16 before the loss is divided: the other way round 2^-20 would leave
+    nothing of most of them.
+    """
     hidden, weight, targets = inputs(40, 1.0)
     _, _, by_weight = ours(hidden.astype(np.float16), weight, targets, factor=2.0**-20)
     _, _, wanted = reference(hidden, weight, targets)
@@ -62,7 +87,9 @@ def test_float16_keeps_small_gradients() -> None:
 
 
 def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks one after the other, the last with nothing but padding; what the others would send comes from numpy in float64."""
+    """Three ranks one after the other, the last with nothing but padding; what the others would
+    send comes from numpy in float64.
+    """
     import mindformers_gpt2.loss as module
 
     rows, width = 40, 64
@@ -93,5 +120,7 @@ def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
         loss, part, by_weight = ours(hidden, weight[first : first + width], targets, shard=shard)
         by_hidden += part
         np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-        np.testing.assert_allclose(by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max())
+        np.testing.assert_allclose(
+            by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max()
+        )
     np.testing.assert_allclose(by_hidden, expected[1], atol=1e-5 * np.abs(expected[1]).max())

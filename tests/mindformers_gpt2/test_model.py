@@ -1,4 +1,6 @@
-"""Dropout against the same arithmetic in numpy and against its statistics; recomputation against none."""
+"""Dropout against the same arithmetic in numpy and against its statistics; recomputation against
+none.
+"""
 
 import os
 import re
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
@@ -29,9 +33,20 @@ def make_config(**changes: Any) -> RunConfig:
         "output_dir": "unused",
         "backend": "mindspore",
         "device": "cpu",
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+        },
         "train": {"max_steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {"name": "sgd", "learning_rate": 0.3, "schedule": "constant", "clip_grad": 0.0},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.3,
+            "schedule": "constant",
+            "clip_grad": 0.0,
+        },
     }
     return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
 
@@ -51,16 +66,28 @@ def test_dropout_follows_from_key_and_place(rate: float) -> None:
     x = np.random.default_rng(0).standard_normal((3, 8, 64)).astype(np.float32)
     keys = dropout_keys(make_config(), 7, 1)
     found = dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy()
-    np.testing.assert_allclose(found, x * keep_by_numpy(x.size, keys[2], rate).reshape(x.shape) / (1 - rate), rtol=1e-6)
+    np.testing.assert_allclose(
+        found, x * keep_by_numpy(x.size, keys[2], rate).reshape(x.shape) / (1 - rate), rtol=1e-6
+    )
     assert np.array_equal(found, dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy())
     np.testing.assert_array_equal(dropout(ms.Tensor(x), None).asnumpy(), x)
 
 
 def test_dropout_masks_look_independent() -> None:
-    """Share, neighbours, far places, other steps, micro batches and layers: correlations of 2^18 bits stay within five deviations."""
+    """Share, neighbours, far places, other steps, micro batches and layers: correlations of 2^18
+    bits stay within five deviations.
+    """
     rate, count = 0.1, 2**18
-    keys = {(step, micro): dropout_keys(make_config(), step, micro) for step in (1, 2, 3) for micro in (0, 1)}
-    masks = {(*where, place): keep_by_numpy(count, key[place], rate) for where, key in keys.items() for place in range(4)}
+    keys = {
+        (step, micro): dropout_keys(make_config(), step, micro)
+        for step in (1, 2, 3)
+        for micro in (0, 1)
+    }
+    masks = {
+        (*where, place): keep_by_numpy(count, key[place], rate)
+        for where, key in keys.items()
+        for place in range(4)
+    }
     limit = 5 / np.sqrt(count)
     for kept in masks.values():
         assert abs(kept.mean() - (1 - rate)) < limit * np.sqrt(rate * (1 - rate))
@@ -74,11 +101,15 @@ def test_dropout_masks_look_independent() -> None:
 
 
 def test_dropout_reaches_every_place_and_evaluation_none() -> None:
-    """A model that drops at one place only differs from one that drops nothing, for each of the three rates."""
+    """A model that drops at one place only differs from one that drops nothing, for each of the
+    three rates.
+    """
     ids = ms.Tensor(np.random.default_rng(0).integers(0, 101, (2, 16)).astype(np.int32))
     outputs = {}
     for name in (None, "embedding_dropout", "attention_dropout", "hidden_dropout"):
-        config = make_config(model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {}))
+        config = make_config(
+            model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {})
+        )
         model = build_model(config, open_device(config))
         initialise({parameter.name: parameter for parameter in model.get_parameters()}, config)
         keys = ms.Tensor(dropout_keys(config, 1, 0))
@@ -90,7 +121,9 @@ def test_dropout_reaches_every_place_and_evaluation_none() -> None:
 
 def test_gelu_written_out_is_the_kernel() -> None:
     x = ms.Tensor(np.linspace(-12, 12, 4001, dtype=np.float32))
-    np.testing.assert_allclose(GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6
+    )
 
 
 def test_recomputation_changes_no_gradient() -> None:
@@ -103,7 +136,11 @@ def test_recomputation_changes_no_gradient() -> None:
         tensors = {parameter.name: parameter for parameter in model.get_parameters()}
         initialise(tensors, config)
         function = ms.jit(ms.value_and_grad(model.loss_sum, None, list(tensors.values())))
-        loss, gradients = function(ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:]), ms.Tensor(dropout_keys(config, 1, 0)))
+        loss, gradients = function(
+            ms.Tensor(tokens[:, :-1]),
+            ms.Tensor(tokens[:, 1:]),
+            ms.Tensor(dropout_keys(config, 1, 0)),
+        )
         found[recompute] = [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
     for one, selective, full in zip(*found.values(), strict=True):
         np.testing.assert_array_equal(selective, one)
@@ -118,7 +155,12 @@ from mindformers_gpt2.device import open_device
 from mindformers_gpt2.model import build_model
 for mode in ("none", "selective", "full"):
     path = f"{sys.argv[1]}/{mode}"
-    config = make_config(train__recompute=mode, model__num_layers=1, context__save_graphs=True, context__save_graphs_path=path)
+    config = make_config(
+        train__recompute=mode,
+        model__num_layers=1,
+        context__save_graphs=True,
+        context__save_graphs_path=path,
+    )
     model = build_model(config, open_device(config))
     tokens = ms.Tensor(np.zeros((2, 16), np.int32))
     ms.jit(ms.value_and_grad(model.loss_sum, None, list(model.get_parameters())))(tokens, tokens)
@@ -126,14 +168,28 @@ for mode in ("none", "selective", "full"):
 
 
 def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -> None:
-    """In MindSpore's own dump of the graph it runs: attention's softmax and gelu once more, with full also five of a block's six
-    matrix products. The loss has a softmax of its own."""
+    """In MindSpore's own dump of the graph it runs: attention's softmax and gelu once more, with
+    full also five of a block's six matrix products. The loss has a softmax of its own.
+    """
     command = [sys.executable, "-c", COUNT, str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     counts = {}
     for mode in ("none", "selective", "full"):
-        graph = next(path for path in (tmp_path / mode).rglob("*.ir") if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)).read_text()
-        counts[mode] = {name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")}
+        graph = next(
+            path
+            for path in (tmp_path / mode).rglob("*.ir")
+            if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)
+        ).read_text()
+        counts[mode] = {
+            name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")
+        }
     assert counts["none"]["Softmax"] == 2 and counts["none"]["Sigmoid"] == 1
     assert counts["selective"] == counts["none"] | {"Softmax": 3, "Sigmoid": 2}
     assert counts["full"] == {"Softmax": 3, "Sigmoid": 2, "MatMul": counts["none"]["MatMul"] + 5}

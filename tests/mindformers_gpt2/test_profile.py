@@ -16,7 +16,9 @@ from tests.mindformers_gpt2.test_engine import batches, bits, make_config, make_
 
 
 def test_a_trace_of_two_steps(tmp_path: Path) -> None:
-    """The head's matrix product of every micro batch, forward and twice backward, and results as without."""
+    """The head's matrix product of every micro batch, forward and twice backward, and results as
+    without.
+    """
     config = make_config()
     engine, plain = make_engine(config), make_engine(config)
     path = tmp_path / "profile" / "steps_2_3_rank_0.json.gz"
@@ -30,7 +32,9 @@ def test_a_trace_of_two_steps(tmp_path: Path) -> None:
         events = [event for event in json.load(file) if event["ph"] == "X"]
     products = [event["name"] for event in events if "MatMul" in event["name"]]
     assert len(products) % (2 * 2) == 0 and len(products) >= 2 * 2 * 3
-    assert list(path.parent.glob("steps_2_3_rank_0_*_ascend_ms/FRAMEWORK/cpu_op_type_info_0.csv")), "MindSpore's own tables stay"
+    assert list(
+        path.parent.glob("steps_2_3_rank_0_*_ascend_ms/FRAMEWORK/cpu_op_type_info_0.csv")
+    ), "MindSpore's own tables stay"
 
 
 def test_allocations_are_for_accelerators() -> None:

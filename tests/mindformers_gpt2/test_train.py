@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_at_a_step_boundary_and_saves(tmp_path: Path, corpus_prefix: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_at_a_step_boundary_and_saves(
+    tmp_path: Path, corpus_prefix: Path, number: signal.Signals
+) -> None:
     """Exit code 128 + n, what was done is saved, and the same command goes on from there."""
     tree = yaml.safe_load(
         dump_config(
@@ -36,22 +38,45 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(tmp_path: Path, corpus_pref
     )
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(tree))
-    command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(config), "--run_mode", "train"]
+    command = [
+        sys.executable,
+        str(ROOT / "run_gpt2.py"),
+        "--config",
+        str(config),
+        "--run_mode",
+        "train",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     rows = tmp_path / "run" / "metrics.jsonl"
     # a shell that starts this suite in the background makes children ignore SIGINT
     restore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    with subprocess.Popen([*command, "train.max_steps=100000"], stderr=subprocess.PIPE, text=True, env=environment, **restore) as child:
+    with subprocess.Popen(
+        [*command, "train.max_steps=100000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **restore,
+    ) as child:
         end = time.monotonic() + 90
         while not (rows.is_file() and rows.read_text().count("\n") >= 3):
             assert child.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         child.send_signal(number)
         error = child.communicate(timeout=60)[1]
-    assert child.returncode == 128 + number and f"stopped by signal {int(number)} after step" in error
+    assert (
+        child.returncode == 128 + number and f"stopped by signal {int(number)} after step" in error
+    )
     done = len([row for row in read_metrics(rows) if "loss" in row])
     checkpoint = find_checkpoint(tmp_path / "run")
     assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"
     if number == signal.SIGINT:
-        subprocess.run([*command, f"train.max_steps={done + 2}"], check=True, capture_output=True, timeout=120, env=environment)
-        assert [row["step"] for row in read_metrics(rows) if "loss" in row] == list(range(1, done + 3))
+        subprocess.run(
+            [*command, f"train.max_steps={done + 2}"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+            env=environment,
+        )
+        assert [row["step"] for row in read_metrics(rows) if "loss" in row] == list(
+            range(1, done + 3)
+        )

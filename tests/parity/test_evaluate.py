@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 torch = pytest.importorskip("torch")
 
 import mindformers_gpt2.device  # noqa: E402
@@ -29,7 +31,14 @@ def make_config(folder: Path, model: dict[str, Any], **sections: Any) -> RunConf
     tree: dict[str, Any] = {
         "output_dir": str(folder),
         "device": "cpu",
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24, "vocab_size": 101} | model,
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 24,
+            "vocab_size": 101,
+        }
+        | model,
         "train": {"max_steps": 1, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.01},
         "logging": {"tensorboard": False, "plot": False},
@@ -38,8 +47,12 @@ def make_config(folder: Path, model: dict[str, Any], **sections: Any) -> RunConf
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_every_row_has_the_same_loss_and_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row; half of the rows end as the model goes on."""
+def test_every_row_has_the_same_loss_and_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row; half of the rows end as
+    the model goes on.
+    """
     config = make_config(tmp_path, {})
     one = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
     torch.manual_seed(0)
@@ -55,11 +68,15 @@ def test_every_row_has_the_same_loss_and_hits(tmp_path: Path, monkeypatch: pytes
         tokens = generator.integers(0, 101, int(generator.integers(8, 26))).astype(np.int32)
         if number % 2:
             with torch.no_grad():
-                tokens[-1] = int(one.logits(one(torch.from_numpy(tokens[None, :-1]).long()))[0, -1].argmax())
+                tokens[-1] = int(
+                    one.logits(one(torch.from_numpy(tokens[None, :-1]).long()))[0, -1].argmax()
+                )
         rows.append(ScoredRow(tokens=tokens, scored=1 + number % 5))
     monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(mindformers_gpt2.evaluate, "ROWS_AT_ONCE", 7)
-    expected = score_rows(rows, torch_gpt2.evaluate.make_scorer(one, torch_gpt2.device.select_device("cpu")), 4)
+    expected = score_rows(
+        rows, torch_gpt2.evaluate.make_scorer(one, torch_gpt2.device.select_device("cpu")), 4
+    )
     try:
         ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
         found = score_rows(rows, mindformers_gpt2.evaluate.make_scorer(other, device), 4)
@@ -70,14 +87,27 @@ def test_every_row_has_the_same_loss_and_hits(tmp_path: Path, monkeypatch: pytes
     assert expected.hits[1::2].min() == 1
 
 
-def test_a_checkpoint_has_the_same_figures(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
-    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 12)
-    passages = ("the age of wisdom, the age of foolishness", "the epoch of belief, the epoch of incredulity", "we had everything before us")
-    (tmp_path / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+def test_a_checkpoint_has_the_same_figures(
+    tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]
+) -> None:
+    (tmp_path / "text.txt").write_text(
+        "It was the best of times, it was the worst of times.\n" * 12
+    )
+    passages = (
+        "the age of wisdom, the age of foolishness",
+        "the epoch of belief, the epoch of incredulity",
+        "we had everything before us",
+    )
+    (tmp_path / "passages.jsonl").write_text(
+        "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
+    )
     data = {
         "train": str(corpus_prefix),
         "split": "90,10,0",
-        "tokenizer": {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])},
+        "tokenizer": {
+            "vocab_file": str(gpt2_vocab_files[0]),
+            "merge_file": str(gpt2_vocab_files[1]),
+        },
     }
     model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50257}
     torch_gpt2.train.train(make_config(tmp_path / "run", model, data=data))
@@ -88,9 +118,14 @@ def test_a_checkpoint_has_the_same_figures(tmp_path: Path, corpus_prefix: Path, 
     for task, settings in tasks.items():
         results = []
         for module in (torch_gpt2.evaluate, mindformers_gpt2.evaluate):
-            module.evaluate(make_config(tmp_path / "run", model, data=data, evaluation={"task": task} | settings))
+            module.evaluate(
+                make_config(
+                    tmp_path / "run", model, data=data, evaluation={"task": task} | settings
+                )
+            )
             results.append(json.loads((tmp_path / "run" / f"evaluation_{task}.json").read_text()))
         assert results[0] == {
-            key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in results[1].items()
+            key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            for key, value in results[1].items()
         }
         assert results[0]["loss"] > 5

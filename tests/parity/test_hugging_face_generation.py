@@ -1,4 +1,6 @@
-"""A GPT-2 folder of transformers' into training here and back: each side writes what the other does, token for token."""
+"""A GPT-2 folder of transformers' into training here and back: each side writes what the other
+does, token for token.
+"""
 
 import json
 import shutil
@@ -28,38 +30,74 @@ def write_vocabulary(folder: Path, merges: list[str]) -> Path:
     """Of 262 tokens, under OpenAI's names, the merges without a header."""
     folder.mkdir()
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
-    (folder / "encoder.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "encoder.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
     (folder / "vocab.bpe").write_text("\n".join(merges))
     return folder
 
 
 def save_model(folder: Path, vocabulary: Path, size: int) -> Path:
-    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's files."""
+    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's
+    files.
+    """
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS, "vocab_size": size, "initializer_range": 0.3}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=size - 1, eos_token_id=size - 1))
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": POSITIONS,
+        "vocab_size": size,
+        "initializer_range": 0.3,
+    }
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=size - 1, eos_token_id=size - 1)
+    )
     with torch.no_grad():
-        model.transformer.wpe.weight.normal_(std=2.0)  # or a tied model of random weights repeats itself
+        # or a tied model of random weights repeats itself
+        model.transformer.wpe.weight.normal_(std=2.0)
         model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[-1])
     model.save_pretrained(folder)
     shutil.copy(vocabulary / "encoder.json", folder / "vocab.json")
-    (folder / "merges.txt").write_text("#version: 0.2\n" + (vocabulary / "vocab.bpe").read_text().removeprefix("#version: 0.2\n"))
+    (folder / "merges.txt").write_text(
+        "#version: 0.2\n" + (vocabulary / "vocab.bpe").read_text().removeprefix("#version: 0.2\n")
+    )
     return folder
 
 
 def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str, Any]:
-    model = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": POSITIONS, "vocab_size": size}
-    quiet: dict[str, Any] = {"logging": {"tensorboard": False, "plot": False}, "train": {"micro_batch_size": 2}}
-    optimizer = {"learning_rate": 0.003, "clip_grad": 1.0}
-    return {"output_dir": str(folder), "device": "cpu", "model": model, "optimizer": optimizer, **quiet, **sections} | {
-        "data": {"tokenizer": str(vocabulary), **sections.get("data", {})}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "seq_length": POSITIONS,
+        "vocab_size": size,
     }
+    quiet: dict[str, Any] = {
+        "logging": {"tensorboard": False, "plot": False},
+        "train": {"micro_batch_size": 2},
+    }
+    optimizer = {"learning_rate": 0.003, "clip_grad": 1.0}
+    return {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": model,
+        "optimizer": optimizer,
+        **quiet,
+        **sections,
+    } | {"data": {"tokenizer": str(vocabulary), **sections.get("data", {})}}
 
 
 def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple[list[int], str]]:
     """Tokens and text of --run_mode predict, in one batch."""
-    wish = {"prompt": PROMPTS, "max_new_tokens": NEW_TOKENS, "output_file": str(folder / "out.jsonl")}
-    config = build_config(tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)}))
+    wish = {
+        "prompt": PROMPTS,
+        "max_new_tokens": NEW_TOKENS,
+        "output_file": str(folder / "out.jsonl"),
+    }
+    config = build_config(
+        tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)})
+    )
     predict(resolve_mode(config, "predict", world_size=1))
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [(row["tokens"], row["continuation"]) for row in rows]
@@ -67,11 +105,16 @@ def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple
 
 def theirs(folder: Path) -> list[tuple[list[int], str]]:
     """The same by what transformers makes of the folder, with no option that says what it is."""
-    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
     found = []
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt")
-        ids = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0, given["input_ids"].shape[1] :].tolist()
+        ids = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[
+            0, given["input_ids"].shape[1] :
+        ].tolist()
         tokens = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # the end is among theirs
         found.append((tokens, tokenizer.decode(tokens)))
     return found
@@ -83,14 +126,21 @@ def converted(source: Path, target: Path, to: str) -> Path:
 
 
 def trained(run: Path, weights: Path, size: int, vocabulary: Path, corpus: Path) -> Path:
-    sections = {"data": {"train": str(corpus), "split": "100,0,0"}, "checkpoint": {"init_from": str(weights)}}
-    words = tree(run, size, vocabulary, **sections) | {"train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}}
+    sections = {
+        "data": {"train": str(corpus), "split": "100,0,0"},
+        "checkpoint": {"init_from": str(weights)},
+    }
+    words = tree(run, size, vocabulary, **sections) | {
+        "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
+    }
     train(resolve_mode(build_config(words), "finetune", world_size=1))
     return run
 
 
 @pytest.mark.parametrize("name", ["OpenAI's vocabulary", "262 tokens"])
-def test_from_hugging_face_to_training_and_back(tmp_path: Path, corpus_prefix: Path, request: pytest.FixtureRequest, name: str) -> None:
+def test_from_hugging_face_to_training_and_back(
+    tmp_path: Path, corpus_prefix: Path, request: pytest.FixtureRequest, name: str
+) -> None:
     if name == "262 tokens":
         vocabulary, size = write_vocabulary(tmp_path / "vocabulary", MERGES), 262
     else:
@@ -107,7 +157,9 @@ def test_from_hugging_face_to_training_and_back(tmp_path: Path, corpus_prefix: P
         assert len({len(tokens) for tokens, _ in found}) > 1, "some end early"
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     assert len(tokenizer) == size and tokenizer.model_max_length == POSITIONS
-    assert (back / "merges.txt").read_text().startswith("#version"), "transformers 4 skips the first line"
+    assert (back / "merges.txt").read_text().startswith("#version"), (
+        "transformers 4 skips the first line"
+    )
     assert tokenizer.eos_token_id == size - 1 and tokenizer.bos_token == "<|endoftext|>"
     assert "tokenizer" not in json.loads((back / REPORT).read_text())["ignored"]
 
@@ -116,7 +168,9 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
     tmp_path: Path, corpus_prefix: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vocabulary = write_vocabulary(tmp_path / "vocabulary", MERGES)
-    weights = converted(save_model(tmp_path / "hf", vocabulary, 262), tmp_path / "ours", "torch_gpt2")
+    weights = converted(
+        save_model(tmp_path / "hf", vocabulary, 262), tmp_path / "ours", "torch_gpt2"
+    )
     run = trained(tmp_path / "run", weights, 262, vocabulary, corpus_prefix)
 
     def stays_behind(name: str, why: str) -> None:
@@ -125,7 +179,11 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
         reason = json.loads((back / REPORT).read_text())["ignored"]["tokenizer"]
         assert f"left out: tokenizer, {reason}\n" in capsys.readouterr().out
         assert reason.startswith("files of the tokenizer: ") and why in reason
-        assert {path.name for path in back.iterdir()} == {"config.json", "model.safetensors", REPORT}
+        assert {path.name for path in back.iterdir()} == {
+            "config.json",
+            "model.safetensors",
+            REPORT,
+        }
         assert transformers.AutoModelForCausalLM.from_pretrained(back).config.eos_token_id is None
 
     shutil.rmtree(vocabulary)
@@ -135,9 +193,17 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
     manifest = run / "checkpoints" / "step_00000002" / "manifest.json"
     words = json.loads(manifest.read_text())
     for name, changes, why in (
-        ("nameless", {"config": words["config"] | {"data": {"tokenizer": None}}}, "data.tokenizer of the run's config names none"),
+        (
+            "nameless",
+            {"config": words["config"] | {"data": {"tokenizer": None}}},
+            "data.tokenizer of the run's config names none",
+        ),
         ("unknown", {"tokenizer": None}, "is not what the run recorded (nothing)"),
-        ("other", {"tokenizer": words["tokenizer"] | {"kind": "Other"}}, "the run's tokenizer is Other; expected GPT2BPETokenizer"),
+        (
+            "other",
+            {"tokenizer": words["tokenizer"] | {"kind": "Other"}},
+            "the run's tokenizer is Other; expected GPT2BPETokenizer",
+        ),
     ):
         write_manifest(manifest.parent, words | changes)
         stays_behind(name, why)

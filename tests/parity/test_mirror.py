@@ -1,4 +1,6 @@
-"""The two backends read as one: the same files, public names and parameters, but for the differences listed with their reasons."""
+"""The two backends read as one: the same files, public names and parameters, but for the
+differences listed with their reasons.
+"""
 
 import ast
 from pathlib import Path
@@ -11,12 +13,14 @@ ONE_SIDED_FILES = {
     "deepspeed/*": "DeepSpeed is torch's",
     "semi_auto/*": "MindSpore's compiler splits graphs; torch's does not",
     "export.py": "MindIR is MindSpore's; weights alone are exported without a framework",
-    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
+    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
+    " caller",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
     "mindspore_ckpt.py": "MindSpore's own .ckpt, beside the checkpoints that both read",
     "layers.py": "torch's own layers and generators serve",
-    "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a framework",
+    "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
+    " framework",
     "parallel/collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
     "parallel/replica_strategies.py": "they compare with torch's own DDP",
 }
@@ -85,11 +89,16 @@ def public_names(path: Path) -> set[str]:
 
 def test_same_files() -> None:
     torch, mindspore = files_of("torch_gpt2"), files_of("mindformers_gpt2")
-    others = {name if (folder := name.partition("/")[0] + "/*") not in ONE_SIDED_FILES else folder for name in torch ^ mindspore}
+    others = {
+        name if (folder := name.partition("/")[0] + "/*") not in ONE_SIDED_FILES else folder
+        for name in torch ^ mindspore
+    }
     assert others == set(ONE_SIDED_FILES)
 
 
 @pytest.mark.parametrize("name", sorted(files_of("torch_gpt2") & files_of("mindformers_gpt2")))
 def test_same_public_names(name: str) -> None:
-    different = public_names(ROOT / "torch_gpt2" / name) ^ public_names(ROOT / "mindformers_gpt2" / name)
+    different = public_names(ROOT / "torch_gpt2" / name) ^ public_names(
+        ROOT / "mindformers_gpt2" / name
+    )
     assert different == set(DIFFERENCES.get(name, {}))

@@ -1,4 +1,6 @@
-"""torch and MindSpore continue the same prompts with the same tokens, whatever their lengths and batches."""
+"""torch and MindSpore continue the same prompts with the same tokens, whatever their lengths and
+batches.
+"""
 
 import os
 from pathlib import Path
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 torch = pytest.importorskip("torch")
 
 import mindformers_gpt2.device  # noqa: E402
@@ -30,15 +34,27 @@ VOCABULARY, POSITIONS = 101, 24
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By backend and rows, of one set of random weights."""
     folder: Path = tmp_path_factory.mktemp("twins")
-    model = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": POSITIONS, "vocab_size": VOCABULARY}
-    tree = {"output_dir": str(folder), "device": "cpu", "model": model, "train": {"micro_batch_size": 1}}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "seq_length": POSITIONS,
+        "vocab_size": VOCABULARY,
+    }
+    tree = {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": model,
+        "train": {"micro_batch_size": 1},
+    }
     config = resolve_config(build_config(tree | {"optimizer": {"learning_rate": 1.0}}))
     device = torch_gpt2.device.select_device("cpu")
     one = torch_gpt2.model.build_model(config, device)
     torch.manual_seed(0)
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(one.wpe.weight, std=2.0)  # or a tied model of random weights repeats itself
+    # or a tied model of random weights repeats itself
+    torch.nn.init.normal_(one.wpe.weight, std=2.0)
     other_device = mindformers_gpt2.device.select_device("cpu")
     other = mindformers_gpt2.model.build_model(config, other_device)
     for parameter in other.get_parameters():
@@ -58,15 +74,24 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         {"strategy": "sampling", "temperature": 0.7},
     ],
 )
-def test_tokens_are_equal_on_both_backends_and_in_every_batch(decoders: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Prompts of 1, 5 and 17 tokens, one of which fills the last position; when sampling, some stop at the end of text.
+def test_tokens_are_equal_on_both_backends_and_in_every_batch(
+    decoders: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Prompts of 1, 5 and 17 tokens, one of which fills the last position; when sampling, some stop
+    at the end of text.
 
     float32: logits agree to 1e-5, so draws agree.
     """
     random = np.random.default_rng(3)
-    prompts = [Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new) for n, new in ((1, 12), (5, 9), (17, 7))]
+    prompts = [
+        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new)
+        for n, new in ((1, 12), (5, 9), (17, 7))
+    ]
     config = PredictConfig.model_validate(settings)
-    found = {name: [each.tokens for each in generate(one, prompts, config, seed=5, end_of_text=7)] for name, one in decoders.items()}
+    found = {
+        name: [each.tokens for each in generate(one, prompts, config, seed=5, end_of_text=7)]
+        for name, one in decoders.items()
+    }
     if config.strategy == "greedy":
         assert [len(tokens) for tokens in found["torch 1"]] == [12, 9, 7]
     assert len({tuple(tokens) for tokens in found["torch 1"]}) == 3 * config.num_sequences

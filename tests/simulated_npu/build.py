@@ -1,8 +1,10 @@
-"""Builds the simulated NPU once for each torch and source, and tells a child process how to find it.
+"""Builds the simulated NPU once for each torch and source, and tells a child process how to find
+it.
 
     subprocess.run([...], env=os.environ | npu_variables())
 
-In that process ``import torch_npu`` registers a device npu with 8 places in host memory, and hccl over gloo.
+In that process ``import torch_npu`` registers a device npu with 8 places in host memory, and hccl
+over gloo.
 """
 
 from __future__ import annotations
@@ -22,17 +24,23 @@ _NAME = "_simulated_npu"
 
 
 class CannotBuild(Exception):
-    """There is no compiler, or what it needs of Python or torch is not installed; the message says which."""
+    """There is no compiler, or what it needs of Python or torch is not installed; the message says
+    which.
+    """
 
 
 def npu_variables() -> dict[str, str]:
-    """Environment variables with which a child process finds torch_npu. Builds at the first call. Raises CannotBuild."""
+    """Environment variables with which a child process finds torch_npu. Builds at the first call.
+    Raises CannotBuild.
+    """
     places = [_HERE / "packages", _built(), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
 def _built() -> Path:
-    """The folder of the compiled module: among torch's other extensions, named by all that it depends on."""
+    """The folder of the compiled module: among torch's other extensions, named by all that it
+    depends on.
+    """
     import torch
     from torch.utils.cpp_extension import get_default_build_root, include_paths, library_paths
 
@@ -45,7 +53,11 @@ def _built() -> Path:
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     words = [
         *(compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared"),
-        *("-DUSE_DISTRIBUTED", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={_NAME}"),
+        *(
+            "-DUSE_DISTRIBUTED",
+            "-DTORCH_API_INCLUDE_EXTENSION_H",
+            f"-DTORCH_EXTENSION_NAME={_NAME}",
+        ),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{path}" for path in [*include_paths(), python]),
         str(_HERE / "npu.cpp"),
@@ -54,8 +66,13 @@ def _built() -> Path:
     ]
     files = [*sorted(_HERE.glob("*.[ch]pp")), Path(__file__)]
     versions = [torch.__version__, torch.version.git_version, suffix]
-    digest = hashlib.sha256(repr(versions).encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"gpt2_simulated_npu_{digest}"
+    digest = hashlib.sha256(
+        repr(versions).encode() + b"".join(path.read_bytes() for path in files)
+    ).hexdigest()[:16]
+    folder = (
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        / f"gpt2_simulated_npu_{digest}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     module = folder / f"{_NAME}{suffix}"
     with (folder / "lock").open("w") as lock:

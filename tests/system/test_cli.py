@@ -41,13 +41,22 @@ def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Pa
             {
                 "output_dir": str(tmp_path / "out"),
                 "device": "cpu",
-                "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "vocab_size": 50257},
+                "model": {
+                    "num_layers": 1,
+                    "hidden_size": 16,
+                    "num_heads": 2,
+                    "seq_length": 32,
+                    "vocab_size": 50257,
+                },
                 "train": {"max_steps": 3, "micro_batch_size": 2},
                 "optimizer": {"learning_rate": 0.01},
                 "data": {
                     "train": str(corpus_prefix),
                     "split": "90,10,0",
-                    "tokenizer": {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])},
+                    "tokenizer": {
+                        "vocab_file": str(gpt2_vocab_files[0]),
+                        "merge_file": str(gpt2_vocab_files[1]),
+                    },
                 },
                 "validation": {"max_samples": 2},
             }
@@ -64,11 +73,24 @@ def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
     code, out, error = run("--config", str(config), "--run_mode", "eval")
     assert code == 0 and "perplexity" in out, error
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["tokens"] == 64
-    words = ["predict.prompt=Hello world", "predict.max_new_tokens=5", "predict.stop_at_end_of_text=false"]
+    words = [
+        "predict.prompt=Hello world",
+        "predict.max_new_tokens=5",
+        "predict.stop_at_end_of_text=false",
+    ]
     code, greedy, error = run("--config", str(config), "--run_mode", "predict", *words)
     assert code == 0 and greedy.startswith("Prompt: Hello world\nGeneration: Hello world"), error
     sampled = [
-        run("--config", str(config), "--run_mode", "predict", *words, "predict.strategy=sampling", f"seed={s}")[1] for s in (1, 1, 2)
+        run(
+            "--config",
+            str(config),
+            "--run_mode",
+            "predict",
+            *words,
+            "predict.strategy=sampling",
+            f"seed={s}",
+        )[1]
+        for s in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
 
@@ -76,9 +98,21 @@ def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "words", "message"),
     [
-        ("train", ["train.max_step=3"], "command line: train.max_step: unknown key; did you mean train.max_steps?"),
-        ("train", ["model.vocab_size=50000", "data.train={small}"], "has 50257 tokens but model.vocab_size=50000"),
-        ("train", ["backend=mindspore", "train.compile=true"], "train.compile=true is for backend torch"),
+        (
+            "train",
+            ["train.max_step=3"],
+            "command line: train.max_step: unknown key; did you mean train.max_steps?",
+        ),
+        (
+            "train",
+            ["model.vocab_size=50000", "data.train={small}"],
+            "has 50257 tokens but model.vocab_size=50000",
+        ),
+        (
+            "train",
+            ["backend=mindspore", "train.compile=true"],
+            "train.compile=true is for backend torch",
+        ),
         ("finetune", [], "give checkpoint.init_from"),
         ("eval", [], "no whole checkpoint here"),
         ("predict", ["predict.prompt=Hello"], "no whole checkpoint here"),
@@ -87,19 +121,33 @@ def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
         (
             "predict",
             ["predict.prompt=Hello", "predict.max_new_tokens=100"],
-            "beyond the model's 32 positions; shorten the prompt or ask for predict.max_new_tokens=31",
+            "beyond the model's 32 positions; shorten the prompt or ask for"
+            " predict.max_new_tokens=31",
         ),
         ("train", ["parallel.model_parallel=2"], "does not divide the 1 running process"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(config: Path, tmp_path: Path, mode: str, words: list[str], message: str) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(
+    config: Path, tmp_path: Path, mode: str, words: list[str], message: str
+) -> None:
     if "data.train={small}" in words:
         from tools.preprocess_data import main as preprocess
 
         (tmp_path / "small.txt").write_text("Hello world. " * 50)
         vocabulary = yaml.safe_load(config.read_text())["data"]["tokenizer"]
         files = ["--vocab-file", vocabulary["vocab_file"], "--merge-file", vocabulary["merge_file"]]
-        assert preprocess(["--input", str(tmp_path / "small.txt"), "--output-prefix", str(tmp_path / "small"), *files]) == 0
+        assert (
+            preprocess(
+                [
+                    "--input",
+                    str(tmp_path / "small.txt"),
+                    "--output-prefix",
+                    str(tmp_path / "small"),
+                    *files,
+                ]
+            )
+            == 0
+        )
         words = [words[0], f"data.train={tmp_path / 'small_text_document'}"]
     code, _, error = run("--config", str(config), "--run_mode", mode, *words)
     assert code == 2
@@ -110,8 +158,14 @@ def test_bad_input_is_one_message_and_exit_code_2(config: Path, tmp_path: Path, 
     ("variables", "message"),
     [
         ({"RANK": "0"}, "environment: RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
-        ({"RANK_ID": "3", "RANK_SIZE": "2"}, "environment: RANK_ID=3, but there are 2 processes: expected 0 to 1"),
-        ({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"}, "/nowhere/hccl.json: there is no such file"),
+        (
+            {"RANK_ID": "3", "RANK_SIZE": "2"},
+            "environment: RANK_ID=3, but there are 2 processes: expected 0 to 1",
+        ),
+        (
+            {"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"},
+            "/nowhere/hccl.json: there is no such file",
+        ),
     ],
 )
 def test_what_a_launcher_cannot_mean_is_one_message(
@@ -126,7 +180,13 @@ def test_what_a_launcher_cannot_mean_is_one_message(
 
 def test_keys_may_be_flags_too(config: Path) -> None:
     """As platforms that start jobs by a form write them."""
-    words = [f"--config={config}", "--run_mode=plan", "--train.micro_batch_size=3", "--train.accumulation_steps", "5"]
+    words = [
+        f"--config={config}",
+        "--run_mode=plan",
+        "--train.micro_batch_size=3",
+        "--train.accumulation_steps",
+        "5",
+    ]
     code, out, error = run(*words)
     assert code == 0 and "15" in out, error
     code, _, error = run(*words, "--nonsense=1")
@@ -142,11 +202,21 @@ def test_usage_errors_exit_with_2(config: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_or_killed_run_goes_on(config: Path, tmp_path: Path, number: int) -> None:
-    words = ["--config", str(config), "--run_mode", "train", "train.max_steps=150", "checkpoint.interval=5", "logging.plot=false"]
+    words = [
+        "--config",
+        str(config),
+        "--run_mode",
+        "train",
+        "train.max_steps=150",
+        "checkpoint.interval=5",
+        "logging.plot=false",
+    ]
     metrics = tmp_path / "out" / "metrics.jsonl"
     with start(*words) as child:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (metrics.is_file() and len(metrics.read_text().splitlines()) > 20):
+        while time.monotonic() < deadline and not (
+            metrics.is_file() and len(metrics.read_text().splitlines()) > 20
+        ):
             time.sleep(0.05)
         child.send_signal(number)
         _, error = child.communicate(timeout=60)
@@ -156,14 +226,20 @@ def test_a_stopped_or_killed_run_goes_on(config: Path, tmp_path: Path, number: i
     code, out, error = run(*words)
     assert code == 0, error
     assert "resuming" in out
-    steps = [row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row]
+    steps = [
+        row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row
+    ]
     assert steps == list(range(1, 151))
 
 
 def test_a_full_disk_while_saving_leaves_the_old_checkpoint(config: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(small)], capture_output=True, text=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(small)],
+        capture_output=True,
+        text=True,
+    )
     if mount.returncode:
         pytest.skip(f"no right to mount a small file system: {mount.stderr.strip()}")
     try:
@@ -177,7 +253,11 @@ def test_a_full_disk_while_saving_leaves_the_old_checkpoint(config: Path, tmp_pa
         ]
         code, _, error = run("--config", str(config), "--run_mode", "train", *words)
         assert code == 1
-        assert "No space left on device" in error and "earlier checkpoints are whole" in error and len(error.splitlines()) == 1
+        assert (
+            "No space left on device" in error
+            and "earlier checkpoints are whole" in error
+            and len(error.splitlines()) == 1
+        )
         code, _, error = run("--config", str(config), "--run_mode", "eval", words[0])
         assert code == 0, error
     finally:

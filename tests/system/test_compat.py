@@ -1,4 +1,6 @@
-"""Scripts and configurations of other systems, run: their losses are those of the YAML that they become."""
+"""Scripts and configurations of other systems, run: their losses are those of the YAML that they
+become.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ SMALL = (
     "logging.plot=false",
     "validation.max_samples=4",
 )
-MEGATRON = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --vocab-size 101
- --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001 --lr-decay-style cosine --clip-grad 1.0
+MEGATRON = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \
+--max-position-embeddings 16 --vocab-size 101
+ --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001 \
+--lr-decay-style cosine --clip-grad 1.0
  --eval-iters 1 --log-interval 1 --split 90,10,0 --distributed-backend gloo --num-workers 2"""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the ModelZoo's preprocessing leaves it: my-gpt_text_sentence.{bin,idx}, 300 documents of 30 tokens."""
+    """A folder as the ModelZoo's preprocessing leaves it: my-gpt_text_sentence.{bin,idx}, 300
+    documents of 30 tokens.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     tokens = np.random.default_rng(0).integers(0, 101, size=9000)
     with IndexedWriter(folder / "my-gpt_text_sentence", "uint16") as writer:
@@ -56,27 +62,58 @@ def losses(folder: Path) -> list[Any]:
 
 def start(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = clean_environment(**variables)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def train_as_ours(yaml: str, folder: Path) -> list[Any]:
     """Train the YAML that a configuration became, in this process."""
     (folder / "ours.yaml").write_text(yaml)
-    assert run_gpt2.main(["--config", str(folder / "ours.yaml"), "--run_mode", "train", f"output_dir={folder / 'ours'}"]) == 0
+    assert (
+        run_gpt2.main(
+            [
+                "--config",
+                str(folder / "ours.yaml"),
+                "--run_mode",
+                "train",
+                f"output_dir={folder / 'ours'}",
+            ]
+        )
+        == 0
+    )
     return losses(folder / "ours")
 
 
-def test_fleetx_file_trains_as_the_yaml_that_it_becomes(corpus, tmp_path, capsys, monkeypatch) -> None:
+def test_fleetx_file_trains_as_the_yaml_that_it_becomes(
+    corpus, tmp_path, capsys, monkeypatch
+) -> None:
     """With -c and -o, in FleetX's words and in ours, on FleetX's token files in input_dir."""
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "data"
     data.mkdir()
     np.save(data / "small_ids.npy", np.fromfile(corpus / "my-gpt_text_sentence.bin", np.uint16))
-    np.savez(data / "small_idx.npz", lens=np.full(300, 30, np.int32), docs=np.arange(301, dtype=np.int64))
-    theirs = ("Engine.max_steps=3", "Global.local_batch_size=4", "Global.micro_batch_size=2", "Data.Train.dataset.input_dir=data")
-    theirs += ("Engine.mix_precision.use_pure_fp16=False", "Engine.save_load.output_dir=theirs", "Optimizer.lr.max_lr=0.01")
-    words = ["-c", str(ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"), "--run_mode", "train"]
+    np.savez(
+        data / "small_idx.npz", lens=np.full(300, 30, np.int32), docs=np.arange(301, dtype=np.int64)
+    )
+    theirs = (
+        "Engine.max_steps=3",
+        "Global.local_batch_size=4",
+        "Global.micro_batch_size=2",
+        "Data.Train.dataset.input_dir=data",
+    )
+    theirs += (
+        "Engine.mix_precision.use_pure_fp16=False",
+        "Engine.save_load.output_dir=theirs",
+        "Optimizer.lr.max_lr=0.01",
+    )
+    words = [
+        "-c",
+        str(ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"),
+        "--run_mode",
+        "train",
+    ]
     words += [word for each in (*theirs, *SMALL) for word in ("-o", each)]
     assert run_gpt2.main([*words, "--show_config"]) == 0
     yaml = capsys.readouterr().out
@@ -89,7 +126,9 @@ def test_fleetx_file_trains_as_the_yaml_that_it_becomes(corpus, tmp_path, capsys
 
 
 @pytest.mark.long
-def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(corpus, tmp_path, capsys, monkeypatch) -> None:
+def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
+    corpus, tmp_path, capsys, monkeypatch
+) -> None:
     pytest.importorskip("mindspore", reason="MindSpore is not installed")
     monkeypatch.chdir(tmp_path)
     words = [
@@ -101,7 +140,12 @@ def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(corpus
         "train.max_epochs=null",
         "train.max_steps=3",
     ]
-    words += ["runner_config.batch_size=4", f"data.train={corpus / 'my-gpt_text_sentence'}", "output_dir=theirs", "data.split=90,10,0"]
+    words += [
+        "runner_config.batch_size=4",
+        f"data.train={corpus / 'my-gpt_text_sentence'}",
+        "output_dir=theirs",
+        "data.split=90,10,0",
+    ]
     words += ["precision=float32", "checkpoint.interval=0", "model.dropout=0"]
     words += [f"model.{part}_dropout=0.0" for part in ("embedding", "attention", "hidden")]
     assert run_gpt2.main([*words, "--show_config"]) == 0
@@ -113,10 +157,23 @@ def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(corpus
 
 @pytest.mark.long
 def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_path) -> None:
-    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final lines."""
+    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final
+    lines.
+    """
     script = COMPAT / "modelzoo" / "test" / "train_full_8p.sh"
-    words = ["--data_path=" + str(corpus), "--model_size=345M", "--train_iters=4", *SMALL, "data.tokenizer.vocab_file=null"]
-    words += ["data.tokenizer.merge_file=null", "precision=float32", "parallel.data_parallel=1", "train.global_batch_size=4"]
+    words = [
+        "--data_path=" + str(corpus),
+        "--model_size=345M",
+        "--train_iters=4",
+        *SMALL,
+        "data.tokenizer.vocab_file=null",
+    ]
+    words += [
+        "data.tokenizer.merge_file=null",
+        "precision=float32",
+        "parallel.data_parallel=1",
+        "train.global_batch_size=4",
+    ]
     words += ["train.micro_batch_size=2", "logging.interval=1", "data.split=90,10,0"]
     words.remove("data.tokenizer=null")
     done = start(["bash", str(script), *words, "data.tokenizer=null"], tmp_path, DEVICES="2")
@@ -128,38 +185,99 @@ def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_pat
     assert shown == pytest.approx(sum(speeds) / 4, rel=1e-4)
     assert re.search(r"Final Train lm loss PPL\(accuracy\): [\d.]+E\+\d+", done.stdout)
     assert (tmp_path / "ckpts" / "ckpts_tmp" / "checkpoints" / "step_00000004").is_dir()
-    assert start(["bash", str(script), "--model_size=9B", "--data_path=x"], tmp_path).returncode == 1
+    assert (
+        start(["bash", str(script), "--model_size=9B", "--data_path=x"], tmp_path).returncode == 1
+    )
     assert 'para "data_path" must be confing' in start(["bash", str(script)], tmp_path).stderr
 
 
 @pytest.mark.long
 def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
     """The same run by pretrain_gpt.py, by oneflow_gpt.training and by pretrain.sh on two ranks."""
-    data, own = str(corpus / "my-gpt_text_sentence"), ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"]
-    megatron = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split(), "--data-path", data, "--save", "megatron"]
+    data, own = (
+        str(corpus / "my-gpt_text_sentence"),
+        ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"],
+    )
+    megatron = [
+        sys.executable,
+        str(COMPAT / "modelzoo" / "pretrain_gpt.py"),
+        *MEGATRON.split(),
+        "--data-path",
+        data,
+        "--save",
+        "megatron",
+    ]
     done = start([*megatron, *own, "train.recompute=full"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    flags = MEGATRON.replace("--lr ", "--learning-rate ").split("--eval-iters")[0].replace("--max-position-embeddings 16", "")
-    oneflow = [sys.executable, "-m", "oneflow_gpt.training", *flags.split(), "--split", "90,10,0", "--dataset", data, "--save", "oneflow"]
+    flags = (
+        MEGATRON.replace("--lr ", "--learning-rate ")
+        .split("--eval-iters")[0]
+        .replace("--max-position-embeddings 16", "")
+    )
+    oneflow = [
+        sys.executable,
+        "-m",
+        "oneflow_gpt.training",
+        *flags.split(),
+        "--split",
+        "90,10,0",
+        "--dataset",
+        data,
+        "--save",
+        "oneflow",
+    ]
     more = ["seed=1234", "--checkpoint-activations", "--log-interval", "1"]
     done = start([*oneflow, *more, *own], tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
     assert done.returncode == 0, done.stdout + done.stderr
-    sizes = {"NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "NUM_ATTENTION_HEADS": 2, "SEQ_LENGTH": 16, "MICRO_BATCH_SIZE": 2, "GLOBAL_BATCH_SIZE": 4}
+    sizes = {
+        "NUM_LAYERS": 2,
+        "HIDDEN_SIZE": 32,
+        "NUM_ATTENTION_HEADS": 2,
+        "SEQ_LENGTH": 16,
+        "MICRO_BATCH_SIZE": 2,
+        "GLOBAL_BATCH_SIZE": 4,
+    }
     sizes |= {"NUM_GPUS_PER_NODE": 2, "TRAIN_ITERS": 3}
     variables = {f"ONEFLOW_GPT_{name}": str(size) for name, size in sizes.items()}
-    variables |= {"ONEFLOW_GPT_DATASET": data, "ONEFLOW_GPT_SAVE_PATH": "examples", "ONEFLOW_GPT_LOAD_PATH": "examples"}
-    words = ["model.vocab_size=101", "seed=1234", "data.split=90,10,0", "logging.interval=1", "optimizer.learning_rate=0.01"]
-    words += ["optimizer.min_learning_rate=0.001", "optimizer.decay_steps=null", "optimizer.warmup_fraction=null"]
-    done = start(["bash", str(COMPAT / "oneflow" / "examples" / "pretrain_117M.sh"), *words, *own], tmp_path, **variables)
+    variables |= {
+        "ONEFLOW_GPT_DATASET": data,
+        "ONEFLOW_GPT_SAVE_PATH": "examples",
+        "ONEFLOW_GPT_LOAD_PATH": "examples",
+    }
+    words = [
+        "model.vocab_size=101",
+        "seed=1234",
+        "data.split=90,10,0",
+        "logging.interval=1",
+        "optimizer.learning_rate=0.01",
+    ]
+    words += [
+        "optimizer.min_learning_rate=0.001",
+        "optimizer.decay_steps=null",
+        "optimizer.warmup_fraction=null",
+    ]
+    done = start(
+        ["bash", str(COMPAT / "oneflow" / "examples" / "pretrain_117M.sh"), *words, *own],
+        tmp_path,
+        **variables,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second, third = (np.array(losses(tmp_path / name)) for name in ("megatron", "oneflow", "examples"))
+    first, second, third = (
+        np.array(losses(tmp_path / name)) for name in ("megatron", "oneflow", "examples")
+    )
     assert len(first) == 3
     assert np.array_equal(first, second), "one process, the same run by two systems' flags"
     assert np.allclose(first, third, rtol=1e-5), "two ranks sum in another order"
 
 
 def test_a_megatron_command_line_shows_its_yaml(tmp_path) -> None:
-    command = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split(), "--show_config", "train.max_steps=7"]
+    command = [
+        sys.executable,
+        str(COMPAT / "modelzoo" / "pretrain_gpt.py"),
+        *MEGATRON.split(),
+        "--show_config",
+        "train.max_steps=7",
+    ]
     done = start(command, tmp_path, PATH=os.environ["PATH"])
     assert done.returncode == 0, done.stderr
     assert "max_steps: 7" in done.stdout and "hidden_size: 32  # hidden_size" in done.stdout

@@ -1,9 +1,9 @@
-"""The numerical tests with the kernels of other processors: sums in other orders, bf16 products without
-instructions for them.
+"""The numerical tests with the kernels of other processors: sums in other orders, bf16 products
+without instructions for them.
 
 No setting goes beyond what this processor has. On one with AVX512_BF16 and without AMX the setting
-AVX512_CORE_BF16 is the default. Torch heeds all three variables. MindSpore heeds oneDNN's alone, and only in
-its products: one kind of them has other kernels below AVX-512, and all have below AVX2.
+AVX512_CORE_BF16 is the default. Torch heeds all three variables. MindSpore heeds oneDNN's alone,
+and only in its products: one kind of them has other kernels below AVX-512, and all have below AVX2.
 """
 
 import os
@@ -43,9 +43,25 @@ def test_the_files_of_the_campaign_are_there() -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize(("variable", "value"), SETTINGS)
 def test_the_bounds_hold_with_other_kernels(tmp_path: Path, variable: str, value: str) -> None:
-    """With a cache of compiled graphs of their own. Torch's usual one would hand out those of other kernels."""
-    variables = os.environ | {variable: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    command = [sys.executable, "-m", "pytest", "--all", "-q", "-p", "no:cacheprovider", *SETTINGS[variable, value]]
-    found = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    """With a cache of compiled graphs of their own. Torch's usual one would hand out those of other
+    kernels.
+    """
+    variables = os.environ | {
+        variable: value,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--all",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *SETTINGS[variable, value],
+    ]
+    found = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
     print(f"\n{variable}={value}: {found.stdout.splitlines()[-1]}")
     assert found.returncode == 0, found.stdout

@@ -12,7 +12,8 @@ LIMIT = 10**9
 
 @pytest.mark.campaign
 def test_memory_of_a_large_conversion(tmp_path: Path) -> None:
-    make_source("configs/gpt2/run_gpt2_1558m.yaml", tmp_path / "source", ["model.num_heads=20"])  # 25 do not divide by 2
+    # 25 do not divide by 2
+    make_source("configs/gpt2/run_gpt2_1558m.yaml", tmp_path / "source", ["model.num_heads=20"])
     for wanted in ("mindspore", "mindformers", "megatron:2x2"):
         found = measure(tmp_path / "source", tmp_path, wanted, repeats=1)
         print(*row(wanted, found), sep="; ")

@@ -1,4 +1,6 @@
-"""The launchers themselves start a script that asks who it is. mpirun's and srun's variables: tests/common/cluster/test_environment.py."""
+"""The launchers themselves start a script that asks who it is. mpirun's and srun's variables:
+tests/common/cluster/test_environment.py.
+"""
 
 import os
 import re
@@ -17,8 +19,11 @@ import os, sys
 sys.path.insert(0, os.environ["GPT2_ROOT"])
 from common.cluster.environment import find_process, is_scheduler
 process = find_process(os.environ)
-sys.stdout.write(f"{process.rank}/{process.world_size} {process.local_rank}/{process.local_world_size} {process.device_id} "
-    f"{process.master}:{process.port} {process.launcher}{' scheduler' * is_scheduler(os.environ)}\\n")
+sys.stdout.write(
+    f"{process.rank}/{process.world_size} {process.local_rank}/{process.local_world_size} "
+    f"{process.device_id} {process.master}:{process.port} {process.launcher}"
+    f"{' scheduler' * is_scheduler(os.environ)}\\n"
+)
 """
 
 
@@ -33,7 +38,9 @@ def start(words: list[str], folder: Path) -> str:
     names = re.compile("RANK|WORLD_SIZE|MASTER_|MS_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI")
     environ = {name: value for name, value in os.environ.items() if not names.match(name)}
     environ |= {"GPT2_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -41,7 +48,16 @@ def start(words: list[str], folder: Path) -> str:
 def test_torchrun(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     port = free_port()
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(script)]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port),
+        str(script),
+    ]
     assert sorted(start(words, tmp_path).splitlines()) == [
         f"0/2 0/2 None 127.0.0.1:{port} torchrun",
         f"1/2 1/2 None 127.0.0.1:{port} torchrun",
@@ -53,7 +69,15 @@ def test_msrun(script: Path, tmp_path: Path) -> None:
     program = shutil.which("msrun", path=str(Path(sys.executable).parent))
     assert program, "msrun is part of mindspore"
     port = free_port()
-    words = [program, "--worker_num=2", "--local_worker_num=2", f"--master_port={port}", "--log_dir=logs", "--join=True", str(script)]
+    words = [
+        program,
+        "--worker_num=2",
+        "--local_worker_num=2",
+        f"--master_port={port}",
+        "--log_dir=logs",
+        "--join=True",
+        str(script),
+    ]
     start(words, tmp_path)
     logs = {path.stem: path.read_text().strip() for path in (tmp_path / "logs").glob("*.log")}
     assert logs == {

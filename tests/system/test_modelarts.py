@@ -1,4 +1,6 @@
-"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run yet."""
+"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run
+yet.
+"""
 
 import json
 import os
@@ -30,7 +32,13 @@ def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
     config = {
         "output_dir": "replaced",
         "device": "cpu",
-        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "vocab_size": 101},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "seq_length": 32,
+            "vocab_size": 101,
+        },
         "train": {"max_steps": 3, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.01},
         "validation": {"max_samples": 2},
@@ -45,13 +53,23 @@ def start(tmp_path: Path, bucket: Path) -> Start:
     """Start the start file with the platform's paths, from a folder that is not the code's."""
 
     def run(
-        *words: str, container: str = "a", program: str = "run_gpt2.py", prefix: Sequence[str] = (), **variables: str
+        *words: str,
+        container: str = "a",
+        program: str = "run_gpt2.py",
+        prefix: Sequence[str] = (),
+        **variables: str,
     ) -> "subprocess.Popen[str]":
-        names = re.compile("RANK|WORLD_SIZE|MASTER_|MS_|MA_|VC_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI|GLOO_|TMPDIR")
+        names = re.compile(
+            "RANK|WORLD_SIZE|MASTER_|MS_|MA_|VC_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI|GLOO_|TMPDIR"
+        )
         environ = {name: value for name, value in os.environ.items() if not names.match(name)}
         disk = tmp_path / f"container_{container}"
         disk.mkdir(exist_ok=True)
-        platform = {"MA_JOB_DIR": str(ROOT.parent), "MA_MOUNT_PATH": "/home/ma-user/modelarts", "MA_NUM_HOSTS": "1"}
+        platform = {
+            "MA_JOB_DIR": str(ROOT.parent),
+            "MA_MOUNT_PATH": "/home/ma-user/modelarts",
+            "MA_NUM_HOSTS": "1",
+        }
         return subprocess.Popen(
             [
                 *prefix,
@@ -79,12 +97,22 @@ def finish(*jobs: "subprocess.Popen[str]", code: int = 0) -> list[tuple[str, str
 
 
 def losses(folder: Path) -> list[int]:
-    return [row["step"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    return [
+        row["step"]
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ]
 
 
-def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, shared_data: Path) -> None:
-    """The platform fills its version 0 table while the processes start; then a failure, after which the output is copied all the same."""
-    table = json.loads((shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
+def test_one_process_per_card(
+    start: Start, bucket: Path, tmp_path: Path, shared_data: Path
+) -> None:
+    """The platform fills its version 0 table while the processes start; then a failure, after which
+    the output is copied all the same.
+    """
+    table = json.loads(
+        (shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text()
+    )
     group = table["group_list"][0]
     group["instance_list"] = group["instance_list"][1:]
     group["instance_list"][0]["devices"] = group["instance_list"][0]["devices"][:2]
@@ -94,9 +122,20 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, shared
 
     def ranks(*words: str) -> list["subprocess.Popen[str]"]:
         port = str(free_port())
-        cards = [{"RANK_ID": str(card), "RANK_SIZE": "2", "DEVICE_ID": str(card), "ASCEND_DEVICE_ID": str(card)} for card in range(2)]
+        cards = [
+            {
+                "RANK_ID": str(card),
+                "RANK_SIZE": "2",
+                "DEVICE_ID": str(card),
+                "ASCEND_DEVICE_ID": str(card),
+            }
+            for card in range(2)
+        ]
         common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": port, "MA_NUM_GPUS": "2"}
-        return [start("--run_mode=train", "--platform_flag=1", *words, **common, **card) for card in cards]
+        return [
+            start("--run_mode=train", "--platform_flag=1", *words, **common, **card)
+            for card in cards
+        ]
 
     jobs = ranks()
     time.sleep(0.5)
@@ -116,7 +155,14 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, shared
 
 def test_a_stopped_job_goes_on_in_another_container(start: Start, bucket: Path) -> None:
     """As a user of MindFormers names file and arguments; one card, no table."""
-    words = ["--run_mode=train", "--use_parallel=False", "--epochs=4", "--batch_size=1", "--checkpoint.interval=5", "--dataset_id=random"]
+    words = [
+        "--run_mode=train",
+        "--use_parallel=False",
+        "--epochs=4",
+        "--batch_size=1",
+        "--checkpoint.interval=5",
+        "--dataset_id=random",
+    ]
     card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
     job = start(*words, program="run_mindformer.py", **card)
     assert job.stdout is not None
@@ -133,24 +179,43 @@ def test_a_stopped_job_goes_on_in_another_container(start: Start, bucket: Path) 
 
 
 @pytest.mark.long
-def test_two_hosts_start_again_in_their_containers(start: Start, bucket: Path, tmp_path: Path) -> None:
-    """Each has a disk of its own at the same place. Rank 1 goes on from the checkpoint of rank 0, which it can only have by the bucket."""
+def test_two_hosts_start_again_in_their_containers(
+    start: Start, bucket: Path, tmp_path: Path
+) -> None:
+    """Each has a disk of its own at the same place. Rank 1 goes on from the checkpoint of rank 0,
+    which it can only have by the bucket.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     (bucket / "out").mkdir()  # the console makes it
     mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
     for host in ("host_0", "host_1"):
         (tmp_path / host).mkdir()
-    if subprocess.run(["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk], capture_output=True
+    ).returncode:
         pytest.skip("this needs the right to mount folders (unshare -m)")
 
     def hosts(*words: str) -> list["subprocess.Popen[str]"]:
-        common = {"MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2", "MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port())}
+        common = {
+            "MA_NUM_HOSTS": "2",
+            "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
+            "MA_NUM_GPUS": "1",
+            "MASTER_PORT": str(free_port()),
+        }
         return [
             start(
                 "--run_mode=train",
                 *words,
-                prefix=("unshare", "-m", "sh", "-c", mount, str(tmp_path / f"host_{index}"), str(disk)),
+                prefix=(
+                    "unshare",
+                    "-m",
+                    "sh",
+                    "-c",
+                    mount,
+                    str(tmp_path / f"host_{index}"),
+                    str(disk),
+                ),
                 **common,
                 TMPDIR=str(disk),
                 VC_TASK_INDEX=str(index),
@@ -170,18 +235,24 @@ def test_two_hosts_start_again_in_their_containers(start: Start, bucket: Path, t
 def test_what_is_not_there_is_one_message(start: Start, bucket: Path) -> None:
     shutil.rmtree(bucket / "data")
     ((_, error),) = finish(start("--run_mode=train"), code=2)
-    assert error == f"error: file://{bucket}/data: there is nothing; check the address (of a .bin/.idx pair: its folder), " + (
-        "and the rights of this job\n"
+    assert (
+        error
+        == f"error: file://{bucket}/data: there is nothing; check the address (of a .bin/.idx pair:"
+        " its folder), " + ("and the rights of this job\n")
     )
 
 
 def commands(name: str) -> list[str]:
-    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.S)
+    (block,) = re.findall(
+        r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.S
+    )
     return str(block).replace("\\\n", " ").strip().splitlines()
 
 
 @pytest.mark.long
-def test_the_commands_of_the_guides(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
+def test_the_commands_of_the_guides(
+    tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]
+) -> None:
     found = commands("modelarts.md")
     assert len(found) == 3 and commands("modelarts_zh.md") == found
     data = tmp_path / "data" / "quickstart"
@@ -194,13 +265,30 @@ def test_the_commands_of_the_guides(tmp_path: Path, corpus_prefix: Path, gpt2_vo
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     smaller = " --model.num_layers=1 --model.hidden_size=24"
     for command in found:
         command += smaller * ("config" in command)
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert "resuming" in done.stdout and "micro 4 x data parallel 2" in done.stdout, "the job's log is rank 0's"
+    assert "resuming" in done.stdout and "micro 4 x data parallel 2" in done.stdout, (
+        "the job's log is rank 0's"
+    )
     assert losses(tmp_path / "bucket" / "out") == [1, 2, 3]
-    logs = [path.parent.name for path in sorted((tmp_path / "bucket" / "out").glob("mf_parallel*/mindformer.log"))]
+    logs = [
+        path.parent.name
+        for path in sorted((tmp_path / "bucket" / "out").glob("mf_parallel*/mindformer.log"))
+    ]
     assert logs == ["mf_parallel0", "mf_parallel1"]

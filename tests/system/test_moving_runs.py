@@ -1,6 +1,8 @@
-"""A run that stops on one framework and layout and goes on under another: every step is that of one process that never stopped.
+"""A run that stops on one framework and layout and goes on under another: every step is that of one
+process that never stopped.
 
-Started as a user starts it: torch on two data-parallel ranks, MindSpore on two tensor-parallel ones, torch on two stages of two.
+Started as a user starts it: torch on two data-parallel ranks, MindSpore on two tensor-parallel
+ones, torch on two stages of two.
 """
 
 import importlib.util
@@ -32,13 +34,25 @@ LEGS = {
     "torch tp2 pp2": ("torch", {"data_parallel": 1, "model_parallel": 2, "pipeline_stage": 2}),
 }
 OPTIMIZERS: dict[str, dict[str, object]] = {
-    "adamw": {"name": "adamw", "learning_rate": 3e-3, "min_learning_rate": 3e-4, "weight_decay": 0.1},
-    "sgd": {"name": "sgd", "learning_rate": 0.1, "min_learning_rate": 0.01, "weight_decay": 0.0, "momentum": 0.9},
+    "adamw": {
+        "name": "adamw",
+        "learning_rate": 3e-3,
+        "min_learning_rate": 3e-4,
+        "weight_decay": 0.1,
+    },
+    "sgd": {
+        "name": "sgd",
+        "learning_rate": 0.1,
+        "min_learning_rate": 0.01,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+    },
 }
 
 
 def settings(optimizer: str, *, leg: int, clip: float, window: int) -> dict[str, object]:
-    """A cosine after a warm-up that ends in the first leg, and a loss scale that grows every ``window`` steps, across the joints.
+    """A cosine after a warm-up that ends in the first leg, and a loss scale that grows every
+    ``window`` steps, across the joints.
 
     The deviation is wide since gradients of biases would be rounding alone otherwise.
     """
@@ -72,44 +86,78 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def test_a_run_changes_framework_and_layout(
     tmp_path: Path, corpus_prefix: Path, optimizer: str, leg: int, clip: float, window: int
 ) -> None:
-    """Losses within 1e-4 and gradient norms within 1e-3 of one process of torch, as between the frameworks on one device; samples, schedule
-    and loss scale are the same."""
+    """Losses within 1e-4 and gradient norms within 1e-3 of one process of torch, as between the
+    frameworks on one device; samples, schedule and loss scale are the same.
+    """
     words = settings(optimizer, leg=leg, clip=clip, window=window)
     whole, run, log, seconds = tmp_path / "whole", tmp_path / "run", tmp_path / "log", []
-    alone = run_words(whole, corpus_prefix, **words, train__max_steps=3 * leg, checkpoint__interval=leg)
+    alone = run_words(
+        whole, corpus_prefix, **words, train__max_steps=3 * leg, checkpoint__interval=leg
+    )
     train(resolve_config(load_config(ROOT / CONFIG, alone)))
     for number, (name, (backend, layout)) in enumerate(LEGS.items(), 1):
         began = time.monotonic()
-        changes = words | {f"parallel__{key}": value for key, value in layout.items()} | {"backend": backend}
+        changes = (
+            words
+            | {f"parallel__{key}": value for key, value in layout.items()}
+            | {"backend": backend}
+        )
         overrides = run_words(run, corpus_prefix, **changes, train__max_steps=number * leg)
-        launcher = start_script("none", CONFIG, f"[0,{math.prod(layout.values())})", "train", *overrides, log=log)
+        launcher = start_script(
+            "none", CONFIG, f"[0,{math.prod(layout.values())})", "train", *overrides, log=log
+        )
         assert launcher.wait(timeout=600) == 0, f"{name}: {log.read_text()[-3000:]}"
         seconds.append(time.monotonic() - began)
 
     expected, found = steps_of(whole), steps_of(run)
-    for key in ("step", "sample_hash", "consumed_samples", "learning_rate", "loss_scale", "skipped"):
+    for key in (
+        "step",
+        "sample_hash",
+        "consumed_samples",
+        "learning_rate",
+        "loss_scale",
+        "skipped",
+    ):
         assert [row[key] for row in found] == [row[key] for row in expected], key
     assert [row["step"] for row in found] == list(range(1, 3 * leg + 1)), "every step is there once"
     assert len({row["loss_scale"] for row in found}) == 1 + (3 * leg - 1) // window
     norms = [row["grad_norm"] for row in expected]
     assert min(norms) < clip < max(norms), "the clip acts on some steps"
     for number, (backend, layout) in enumerate(LEGS.values(), 1):
-        one, other = (read_manifest(folder / "checkpoints" / f"step_{number * leg:08d}") for folder in (whole, run))
-        assert other["versions"]["backend"] == backend and other["config"]["parallel"].items() >= layout.items()
+        one, other = (
+            read_manifest(folder / "checkpoints" / f"step_{number * leg:08d}")
+            for folder in (whole, run)
+        )
+        assert (
+            other["versions"]["backend"] == backend
+            and other["config"]["parallel"].items() >= layout.items()
+        )
         assert other["state"] == one["state"]
         assert other["engine"]["loss_scale"] == one["engine"]["loss_scale"]
         if optimizer == "adamw":  # whose bias correction counts them
-            assert other["engine"]["optimizer_steps"] == one["engine"]["optimizer_steps"] == number * leg
+            assert (
+                other["engine"]["optimizer_steps"]
+                == one["engine"]["optimizer_steps"]
+                == number * leg
+            )
 
     furthest = {}
     for key, limit in (("loss", 1e-4), ("grad_norm", 1e-3)):
-        apart = [abs(row[key] / wanted[key] - 1) for row, wanted in zip(found, expected, strict=True)]
+        apart = [
+            abs(row[key] / wanted[key] - 1) for row, wanted in zip(found, expected, strict=True)
+        ]
         furthest[key] = [max(apart[first : first + leg]) for first in range(0, 3 * leg, leg)]
         assert max(apart) <= limit, (key, furthest)
     clipped = sum(norm > clip for norm in norms)
-    print(f"\n{optimizer}: losses {expected[0]['loss']:.4f} to {expected[-1]['loss']:.4f}, clipped on {clipped} of {3 * leg} steps")
+    print(
+        f"\n{optimizer}: losses {expected[0]['loss']:.4f} to {expected[-1]['loss']:.4f}, clipped on"
+        f" {clipped} of {3 * leg} steps"
+    )
     for number, name in enumerate(LEGS):
-        apart = f"loss {furthest['loss'][number]:.1e}, gradient norm {furthest['grad_norm'][number]:.1e}"
+        apart = (
+            f"loss {furthest['loss'][number]:.1e}, gradient norm"
+            f" {furthest['grad_norm'][number]:.1e}"
+        )
         print(f"{name}: furthest from one process in the {apart}; {seconds[number]:.0f} s")
     assert find_checkpoint(run) == run / "checkpoints" / f"step_{3 * leg:08d}"
     print(f"sample hash {found[-1]['sample_hash']} in both")

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(name: str) -> list[str]:
-    """The lines of the bash blocks, continuation lines joined, comments cut; usage lines with placeholders left out."""
+    """The lines of the bash blocks, continuation lines joined, comments cut; usage lines with
+    placeholders left out.
+    """
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     cut = [re.sub(r"\s+#.*", "", line).strip() for line in lines if not line.startswith("#")]
@@ -29,7 +31,13 @@ def commands(name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +51,19 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     if not (programs / "python").exists():
         (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         (programs / "python").chmod(0o755)
-    environment = {**os.environ, "PYTHON": sys.executable, "PATH": f"{programs}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 @pytest.mark.long
@@ -55,25 +74,40 @@ def test_every_command_of_the_readme(copy: Path) -> None:
     found = commands("README.md")
     assert found[0] == "bash scripts/quickstart.sh" and len(found) >= 8
     for command in found:
-        if ("mindspore" in command or "mindrecord" in command) and not importlib.util.find_spec("mindspore"):
+        if ("mindspore" in command or "mindrecord" in command) and not importlib.util.find_spec(
+            "mindspore"
+        ):
             continue
         if command == "bash scripts/quickstart.sh":
             command += " train.max_steps=6 validation.max_samples=32"  # minutes otherwise
-        elif ("run_gpt2.py" in command and "--run_mode predict" not in command) or "run_distribute.sh" in command:
+        elif (
+            "run_gpt2.py" in command and "--run_mode predict" not in command
+        ) or "run_distribute.sh" in command:
             command += " validation.max_samples=16"
         done = shell(command, copy)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     run = copy / "output" / "quickstart"
-    for name in ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints/latest", "tensorboard", "evaluation.json"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "loss.png",
+        "checkpoints/latest",
+        "tensorboard",
+        "evaluation.json",
+    ):
         assert (run / name).exists(), name
     again = shell("bash scripts/quickstart.sh train.max_steps=6 validation.max_samples=32", copy)
     assert again.returncode == 0, again.stderr
-    assert "already there" in again.stdout and "step 1/6" not in again.stdout, "finished work is not repeated"
+    assert "already there" in again.stdout and "step 1/6" not in again.stdout, (
+        "finished work is not repeated"
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
 def test_every_yaml_of_the_readme_is_a_config(copy: Path, name: str) -> None:
-    blocks = re.findall(r"```yaml\n# (\S+)\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.S)
+    blocks = re.findall(
+        r"```yaml\n# (\S+)\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.S
+    )
     assert blocks
     for path, text in blocks:
         (copy / path).parent.mkdir(exist_ok=True)
@@ -85,22 +119,39 @@ def test_both_readmes_have_the_same_commands() -> None:
     assert commands("README_zh.md") == commands("README.md")
 
 
-def test_the_commands_that_the_quickstart_ends_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They use the quickstart's run and data, and what continues a prompt samples: greedily so small a model prints empty lines."""
+def test_the_commands_that_the_quickstart_ends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They use the quickstart's run and data, and what continues a prompt samples: greedily so
+    small a model prints empty lines.
+    """
     script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
-    variables = {"PYTHON": "python", **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M))}
+    variables = {
+        "PYTHON": "python",
+        **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
+    }
     text = script.partition("Next:")[2]
     for name, value in variables.items():
         text = text.replace(f"${name}", value)
-    found = [shlex.split(line[line.index("python ") :])[1:] for line in text.splitlines() if "python " in line]
+    found = [
+        shlex.split(line[line.index("python ") :])[1:]
+        for line in text.splitlines()
+        if "python " in line
+    ]
     assert [words[0] for words in found].count("run_gpt2.py") == 4 and "$" not in text
     data = load_config(ROOT / variables["CONFIG"]).data
     monkeypatch.chdir(ROOT)
     for words in (words[1:] for words in found if words[0] == "run_gpt2.py"):
         arguments = parse_arguments(words)
         # the file that the run writes holds the values of this one
-        file = variables["CONFIG"] if arguments.config == f"{variables['RUN']}/config.yaml" else arguments.config
-        config = resolve_mode(load_config(file, arguments.overrides), arguments.run_mode, world_size=1)
+        file = (
+            variables["CONFIG"]
+            if arguments.config == f"{variables['RUN']}/config.yaml"
+            else arguments.config
+        )
+        config = resolve_mode(
+            load_config(file, arguments.overrides), arguments.run_mode, world_size=1
+        )
         assert config.data.tokenizer == data.tokenizer
         assert config.data.train in (data.train, ["data/own_text_document"])
         if arguments.run_mode == "predict":

@@ -1,4 +1,6 @@
-"""Two hosts of two ranks each: network namespaces with addresses of their own, one merged rank table, a cable that is pulled."""
+"""Two hosts of two ranks each: network namespaces with addresses of their own, one merged rank
+table, a cable that is pulled.
+"""
 
 import json
 import os
@@ -39,45 +41,91 @@ def hosts() -> Iterator[tuple[str, str]]:
                 pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
             made.append(name)
             ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+        ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "cable",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
         yield names
     finally:
         for name in made:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
+            )
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """As tools/merge_hccl.py writes it; the device addresses stand for the network of Ascend devices, which CPUs have none of."""
+    """As tools/merge_hccl.py writes it; the device addresses stand for the network of Ascend
+    devices, which CPUs have none of.
+    """
     single = []
     for host, address in enumerate(ADDRESSES):
-        devices = [{"device_id": str(n), "device_ip": f"10.78.{host}.{n + 1}", "rank_id": str(n)} for n in range(2)]
+        devices = [
+            {"device_id": str(n), "device_ip": f"10.78.{host}.{n + 1}", "rank_id": str(n)}
+            for n in range(2)
+        ]
         server = {"server_id": address, "device": devices, "host_nic_ip": "reserve"}
         single.append(tmp_path / f"host{host}.json")
-        single[-1].write_text(json.dumps({"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"}))
+        single[-1].write_text(
+            json.dumps(
+                {
+                    "version": "1.0",
+                    "server_count": "1",
+                    "server_list": [server],
+                    "status": "completed",
+                }
+            )
+        )
     merge = Path(__file__).resolve().parents[2] / "tools" / "merge_hccl.py"
-    subprocess.run([sys.executable, str(merge), *map(str, single)], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(merge), *map(str, single)],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     return tmp_path / "hccl_2s_4p.json"
 
 
 def rows_of(run: Path) -> list[tuple[Any, ...]]:
     rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-    return [(row["step"], row["loss"], row["grad_norm"], row["sample_hash"]) for row in rows if "loss" in row]
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["sample_hash"])
+        for row in rows
+        if "loss" in row
+    ]
 
 
 def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_the_run_goes_on(
     hosts: tuple[str, str], table: Path, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    keys = {"train__max_steps": 200, "checkpoint__interval": 20, "validation__interval": 0, "model__dropout": 0.1}
+    keys = {
+        "train__max_steps": 200,
+        "checkpoint__interval": 20,
+        "validation__interval": 0,
+        "model__dropout": 0.1,
+    }
 
     def start(run: Path, words: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
         return [
-            start_script(*(str(table), CONFIG, numbers, "train", "4", *run_words(run, corpus_prefix, **keys), *words),
-                         before=("ip", "netns", "exec", host), log=tmp_path / f"{run.name}-{number}.log")
+            start_script(*(str(table), CONFIG, numbers, "train", "4",
+            *run_words(run, corpus_prefix, **keys), *words),
+                         before=("ip", "netns", "exec", host),
+                         log=tmp_path / f"{run.name}-{number}.log")
             for number, (host, numbers) in enumerate(zip(hosts, ("[0,2)", "[2,4)"), strict=True))
         ]  # fmt: skip
 
@@ -97,7 +145,16 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_th
         ip("-n", hosts[1], "link", "set", "cable", "up")
         processes = start(cut, ())
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
-        processes = [start_script("none", CONFIG, "[0,4)", "train", *run_words(whole, corpus_prefix, **keys), log=tmp_path / "whole.log")]
+        processes = [
+            start_script(
+                "none",
+                CONFIG,
+                "[0,4)",
+                "train",
+                *run_words(whole, corpus_prefix, **keys),
+                log=tmp_path / "whole.log",
+            )
+        ]
         assert processes[0].wait(timeout=120) == 0
     finally:
         for process in processes:

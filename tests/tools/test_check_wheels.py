@@ -25,13 +25,33 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, refused: str, stderr: str) -> None
     ("refused", "stderr", "code", "said"),
     [
         ("nothing of this", "", 0, "wheels of requirements.txt for aarch64: all there"),
-        ("requirements.txt _aarch64", MISSING, 1, f"wheels of requirements.txt for aarch64: {MISSING}"),
-        ("gigatoken _aarch64", MISSING, 0, f"wheels of extra fast for aarch64: left out there: {MISSING}"),
-        ("requirements.txt", f"WARNING: Retrying (Retry(total=4\n{MISSING}", 0, "wheels: not checked"),
+        (
+            "requirements.txt _aarch64",
+            MISSING,
+            1,
+            f"wheels of requirements.txt for aarch64: {MISSING}",
+        ),
+        (
+            "gigatoken _aarch64",
+            MISSING,
+            0,
+            f"wheels of extra fast for aarch64: left out there: {MISSING}",
+        ),
+        (
+            "requirements.txt",
+            f"WARNING: Retrying (Retry(total=4\n{MISSING}",
+            0,
+            "wheels: not checked",
+        ),
     ],
 )
 def test_lines_and_exit_codes(
-    refused: str, stderr: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refused: str,
+    stderr: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake_pip(monkeypatch, refused, stderr)
     assert check_wheels.main([]) == code
@@ -47,5 +67,7 @@ def test_every_wheel_is_asked_for_without_a_build(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(subprocess, "run", run)
     check_wheels.main([])
-    assert len(asked) == 4 and all({"--only-binary=:all:", "--dry-run"} <= set(command) for command in asked)
+    assert len(asked) == 4 and all(
+        {"--only-binary=:all:", "--dry-run"} <= set(command) for command in asked
+    )
     assert sum("--platform=manylinux2014_aarch64" in command for command in asked) == 2

@@ -1,4 +1,6 @@
-"""The doctor as a user starts it: real all-reduces on one and two hosts, a rank that hangs, broken machines, bad arguments."""
+"""The doctor as a user starts it: real all-reduces on one and two hosts, a rank that hangs, broken
+machines, bad arguments.
+"""
 
 import importlib.util
 import json
@@ -25,7 +27,12 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 def start(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**QUIET, **(environment or {})}, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**QUIET, **(environment or {})},
+        errors="replace",
     )
 
 
@@ -56,13 +63,27 @@ def check_of(report: str, name: str) -> dict[str, Any]:
     return next(check for check in json.loads(report)["checks"] if check["name"] == name)
 
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
 
 
 @needs_torch
 def test_the_doctors_of_two_hosts() -> None:
     """Both of this machine: host 0 judges, and both say the same."""
-    words = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--ranks", "1", "--backend", "torch", "--json", "--time_limit", "100"]
+    words = [
+        "--master",
+        f"127.0.0.1:{free_port()}",
+        "--nnodes",
+        "2",
+        "--ranks",
+        "1",
+        "--backend",
+        "torch",
+        "--json",
+        "--time_limit",
+        "100",
+    ]
     processes = [start(*words, "--node_rank", str(host)) for host in range(2)]
     reports = [finish(process)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], reports
@@ -74,14 +95,30 @@ def test_the_doctors_of_two_hosts() -> None:
 
 @needs_torch
 def test_a_rank_that_is_stopped_is_named_and_no_process_stays(tmp_path: Path) -> None:
-    process = start("--ranks", "2", "--backend", "torch", "--time_limit", "5", environment={"TMPDIR": str(tmp_path)})
+    process = start(
+        "--ranks",
+        "2",
+        "--backend",
+        "torch",
+        "--time_limit",
+        "5",
+        environment={"TMPDIR": str(tmp_path)},
+    )
     pids = pids_of(process)
     os.kill(pids[1], signal.SIGSTOP)
     report, _ = finish(process)
     assert process.returncode == 2
-    assert re.search(r"^error    all-reduce .* rank 1 \(device 1 of 127\.0\.0\.1\) did not answer within 5 s: stopped", report, flags=re.M)
+    assert re.search(
+        r"^error    all-reduce .* rank 1 \(device 1 of 127\.0\.0\.1\) did not answer within 5 s:"
+        r" stopped",
+        report,
+        flags=re.M,
+    )
     assert not any(is_alive(pid) for pid in pids.values())
-    assert sorted(path.name for path in tmp_path.glob("gpt2_doctor_*/*")) == ["rank_0.log", "rank_1.log"]
+    assert sorted(path.name for path in tmp_path.glob("gpt2_doctor_*/*")) == [
+        "rank_0.log",
+        "rank_1.log",
+    ]
 
 
 @needs_torch
@@ -99,7 +136,9 @@ def test_the_doctor_takes_its_ranks_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("mindspore") is None, reason="mindspore is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mindspore") is None, reason="mindspore is not installed"
+)
 def test_mindspore_reduces_too() -> None:
     process = start("--ranks", "2", "--backend", "mindspore", "--json", "--time_limit", "100")
     report, _ = finish(process)
@@ -108,8 +147,12 @@ def test_mindspore_reduces_too() -> None:
 
 
 def test_a_broken_torch_does_not_break_the_doctor(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
-    process = start("--ranks", "2", "--backend", "torch", "--json", environment={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+    )
+    process = start(
+        "--ranks", "2", "--backend", "torch", "--json", environment={"PYTHONPATH": str(tmp_path)}
+    )
     report, messages = finish(process)
     assert process.returncode == 2
     assert "Traceback" not in messages
@@ -122,23 +165,34 @@ def test_a_broken_torch_does_not_break_the_doctor(tmp_path: Path) -> None:
     ("words", "names"),
     [
         (["--backend", "mindspore", "--device", "npu"], {"CANN", "Ascend driver", "devices"}),
-        (["--backend", "torch", "--device", "npu"], {"CANN", "Ascend driver", "devices", "torch_npu"}),
+        (
+            ["--backend", "torch", "--device", "npu"],
+            {"CANN", "Ascend driver", "devices", "torch_npu"},
+        ),
         (["--backend", "torch", "--device", "cuda"], {"GPUs"}),
         (["--backend", "torch", "--device", "cpu"], set()),
     ],
 )
 def test_an_accelerator_that_is_asked_for_and_not_there(
-    words: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str],
+    names: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """This machine as it is, or as if it had none; nothing is imported."""
     root = tmp_path / "root"
     monkeypatch.setattr(hccn, "npu_numbers", lambda *_: [])
     check_devices, check_cann = machine.check_devices, software.check_cann
     monkeypatch.setattr(machine, "check_devices", lambda asked: check_devices(root, asked=asked))
-    monkeypatch.setattr(software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root))
+    monkeypatch.setattr(
+        software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root)
+    )
     monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
     monkeypatch.setattr(
-        software, "installed_versions", lambda: dict.fromkeys(software.PACKAGES) | {"torch": "2.7.1", "mindspore": "2.10.0"}
+        software,
+        "installed_versions",
+        lambda: dict.fromkeys(software.PACKAGES) | {"torch": "2.7.1", "mindspore": "2.10.0"},
     )
     monkeypatch.setenv("PATH", "/nowhere")
     assert doctor.main([*words, "--json"]) == (2 if names else 0)
@@ -148,7 +202,10 @@ def test_an_accelerator_that_is_asked_for_and_not_there(
 
 
 def test_no_framework_is_imported() -> None:
-    program = "import sys; sys.path.insert(0, '.'); import tools.doctor; sys.exit(bool({'torch', 'mindspore'} & sys.modules.keys()))"
+    program = (
+        "import sys; sys.path.insert(0, '.'); import tools.doctor; sys.exit(bool({'torch',"
+        " 'mindspore'} & sys.modules.keys()))"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
@@ -163,7 +220,12 @@ def rank_table(*servers: str) -> dict[str, Any]:
         "version": "1.0",
         "server_count": str(len(servers)),
         "server_list": [
-            {"server_id": server, "device": [{"device_id": "4", "device_ip": f"192.168.4.{rank + 1}", "rank_id": str(rank)}]}
+            {
+                "server_id": server,
+                "device": [
+                    {"device_id": "4", "device_ip": f"192.168.4.{rank + 1}", "rank_id": str(rank)}
+                ],
+            }
             for rank, server in enumerate(servers)
         ],
         "status": "completed",
@@ -171,7 +233,9 @@ def rank_table(*servers: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("without_imports")
-def test_a_table_that_is_wrong_is_one_error_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_that_is_wrong_is_one_error_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({**rank_table("10.0.0.1"), "server_count": "3"}))
     assert doctor.main(["--rank_table", str(path), "--json"]) == 2
@@ -188,9 +252,25 @@ def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture
     report = capsys.readouterr().out
     assert "2 ranks on 2 servers, sha256 " in check_of(report, "rank table")["found"]
     assert check_of(report, "ranks")["found"] == (
-        "none of 203.0.113.1, 203.0.113.2 is this machine's; say which server of the rank table this is with --node_rank 0 to 1"
+        "none of 203.0.113.1, 203.0.113.2 is this machine's; say which server of the rank table"
+        " this is with --node_rank 0 to 1"
     )
-    assert doctor.main(["--rank_table", str(path), "--node_rank", "1", "--time_limit", "1", "--device", "cuda", "--json"]) == 2
+    assert (
+        doctor.main(
+            [
+                "--rank_table",
+                str(path),
+                "--node_rank",
+                "1",
+                "--time_limit",
+                "1",
+                "--device",
+                "cuda",
+                "--json",
+            ]
+        )
+        == 2
+    )
     report = capsys.readouterr().out
     assert check_of(report, "address")["found"] == "203.0.113.2 is no address of this machine"
     assert "not tried" in check_of(report, "all-reduce")["found"]

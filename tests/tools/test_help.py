@@ -21,7 +21,11 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         env={"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python", "VIRTUAL_ENV": "/nowhere"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: ") and f"scripts/{script}" in done.stdout and "exit codes: 0" in done.stdout
+    assert (
+        done.stdout.startswith("usage: ")
+        and f"scripts/{script}" in done.stdout
+        and "exit codes: 0" in done.stdout
+    )
     assert "Done." not in done.stdout
 
 
@@ -44,7 +48,13 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         ("plot", ["--help"], "usage: "),
     ],
 )
-def test_a_tool(tool: str, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tool(
+    tool: str,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr("sys.argv", [f"tools/{tool}.py", *words])
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(f"tools.{tool}").main()
@@ -53,15 +63,23 @@ def test_a_tool(tool: str, words: list[str], said: str, monkeypatch: pytest.Monk
     assert said in " ".join(out.split()) and "usage: " in out and len(out) < 10_000
 
 
-def test_standalone_shows_its_own_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standalone_shows_its_own_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["tools/launch.py", "standalone", "--help"])
     with pytest.raises(SystemExit):
         importlib.import_module("tools.launch").main()
     out = capsys.readouterr().out
-    assert "run_standalone.sh CONFIG DEVICE_ID train" in out and "run_distribute.sh" not in out and "RANK_TABLE" not in out
+    assert (
+        "run_standalone.sh CONFIG DEVICE_ID train" in out
+        and "run_distribute.sh" not in out
+        and "RANK_TABLE" not in out
+    )
 
 
-def test_one_rank_of_the_doctor_is_not_started_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_of_the_doctor_is_not_started_by_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("RANK_SIZE", raising=False)
     monkeypatch.setattr("sys.argv", ["tools/allreduce_check.py", "torch", "cpu", "10"])
     with pytest.raises(SystemExit) as stop:
@@ -70,7 +88,9 @@ def test_one_rank_of_the_doctor_is_not_started_by_hand(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("program", ["run_gpt2.py", "run_mindformer.py"])
-def test_both_front_doors_name_themselves_and_explain_the_modes(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_front_doors_name_themselves_and_explain_the_modes(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from common.command_line import MODES
     from common.modelarts.arguments import describe_flags
     from run_gpt2 import main
@@ -83,4 +103,8 @@ def test_both_front_doors_name_themselves_and_explain_the_modes(program: str, ca
     for mode, (meaning, example) in MODES.items():
         assert meaning in out and f"--run_mode {mode} {example}" in out
     assert "--explain" in out
-    assert ("--load_checkpoint" in out) == ("--predict_data" in out) == (program == "run_mindformer.py")
+    assert (
+        ("--load_checkpoint" in out)
+        == ("--predict_data" in out)
+        == (program == "run_mindformer.py")
+    )

@@ -1,4 +1,6 @@
-"""What tools/launch.py gives the supervisor, and what it does beside it: waits for tables, detaches, speaks through ssh."""
+"""What tools/launch.py gives the supervisor, and what it does beside it: waits for tables,
+detaches, speaks through ssh.
+"""
 
 import os
 import shutil
@@ -34,23 +36,49 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     found: list[Job] = []
     monkeypatch.setattr(launching, "supervise", lambda job: (found.append(job), 7)[1])
     monkeypatch.chdir(tmp_path)
-    for name in ("DRY_RUN", "DETACH", "MASTER_PORT", "RANK_TABLE_FILE", "MS_ROLE", "OMP_NUM_THREADS"):
+    for name in (
+        "DRY_RUN",
+        "DETACH",
+        "MASTER_PORT",
+        "RANK_TABLE_FILE",
+        "MS_ROLE",
+        "OMP_NUM_THREADS",
+    ):
         monkeypatch.delenv(name, raising=False)
     return found
 
 
 def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: Path) -> None:
-    words = ["distribute", "none", CONFIG, "[2,4]", "train", "output_dir=here", "runtime.stall_limit=50", "train.global_batch_size=null"]
+    words = [
+        "distribute",
+        "none",
+        CONFIG,
+        "[2,4]",
+        "train",
+        "output_dir=here",
+        "runtime.stall_limit=50",
+        "train.global_batch_size=null",
+    ]
     assert launch.main(words) == 7
     (job,) = jobs
-    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (tmp_path / "here", 50.0, True, None)
-    assert [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] == [(0, "2"), (1, "3")]
+    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (
+        tmp_path / "here",
+        50.0,
+        True,
+        None,
+    )
+    assert [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] == [
+        (0, "2"),
+        (1, "3"),
+    ]
     assert launch.main(["distribute", "--log_dir", "logs", "--quiet", *words[1:]]) == 7
     assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
     launch.main(["distribute", *words[1:4], "eval", *words[5:]])
     assert jobs[2].follow, "what an evaluation finds is its output"
     launch.main(["distribute", "--follow", *words[1:]])
-    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps, "an option of earlier versions"
+    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps, (
+        "an option of earlier versions"
+    )
 
 
 @pytest.fixture
@@ -72,13 +100,20 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_leaves_the_first_alone(
     ):
         assert launch.main([kind, *more]) == 2
         error = capsys.readouterr().err
-        assert error.endswith("here: another run is writing here; wait for it or choose another folder\n") and error.count("error:") == 1
+        assert (
+            error.endswith(
+                "here: another run is writing here; wait for it or choose another folder\n"
+            )
+            and error.count("error:") == 1
+        )
     monkeypatch.setenv("DETACH", "1")
     assert launch.main(["distribute", *words]) == 2, "not in the background's log alone"
     monkeypatch.delenv("DETACH")
     assert jobs == [] and sorted(held.rglob("*")) == before
     two = ["--master", "127.0.0.1:29511", "--nnodes", "2", "--node_rank"]
-    assert launch.main(["distribute", *two, "1", *words]) == 7, "it may be its own run's rank 0 that holds it, on the other host"
+    assert launch.main(["distribute", *two, "1", *words]) == 7, (
+        "it may be its own run's rank 0 that holds it, on the other host"
+    )
     assert launch.main(["distribute", *words[:3], "eval", *words[4:]]) == 7, "reads alone"
     monkeypatch.setenv("DRY_RUN", "1")
     assert launch.main(["distribute", *words]) == 0
@@ -87,27 +122,65 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_leaves_the_first_alone(
 def test_a_folder_of_a_run_that_has_ended_is_free(jobs: list[Job], tmp_path: Path) -> None:
     with owned_folder(tmp_path / "here"):
         pass
-    assert launch.main(["distribute", "none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]) == 7
+    assert (
+        launch.main(
+            [
+                "distribute",
+                "none",
+                CONFIG,
+                "[0,2]",
+                "train",
+                "output_dir=here",
+                "train.global_batch_size=null",
+            ]
+        )
+        == 7
+    )
 
 
 def test_a_table_of_ascends_on_a_machine_without_one(
-    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The cause is named before what follows from it is refused."""
     table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
-    keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2", "train.recompute_slice_activation=true"]
+    keys = [
+        "backend=mindspore",
+        "precision=fp16",
+        "parallel.model_parallel=2",
+        "train.recompute_slice_activation=true",
+    ]
     words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
-    cause = "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is\n"
+    cause = (
+        "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for"
+        " which the rank table is\n"
+    )
     monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
     assert launch.main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith(cause) and "train.recompute_slice_activation" in said.partition("error: ")[2]
+    assert (
+        said.startswith(cause)
+        and "train.recompute_slice_activation" in said.partition("error: ")[2]
+    )
     assert launch.main([*words[:-1], "device=cpu"]) == 7 and cause not in capsys.readouterr().err
 
 
-def test_full_streams_are_no_reason_not_to_start(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["distribute", "none", CONFIG, "[0,2]", "train", "train.global_batch_size=null", "parallel.pipeline_stage=2"]
-    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:  # a flush at the end would fail too
+def test_full_streams_are_no_reason_not_to_start(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "distribute",
+        "none",
+        CONFIG,
+        "[0,2]",
+        "train",
+        "train.global_batch_size=null",
+        "parallel.pipeline_stage=2",
+    ]
+    # a flush at the end would fail too
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         patch.setattr(sys, "stderr", full)
         assert launch.main(words) == 7
@@ -116,10 +189,22 @@ def test_full_streams_are_no_reason_not_to_start(jobs: list[Job], monkeypatch: p
 
 def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
     """Of a dry run, whose output is all that it is for."""
-    words = ["distribute", "none", CONFIG, "[0,2]", "train", "train.global_batch_size=null", f"output_dir={tmp_path}"]
+    words = [
+        "distribute",
+        "none",
+        CONFIG,
+        "[0,2]",
+        "train",
+        "train.global_batch_size=null",
+        f"output_dir={tmp_path}",
+    ]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [sys.executable, launch.__file__, *words], env=clean_environment(DRY_RUN="1"), stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, launch.__file__, *words],
+            env=clean_environment(DRY_RUN="1"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
@@ -139,11 +224,17 @@ def test_variables_of_an_earlier_run_are_not_handed_on(
     monkeypatch.setenv("RANK_TABLE_FILE", "/old/table.json")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
-    assert "RANK_TABLE_FILE=/old/table.json of your environment is not used" in capsys.readouterr().err
-    assert not {"RANK_TABLE_FILE", "MS_ROLE"} & (set(os.environ) | set(jobs[0].children[0].environment))
+    assert (
+        "RANK_TABLE_FILE=/old/table.json of your environment is not used" in capsys.readouterr().err
+    )
+    assert not {"RANK_TABLE_FILE", "MS_ROLE"} & (
+        set(os.environ) | set(jobs[0].children[0].environment)
+    )
 
 
-def test_a_table_that_the_platform_is_filling_is_waited_for(jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_that_the_platform_is_filling_is_waited_for(
+    jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
     words = ["distribute", str(path), CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
@@ -161,28 +252,45 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(jobs: list[Job], tmp
 
 
 def test_detached_the_waiting_is_left_to_the_other_process(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
     started: list[list[str]] = []
-    monkeypatch.setattr(launching.subprocess, "Popen", lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1])
+    monkeypatch.setattr(
+        launching.subprocess,
+        "Popen",
+        lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1],
+    )
     monkeypatch.setenv("DETACH", "1")
     words = ["distribute", "--log_dir", "logs", str(path), CONFIG, "[0,2]", "train"]
     assert launch.main(words) == 0
     assert "process 77, messages in" in capsys.readouterr().out and jobs == []
-    assert [command[2:] for command in started] == [[words[0], "--quiet", *words[1:]]] and (tmp_path / "logs" / "launcher.log").is_file()
+    assert [command[2:] for command in started] == [[words[0], "--quiet", *words[1:]]] and (
+        tmp_path / "logs" / "launcher.log"
+    ).is_file()
 
 
-@pytest.mark.parametrize(("value", "is_asked"), [("1", True), ("true", True), ("yes", True), ("false", False), ("No", False), ("0", False)])
-def test_words_that_mean_no(jobs: list[Job], monkeypatch: pytest.MonkeyPatch, value: str, is_asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "is_asked"),
+    [("1", True), ("true", True), ("yes", True), ("false", False), ("No", False), ("0", False)],
+)
+def test_words_that_mean_no(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, value: str, is_asked: bool
+) -> None:
     monkeypatch.setenv("DRY_RUN", value)
     launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
     assert len(jobs) == (0 if is_asked else 1)
 
 
 def test_a_dry_run_does_not_wait(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
@@ -197,33 +305,68 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], shared_data: Path) ->
     source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     if not source.is_file():
         pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
-    words = ["--log_dir", "logs", str(source), CONFIG, "[8,16)", "train", "16", "train.global_batch_size=null"]
+    words = [
+        "--log_dir",
+        "logs",
+        str(source),
+        CONFIG,
+        "[8,16)",
+        "train",
+        "16",
+        "train.global_batch_size=null",
+    ]
     assert launch.main(["distribute", *words]) == 7
     written, given = read_table(Path("logs/rank_table.json")), read_table(source)
-    assert written.version == "1.0" and [device for _, device in written.places()] == [device for _, device in given.places()]
-    assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(Path("logs/rank_table.json").absolute())
-    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == [server.server_id for server in given.servers]
+    assert written.version == "1.0" and [device for _, device in written.places()] == [
+        device for _, device in given.places()
+    ]
+    assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(
+        Path("logs/rank_table.json").absolute()
+    )
+    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == [
+        server.server_id for server in given.servers
+    ]
 
 
 def test_one_process(jobs: list[Job]) -> None:
     assert launch.main(["standalone", CONFIG, "3", "predict", "predict.prompt=x"]) == 7
     (child,) = jobs[0].children
-    assert (child.log_folder, child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]) == ("mf_standalone", "3", "1")
-    assert child.command[-4:] == ("--run_mode", "predict", "context.device_id=3", "predict.prompt=x")
+    assert (child.log_folder, child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]) == (
+        "mf_standalone",
+        "3",
+        "1",
+    )
+    assert child.command[-4:] == (
+        "--run_mode",
+        "predict",
+        "context.device_id=3",
+        "predict.prompt=x",
+    )
     assert jobs[0].follow
 
 
 def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:
-    assert launch.main(["distribute", "--hosts", "me@a,b", "--ssh", "none", CONFIG, "[0,4)", "train"]) == 7
+    assert (
+        launch.main(["distribute", "--hosts", "me@a,b", "--ssh", "none", CONFIG, "[0,4)", "train"])
+        == 7
+    )
     (job,) = jobs
-    assert [child.log_folder for child in job.children] == ["host_me@a", "host_b"] and job.stall_limit == float("inf")
+    assert [child.log_folder for child in job.children] == [
+        "host_me@a",
+        "host_b",
+    ] and job.stall_limit == float("inf")
     assert [str(child) for child in job.children] == ["host me@a", "host b"] and job.over_ssh
-    assert job.children[1].command[2:4] == ("over_ssh", "b") and "--node_rank 1 none" in job.children[1].command[4]
+    assert (
+        job.children[1].command[2:4] == ("over_ssh", "b")
+        and "--node_rank 1 none" in job.children[1].command[4]
+    )
 
 
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that runs the command on this machine, on a terminal of its own as -tt asks for, for any host but ``gone``."""
+    """A stand-in that runs the command on this machine, on a terminal of its own as -tt asks for,
+    for any host but ``gone``.
+    """
     if shutil.which("script") is None:
         pytest.skip("the script command, which makes a terminal, is absent")
     fake = tmp_path / "bin" / "ssh"
@@ -240,11 +383,19 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def over_ssh(host: str, text: str) -> "subprocess.Popen[str]":
     command = [sys.executable, str(ROOT / "tools/launch.py"), "over_ssh", host, text]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
 
 
 @pytest.mark.usefixtures("ssh")
-@pytest.mark.parametrize(("host", "text", "code"), [("a", "exit 3", 3), ("a", "exit 0", 0), ("gone", "exit 0", 255)])
+@pytest.mark.parametrize(
+    ("host", "text", "code"), [("a", "exit 3", 3), ("a", "exit 0", 0), ("gone", "exit 0", 255)]
+)
 def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> None:
     process = over_ssh(host, text)
     output = process.communicate(timeout=60)[0]
@@ -253,7 +404,9 @@ def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> Non
 
 @pytest.mark.usefixtures("ssh")
 def test_a_stop_is_ctrl_c_there() -> None:
-    process = over_ssh("a", "trap 'echo saved; exit 130' INT; echo ready; while :; do sleep 0.1; done")
+    process = over_ssh(
+        "a", "trap 'echo saved; exit 130' INT; echo ready; while :; do sleep 0.1; done"
+    )
     assert process.stdout is not None
     while "ready" not in process.stdout.readline():
         pass
@@ -265,9 +418,15 @@ def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     cases: list[tuple[list[Any], str]] = [
         (["standalone", CONFIG, "0"], "expected CONFIG_PATH DEVICE_ID RUN_MODE"),
         (["standalone", CONFIG, "0", "fly"], "RUN_MODE is 'fly'"),
-        (["distribute", "--hosts", "a,b", "--nnodes", "2", "none", CONFIG, "[0,4)", "train"], "follow from --hosts"),
+        (
+            ["distribute", "--hosts", "a,b", "--nnodes", "2", "none", CONFIG, "[0,4)", "train"],
+            "follow from --hosts",
+        ),
         (["distribute", "--master", "a", "none", CONFIG, "[0,4)", "train"], "expected IP:PORT"),
-        (["distribute", "-", CONFIG, "[0,8)", "train", "parallel.model_parallel=3"], "= 3 does not divide the 8 running processes"),
+        (
+            ["distribute", "-", CONFIG, "[0,8)", "train", "parallel.model_parallel=3"],
+            "= 3 does not divide the 8 running processes",
+        ),
     ]
     for words, message in cases:
         assert launch.main(words) == 2

@@ -1,4 +1,6 @@
-"""tools/launch_container.py: the words that docker gets, from a program of this name that writes them down."""
+"""tools/launch_container.py: the words that docker gets, from a program of this name that writes
+them down.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,32 @@ def test_docker_gets_source_data_and_command(tmp_path) -> None:
         "--wheel",
         str(wheel),
     ]
-    command += ["--cmd", "cd x; bash examples/pretrain_345M.sh", "--extra-mount", "/usr:/data", "--devices", "nvidia", "--no-interactive"]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": f"{docker.parent}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+    command += [
+        "--cmd",
+        "cd x; bash examples/pretrain_345M.sh",
+        "--extra-mount",
+        "/usr:/data",
+        "--devices",
+        "nvidia",
+        "--no-interactive",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"PATH": f"{docker.parent}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 7, done.stderr
     words = (tmp_path / "bin" / "docker.words").read_text().splitlines()
     assert words[:2] == ["run", "--rm"] and "-it" not in words
-    assert words[-4:] == ["gpt2:dev", "bash", "-c", f"pip install '{wheel}' && cd x; bash examples/pretrain_345M.sh"]
+    assert words[-4:] == [
+        "gpt2:dev",
+        "bash",
+        "-c",
+        f"pip install '{wheel}' && cd x; bash examples/pretrain_345M.sh",
+    ]
     assert words[words.index("-w") + 1] == str(tmp_path)
     mounts = [word for before, word in pairwise(words) if before == "-v"]
     assert mounts == [f"{tmp_path}:{tmp_path}", "/usr:/data", f"{tmp_path}:{tmp_path}:ro"]
@@ -61,6 +83,11 @@ def test_what_is_missing_is_said(words, message, capsys) -> None:
 
 
 def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/davinci10"), Path("/dev/davinci2")])
+    monkeypatch.setattr(
+        Path, "glob", lambda self, pattern: [Path("/dev/davinci10"), Path("/dev/davinci2")]
+    )
     assert launch_container.main(["--image", "x", "--devices", "ascend", "--dry-run"]) == 0
-    assert "--device /dev/davinci2 --device /dev/davinci10 --device /dev/davinci_manager" in capsys.readouterr().out
+    assert (
+        "--device /dev/davinci2 --device /dev/davinci10 --device /dev/davinci_manager"
+        in capsys.readouterr().out
+    )

@@ -15,9 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def table(number: int, devices: int = 2, **more: Any) -> dict[str, Any]:
-    chips = [{"device_id": str(i), "device_ip": f"192.168.{number}.{i + 1}", "rank_id": str(i)} for i in range(devices)]
+    chips = [
+        {"device_id": str(i), "device_ip": f"192.168.{number}.{i + 1}", "rank_id": str(i)}
+        for i in range(devices)
+    ]
     server = {"server_id": f"10.0.0.{number}", "device": chips, "host_nic_ip": "reserve"}
-    return {"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed", **more}
+    return {
+        "version": "1.0",
+        "server_count": "1",
+        "server_list": [server],
+        "status": "completed",
+        **more,
+    }
 
 
 @pytest.fixture
@@ -35,11 +44,15 @@ def test_the_documented_table_is_the_merge_of_its_halves(shared_data: Path, tmp_
         pytest.skip(f"no test data: {sample} is absent; set GPT2_TEST_DATA")
     data = json.loads(sample.read_text())
     for name, server in zip("xy", data["server_list"], strict=True):
-        chips = [{**device, "rank_id": str(int(device["rank_id"]) % 8)} for device in server["device"]]
+        chips = [
+            {**device, "rank_id": str(int(device["rank_id"]) % 8)} for device in server["device"]
+        ]
         half = {**data, "server_count": "1", "server_list": [{**server, "device": chips}]}
         (tmp_path / f"{name}.json").write_text(json.dumps(half))
     command = [sys.executable, str(ROOT / "tools" / "merge_hccl.py"), "x.json", "y.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
     path = tmp_path / "hccl_2s_16p.json"
     assert path.read_bytes() == json.dumps(data, indent=4).encode()
     assert done.stdout == f"Completed: hccl file was save in : {path}\n" and done.stderr == ""
@@ -50,20 +63,31 @@ def test_ranks_follow_the_arguments(folder: Path) -> None:
     assert main(["b.json", "a.json"]) == 0
     data = json.loads((folder / "hccl_2s_4p.json").read_text())
     assert data["job"] == "unknown keys stay"
-    found = [(server["server_id"], [device["rank_id"] for device in server["device"]]) for server in data["server_list"]]
+    found = [
+        (server["server_id"], [device["rank_id"] for device in server["device"]])
+        for server in data["server_list"]
+    ]
     assert found == [("10.0.0.2", ["0", "1"]), ("10.0.0.1", ["2", "3"])]
 
 
 def test_super_pods_of_one_number_are_joined(folder: Path) -> None:
     for number, name in enumerate("ab", 1):
-        data = table(number, version="1.2", super_pod_list=[{"super_pod_id": "7", "server_list": [{"server_id": f"10.0.0.{number}"}]}])
+        data = table(
+            number,
+            version="1.2",
+            super_pod_list=[
+                {"super_pod_id": "7", "server_list": [{"server_id": f"10.0.0.{number}"}]}
+            ],
+        )
         for device in data["server_list"][0]["device"]:
             device["super_device_id"] = f"{number}{device['device_id']}"
         Path(f"{name}.json").write_text(json.dumps(data))
     assert main(["a.json", "b.json"]) == 0
     data = json.loads((folder / "hccl_2s_4p.json").read_text())
     assert data["version"] == "1.2"
-    assert data["super_pod_list"] == [{"super_pod_id": "7", "server_list": [{"server_id": "10.0.0.1"}, {"server_id": "10.0.0.2"}]}]
+    assert data["super_pod_list"] == [
+        {"super_pod_id": "7", "server_list": [{"server_id": "10.0.0.1"}, {"server_id": "10.0.0.2"}]}
+    ]
 
 
 def same_address() -> dict[str, Any]:
@@ -79,7 +103,11 @@ def loopback() -> dict[str, Any]:
 
 
 def newer() -> dict[str, Any]:
-    data = table(3, version="1.2", super_pod_list=[{"super_pod_id": "7", "server_list": [{"server_id": "10.0.0.3"}]}])
+    data = table(
+        3,
+        version="1.2",
+        super_pod_list=[{"super_pod_id": "7", "server_list": [{"server_id": "10.0.0.3"}]}],
+    )
     for device in data["server_list"][0]["device"]:
         device["super_device_id"] = device["device_id"]
     return data
@@ -88,20 +116,43 @@ def newer() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("third", "words", "message"),
     [
-        (table(1), ["a.json", "c.json"], r"server 10\.0\.0\.1 is in a\.json and in c\.json; name each server once"),
-        (table(3), ["a.json", "a.json"], r"server 10\.0\.0\.1 is in a\.json and in a\.json; name each server once"),
-        (same_address(), ["a.json", "c.json"], r"device_ip 192\.168\.1\.1 is in a\.json and in c\.json; every device"),
-        (loopback(), ["a.json", "c.json"], r"c\.json: server_id 127\.0\.1\.1 is a loopback address.*--server_ip"),
-        (newer(), ["a.json", "c.json"], r"different versions \(a\.json has 1\.0, c\.json has 1\.2\)"),
+        (
+            table(1),
+            ["a.json", "c.json"],
+            r"server 10\.0\.0\.1 is in a\.json and in c\.json; name each server once",
+        ),
+        (
+            table(3),
+            ["a.json", "a.json"],
+            r"server 10\.0\.0\.1 is in a\.json and in a\.json; name each server once",
+        ),
+        (
+            same_address(),
+            ["a.json", "c.json"],
+            r"device_ip 192\.168\.1\.1 is in a\.json and in c\.json; every device",
+        ),
+        (
+            loopback(),
+            ["a.json", "c.json"],
+            r"c\.json: server_id 127\.0\.1\.1 is a loopback address.*--server_ip",
+        ),
+        (
+            newer(),
+            ["a.json", "c.json"],
+            r"different versions \(a\.json has 1\.0, c\.json has 1\.2\)",
+        ),
         (
             table(3, 4),
             ["a.json", "b.json", "c.json"],
-            r"different numbers of devices: a\.json gives server 10\.0\.0\.1 2, but c\.json gives server 10\.0\.0\.3 4;",
+            r"different numbers of devices: a\.json gives server 10\.0\.0\.1 2, but c\.json gives"
+            r" server 10\.0\.0\.3 4;",
         ),
         (table(3), ["a.json", "d.json"], r"d\.json: there is no such file"),
     ],
 )
-def test_bad_inputs_are_one_error(folder: Path, capsys: pytest.CaptureFixture[str], third: Any, words: list[str], message: str) -> None:
+def test_bad_inputs_are_one_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], third: Any, words: list[str], message: str
+) -> None:
     Path("c.json").write_text(json.dumps(third))
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -114,7 +165,10 @@ def test_its_own_output_is_no_input(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["a.json", "b.json"]) == 0
     before = (folder / "hccl_2s_4p.json").read_bytes()
     assert main(["a.json", "b.json", "hccl_2s_4p.json"]) == 2
-    assert "hccl_2s_4p.json holds several servers: an earlier output of a merge? leave it out" in capsys.readouterr().err
+    assert (
+        "hccl_2s_4p.json holds several servers: an earlier output of a merge? leave it out"
+        in capsys.readouterr().err
+    )
     assert main(["hccl_2s_4p.json"]) == 2
     assert "is both an input and an output" in capsys.readouterr().err
     assert (folder / "hccl_2s_4p.json").read_bytes() == before
@@ -126,7 +180,9 @@ def test_version_2_is_no_input(shared_data: Path, capsys: pytest.CaptureFixture[
     if not path.is_file():
         pytest.skip(f"no test data: {path} is absent; set GPT2_TEST_DATA")
     assert main([str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: a rank table of version 2.0 names no servers")
+    assert capsys.readouterr().err.startswith(
+        f"error: {path}: a rank table of version 2.0 names no servers"
+    )
 
 
 def test_no_input_is_refused() -> None:

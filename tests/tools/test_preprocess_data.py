@@ -23,28 +23,60 @@ TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
 def command(files: tuple[Path, Path], *arguments: object) -> list[str]:
-    return [sys.executable, str(TOOL), "--vocab-file", str(files[0]), "--merge-file", str(files[1]), *map(str, arguments)]
+    return [
+        sys.executable,
+        str(TOOL),
+        "--vocab-file",
+        str(files[0]),
+        "--merge-file",
+        str(files[1]),
+        *map(str, arguments),
+    ]
 
 
-def run(files: tuple[Path, Path], *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    files: tuple[Path, Path], *arguments: object, cwd: Path
+) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command(files, *arguments), capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=cwd)
+    return subprocess.run(
+        command(files, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+        cwd=cwd,
+    )
 
 
 def test_the_formats_give_equal_pairs(tmp_path, gpt2_vocab_files) -> None:
     texts = ["Hello world", "Ünïcode 中文 text.\nTwo lines", "third"]
     (tmp_path / "a.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps(texts), encoding="utf-8")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    (tmp_path / "c.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    )
     pairs = []
     for name in ("a.txt", "b.json", "c.jsonl.gz"):
-        done = run(gpt2_vocab_files, "--input", name, "--output-prefix", f"out/{name}", "--log-interval", 1, cwd=tmp_path)
+        done = run(
+            gpt2_vocab_files,
+            "--input",
+            name,
+            "--output-prefix",
+            f"out/{name}",
+            "--log-interval",
+            1,
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
         assert "3 documents" in done.stderr
         assert "processed 3 documents, 100 %" in done.stderr
         prefix = tmp_path / "out" / f"{name}_text_document"
         pairs.append(
-            ((tmp_path / "out" / f"{name}_text_document.bin").read_bytes(), (tmp_path / "out" / f"{name}_text_document.idx").read_bytes())
+            (
+                (tmp_path / "out" / f"{name}_text_document.bin").read_bytes(),
+                (tmp_path / "out" / f"{name}_text_document.idx").read_bytes(),
+            )
         )
         assert IndexedDataset(prefix)[0].tolist() == [15496, 995, 50256]
     assert pairs[0] == pairs[1] == pairs[2]
@@ -80,13 +112,21 @@ def test_megatrons_older_names_are_aliases(tmp_path, gpt2_vocab_files) -> None:
         (["--input", "absent.txt"], "absent.txt: not found"),
         (["--input", "bad.jsonl"], "bad.jsonl: line 2, column 1: the key 'text' is missing"),
         (["--input", "bad.txt"], "bad.txt: line 1, column 2: byte 1 is not UTF-8"),
-        (["--input", "a.txt", "--dataset-impl", "lazy"], "--dataset-impl lazy: only mmap is written"),
+        (
+            ["--input", "a.txt", "--dataset-impl", "lazy"],
+            "--dataset-impl lazy: only mmap is written",
+        ),
         (["--input", "a.txt", "--workers", "0"], "--workers=0"),
-        (["--input", "a.txt", "--tokenizer-type", "GPT2BPETokeniser"], "did you mean GPT2BPETokenizer"),
+        (
+            ["--input", "a.txt", "--tokenizer-type", "GPT2BPETokeniser"],
+            "did you mean GPT2BPETokenizer",
+        ),
         (["--input", "a.txt", "--keep-newlines"], "--split-sentences"),
     ],
 )
-def test_a_users_error_is_one_line_and_exit_code_2(tmp_path, gpt2_vocab_files, arguments, message) -> None:
+def test_a_users_error_is_one_line_and_exit_code_2(
+    tmp_path, gpt2_vocab_files, arguments, message
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
@@ -105,12 +145,27 @@ def test_abbreviated_options_are_refused(tmp_path, gpt2_vocab_files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "workers"), [(signal.SIGKILL, -9, 1), (signal.SIGKILL, -9, 2), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)]
+    ("number", "code", "workers"),
+    [
+        (signal.SIGKILL, -9, 1),
+        (signal.SIGKILL, -9, 2),
+        (signal.SIGINT, 130, 2),
+        (signal.SIGTERM, 143, 1),
+    ],
 )
 def test_a_stopped_run_leaves_no_output(tmp_path, gpt2_vocab_files, number, code, workers) -> None:
     sentence = "The quick brown fox jumps over the lazy dog, again and again. "
     (tmp_path / "a.txt").write_text((sentence * 10 + "\n\n") * 20_000)
-    arguments = ["--input", "a.txt", "--output-prefix", "out/x", "--tokenizer-backend", "tokenizers", "--log-interval", "1"]
+    arguments = [
+        "--input",
+        "a.txt",
+        "--output-prefix",
+        "out/x",
+        "--tokenizer-backend",
+        "tokenizers",
+        "--log-interval",
+        "1",
+    ]
     child = subprocess.Popen(
         command(gpt2_vocab_files, *arguments, "--workers", workers),
         cwd=tmp_path,
@@ -158,7 +213,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, gpt2_vocab_files) 
 
 
 def needs_mindspore() -> None:
-    pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+    pytest.importorskip(
+        "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -166,23 +223,48 @@ def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, gpt2_vocab_files, sp
     needs_mindspore()
     for n, name in enumerate(("a", "b")):
         lines = [
-            json.dumps({"text": f"{name} story, number {k}. " * (k % 7), "note": f"note {n} {k} and more words"}) for k in range(1, 60)
+            json.dumps(
+                {
+                    "text": f"{name} story, number {k}. " * (k % 7),
+                    "note": f"note {n} {k} and more words",
+                }
+            )
+            for k in range(1, 60)
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     arguments = ["--input", "a.jsonl", "b.jsonl", "--json-keys", "text", "note"]
     options = ["--format", "mindrecord", "--seq-length", 16, "--num-splits", splits]
-    assert run(gpt2_vocab_files, *arguments, "--output-prefix", "pair/x", cwd=tmp_path).returncode == 0
+    assert (
+        run(gpt2_vocab_files, *arguments, "--output-prefix", "pair/x", cwd=tmp_path).returncode == 0
+    )
     done = run(gpt2_vocab_files, *arguments, *options, "--output-prefix", "out/x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for key in ("text", "note"):
-        settings = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 16, "seed": 1, "shuffle": False}
+        settings = {
+            "split": "train",
+            "split_weights": (1, 0, 0),
+            "seq_length": 16,
+            "seed": 1,
+            "shuffle": False,
+        }
         pair = GPTDataset(tmp_path / "pair" / f"x_{key}_document", **settings)
         rows, target = pair.samples_per_epoch, tmp_path / "out" / f"x_{key}_document.mindrecord"
-        assert (MindRecordSamples(target, **settings).read(np.arange(rows)) == pair.read(np.arange(rows))).all()
-        assert f"{rows} rows of 17 tokens, {pair.token_count - 16 * rows - 1} tokens left over" in done.stderr
+        assert (
+            MindRecordSamples(target, **settings).read(np.arange(rows))
+            == pair.read(np.arange(rows))
+        ).all()
+        assert (
+            f"{rows} rows of 17 tokens, {pair.token_count - 16 * rows - 1} tokens left over"
+            in done.stderr
+        )
         metadata = read_metadata(target.with_name(f"{target.name}.meta.json"))
-        assert metadata is not None and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
-    assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * splits + 1), "no pair and no temporary file is left"
+        assert (
+            metadata is not None
+            and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
+        )
+    assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * splits + 1), (
+        "no pair and no temporary file is left"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,17 +281,33 @@ def test_mindrecord_options_that_cannot_be(tmp_path, gpt2_vocab_files, arguments
     if arguments[-2:] == ["--seq-length", "9"]:
         needs_mindspore()
     (tmp_path / "a.txt").write_text("text")
-    done = run(gpt2_vocab_files, "--input", "a.txt", *arguments, "--output-prefix", "out/x", cwd=tmp_path)
+    done = run(
+        gpt2_vocab_files, "--input", "a.txt", *arguments, "--output-prefix", "out/x", cwd=tmp_path
+    )
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.glob("out/*"))
 
 
 def test_mindrecord_without_mindspore_says_how_to_install_it(tmp_path, gpt2_vocab_files) -> None:
     (tmp_path / "a.txt").write_text("text")
-    program = f"import runpy, sys; sys.modules['mindspore'] = None; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    arguments = command(gpt2_vocab_files, "--input", "a.txt", "--output-prefix", "out/x", "--format", "mindrecord")[2:]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    program = (
+        f"import runpy, sys; sys.modules['mindspore'] = None; runpy.run_path({str(TOOL)!r},"
+        " run_name='__main__')"
     )
-    assert done.returncode == 2 and "pip install '.[mindspore]'" in done.stderr and "Traceback" not in done.stderr
+    arguments = command(
+        gpt2_vocab_files, "--input", "a.txt", "--output-prefix", "out/x", "--format", "mindrecord"
+    )[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (
+        done.returncode == 2
+        and "pip install '.[mindspore]'" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "out").exists()

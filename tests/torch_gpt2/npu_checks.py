@@ -1,4 +1,6 @@
-"""device=npu in a process where that is the simulated NPU of tests/simulated_npu; test_npu.py starts pytest on this file there."""
+"""device=npu in a process where that is the simulated NPU of tests/simulated_npu; test_npu.py
+starts pytest on this file there.
+"""
 
 import copy
 import gzip
@@ -38,14 +40,24 @@ from torch_gpt2.train import train
 
 Start = Callable[..., Path]
 
-SGD = {"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0}}
+SGD = {
+    "optimizer": {
+        "name": "sgd",
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "schedule": "constant",
+        "clip_grad": 0.0,
+    }
+}
 BITWISE: dict[str, dict[str, Any]] = {
     "sgd": SGD,
-    "sgd with clip": SGD | {"optimizer__clip_grad": 2.1},  # the norms lie between 3.1 and 1.8: acts on some steps
+    # the norms lie between 3.1 and 1.8: acts on some steps
+    "sgd with clip": SGD | {"optimizer__clip_grad": 2.1},
     "recompute": SGD | {"train__recompute": "selective"},
     "bf16": SGD | {"precision": "bf16"},
     "bf16 weights": SGD | {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "fp16 that overflows": SGD | {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}},
+    "fp16 that overflows": SGD
+    | {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}},
 }
 
 
@@ -55,14 +67,27 @@ def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         tree: dict[str, Any] = {
             "output_dir": str(tmp_path / name),
             "device": device,
-            "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101},
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "seq_length": 16,
+                "vocab_size": 101,
+            },
             "train": {"max_steps": 8, "micro_batch_size": 2, "global_batch_size": 4},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 8, "weight_decay": 0.1},
+            "optimizer": {
+                "learning_rate": 0.01,
+                "warmup_steps": 4,
+                "decay_steps": 8,
+                "weight_decay": 0.1,
+            },
             "data": {"train": str(corpus_prefix), "split": "90,10,0"},
             "validation": {"max_samples": 8, "interval": 4},
             "logging": {"tensorboard": False, "plot": False},
         }
-        return resolve_config(build_config(changed(json.loads(json.dumps(tree)), json.loads(json.dumps(changes)))))
+        return resolve_config(
+            build_config(changed(json.loads(json.dumps(tree)), json.loads(json.dumps(changes))))
+        )
 
     return make
 
@@ -70,8 +95,12 @@ def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 @pytest.fixture
 def start(config: Callable[..., RunConfig], tmp_path: Path) -> Start:
     def run(name: str, device: str, **changes: Any) -> Path:
-        # attention in the simulated NPU's only form, and accelerators' norm: a CPU has others, which round otherwise
-        norm = patch("torch_gpt2.optimizer._norm_by_rows", lambda gradient: torch._foreach_norm([gradient])[0])
+        # attention in the simulated NPU's only form, and accelerators' norm: a CPU has others,
+        # which round otherwise
+        norm = patch(
+            "torch_gpt2.optimizer._norm_by_rows",
+            lambda gradient: torch._foreach_norm([gradient])[0],
+        )
         with sdpa_kernel(SDPBackend.MATH), norm:
             train(config(name, device, **changes))
         return tmp_path / name
@@ -80,15 +109,30 @@ def start(config: Callable[..., RunConfig], tmp_path: Path) -> Start:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    timed = {"step_time", "tokens_per_second", "samples_per_second", "mfu", "data_wait", "validation_time", "peak_memory"}
-    return [{key: value for key, value in row.items() if key not in timed} for row in read_metrics(folder / "metrics.jsonl")]
+    timed = {
+        "step_time",
+        "tokens_per_second",
+        "samples_per_second",
+        "mfu",
+        "data_wait",
+        "validation_time",
+        "peak_memory",
+    }
+    return [
+        {key: value for key, value in row.items() if key not in timed}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def bits_of(folder: Path) -> dict[str, bytes]:
     checkpoint = find_checkpoint(folder)
     assert checkpoint is not None
     files = ("model.safetensors", "optimizer.safetensors")
-    return {f"{file}/{name}": array.tobytes() for file in files for name, array in load_file(checkpoint / file).items()}
+    return {
+        f"{file}/{name}": array.tobytes()
+        for file in files
+        for name, array in load_file(checkpoint / file).items()
+    }
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -129,11 +173,23 @@ def test_random_state_is_the_device_s_own() -> None:
     device.seed(5)
     state = device.rng_state()
     assert state.keys() == {"cpu", "npu"}
-    drawn = [(torch.rand(4), torch.rand(4, device="npu").cpu(), torch.dropout(torch.ones(64, device="npu"), 0.5, True).cpu())]
+    drawn = [
+        (
+            torch.rand(4),
+            torch.rand(4, device="npu").cpu(),
+            torch.dropout(torch.ones(64, device="npu"), 0.5, True).cpu(),
+        )
+    ]
     device.seed(6)
     device.set_rng_state(state)
     torch.rand(99)  # the host's draws do not move the device's
-    drawn.append((drawn[0][0], torch.rand(4, device="npu").cpu(), torch.dropout(torch.ones(64, device="npu"), 0.5, True).cpu()))
+    drawn.append(
+        (
+            drawn[0][0],
+            torch.rand(4, device="npu").cpu(),
+            torch.dropout(torch.ones(64, device="npu"), 0.5, True).cpu(),
+        )
+    )
     for one, other in zip(*drawn, strict=True):
         assert torch.equal(one, other)
 
@@ -145,7 +201,9 @@ def test_a_memory_limit(config: Callable[..., RunConfig]) -> None:
 
 @pytest.mark.parametrize("name", BITWISE)
 def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str) -> None:
-    """The same kernels in the same order: a difference in a bit would be a difference in what is computed."""
+    """The same kernels in the same order: a difference in a bit would be a difference in what is
+    computed.
+    """
     npu, cpu = (start(device, device, **BITWISE[name]) for device in ("npu", "cpu"))
     assert_same_run(npu, cpu)
     rows = [row for row in rows_of(npu) if "loss" in row]
@@ -159,10 +217,14 @@ def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str) -> None:
 
 
 def test_adamw(start: Start, config: Callable[..., RunConfig]) -> None:
-    """On the CPU the fused kernel, which rounds otherwise, on the NPU torch's loop over lists of tensors (foreach)."""
+    """On the CPU the fused kernel, which rounds otherwise, on the NPU torch's loop over lists of
+    tensors (foreach).
+    """
     npu, cpu = (rows_of(start(device, device)) for device in ("npu", "cpu"))
     for key in ("loss", "grad_norm", "validation_loss"):
-        assert [row.get(key) for row in npu] == [value and pytest.approx(value, rel=1e-6) for value in (row.get(key) for row in cpu)]
+        assert [row.get(key) for row in npu] == [
+            value and pytest.approx(value, rel=1e-6) for value in (row.get(key) for row in cpu)
+        ]
     device = select_device("npu")
     settings = config("none", "npu")
     engine = Engine(settings, device)
@@ -179,7 +241,9 @@ def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start, recompute: 
     settings = {"model__dropout": 0.1, "train__recompute": recompute}
     whole = start("whole", "npu", **settings)
     start("parts", "npu", train__max_steps=4, **settings)
-    generators = read_manifest(find_checkpoint(tmp := whole.parent / "parts") or tmp)["engine"]["rng"]["torch"]
+    generators = read_manifest(find_checkpoint(tmp := whole.parent / "parts") or tmp)["engine"][
+        "rng"
+    ]["torch"]
     assert [set(states) for states in generators] == [{"cpu", "npu"}]
     torch.manual_seed(999)
     assert_same_run(whole, start("parts", "npu", **settings))
@@ -201,10 +265,16 @@ def test_evaluation(start: Start) -> None:
     assert results[0] == results[1] == rows_of(folder)[-1]["validation_loss"]
 
 
-def test_prediction(start: Start, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction(
+    start: Start, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
     folder = start("run", "npu", model__vocab_size=50257, data__tokenizer=files, train__max_steps=2)
-    words = ["predict.prompt=Hello world", "predict.max_new_tokens=5", "predict.stop_at_end_of_text=false"]
+    words = [
+        "predict.prompt=Hello world",
+        "predict.max_new_tokens=5",
+        "predict.stop_at_end_of_text=false",
+    ]
     printed = []
     for device in ("npu", "cpu"):
         capsys.readouterr()
@@ -214,19 +284,37 @@ def test_prediction(start: Start, gpt2_vocab_files: tuple[Path, Path], capsys: p
 
 
 def test_greedy_tokens_of_prompts_of_different_lengths() -> None:
-    """The CPU's are held against transformers elsewhere; here transformers would look for more of torch_npu than is simulated."""
-    settings = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=48, vocab_size=101, ffn_hidden_size=128, max_positions=48)
+    """The CPU's are held against transformers elsewhere; here transformers would look for more of
+    torch_npu than is simulated.
+    """
+    settings = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        seq_length=48,
+        vocab_size=101,
+        ffn_hidden_size=128,
+        max_positions=48,
+    )
     torch.manual_seed(0)
     model = GPT2(settings, PrecisionConfig(), vocab_rows=128)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(model.wpe.weight, std=2.0)  # or a tied model of random weights repeats itself
-    rows = [np.random.default_rng(length).integers(0, 101, length).tolist() for length in (18, 1, 7)]
+    # or a tied model of random weights repeats itself
+    torch.nn.init.normal_(model.wpe.weight, std=2.0)
+    rows = [
+        np.random.default_rng(length).integers(0, 101, length).tolist() for length in (18, 1, 7)
+    ]
     prompts = [Prompt(text="", ids=row, new_tokens=20) for row in rows]
     tokens = []
     for device in map(select_device, ("cpu", "npu")):
         decoder = Decoder(copy.deepcopy(model).to(device.torch_device), device, 3)
-        tokens.append([each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)])
+        tokens.append(
+            [
+                each.tokens
+                for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)
+            ]
+        )
     assert tokens[0] == tokens[1]
 
 
@@ -235,21 +323,40 @@ def test_a_trace(start: Start) -> None:
     assert_same_run(traced, start("plain", "npu", train__max_steps=3, **SGD))
     [path] = (traced / "profile").iterdir()
     with gzip.open(path) as file:
-        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op"]
-    assert names.count("aten::native_layer_norm") >= 2 * (2 * 2 + 1)  # of 2 micro batches, each with 2 norms a layer and the last
+        names = [
+            event["name"]
+            for event in json.load(file)["traceEvents"]
+            if event.get("cat") == "cpu_op"
+        ]
+    # of 2 micro batches, each with 2 norms a layer and the last
+    assert names.count("aten::native_layer_norm") >= 2 * (2 * 2 + 1)
 
 
-def test_an_optimizer_of_plain_tensors_and_of_sharded_ones(config: Callable[..., RunConfig]) -> None:
-    """torch's loops over lists take no list of both, which a CPU, where they are not the default, does not show."""
+def test_an_optimizer_of_plain_tensors_and_of_sharded_ones(
+    config: Callable[..., RunConfig],
+) -> None:
+    """torch's loops over lists take no list of both, which a CPU, where they are not the default,
+    does not show.
+    """
     device = select_device("npu")
     dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("npu", (1,))
-        names = ("h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight", "h.0.mlp.c_fc.bias", "h.0.mlp.c_proj.bias")
+        names = (
+            "h.0.mlp.c_fc.weight",
+            "h.0.mlp.c_proj.weight",
+            "h.0.mlp.c_fc.bias",
+            "h.0.mlp.c_proj.bias",
+        )
         plain = {name: torch.nn.Parameter(torch.arange(4.0) + 1) for name in names}
-        mixed = {name: torch.nn.Parameter(tensor.detach().to(device.torch_device)) for name, tensor in plain.items()}
+        mixed = {
+            name: torch.nn.Parameter(tensor.detach().to(device.torch_device))
+            for name, tensor in plain.items()
+        }
         for name in ("h.0.mlp.c_fc.weight", "h.0.mlp.c_fc.bias"):
-            mixed[name] = torch.nn.Parameter(distribute_tensor(mixed[name].detach(), mesh, [Shard(0)]))
+            mixed[name] = torch.nn.Parameter(
+                distribute_tensor(mixed[name].detach(), mesh, [Shard(0)])
+            )
         for tensors in (plain, mixed):
             optimizer = build_optimizer(tensors, config("none", "npu").optimizer, fused=False)
             for _ in range(3):

@@ -40,7 +40,10 @@ def test_states_of_another_kind_of_device_are_left_out() -> None:
 def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(DeviceError, match=r"device=cuda: no usable GPU \(torch .*\); check nvidia-smi, or use device=cpu"):
+    with pytest.raises(
+        DeviceError,
+        match=r"device=cuda: no usable GPU \(torch .*\); check nvidia-smi, or use device=cpu",
+    ):
         select_device("cuda")
     with pytest.raises(DeviceError, match="device=npu: torch_npu"):
         select_device("npu")
@@ -54,23 +57,33 @@ def test_first_accelerator() -> None:
 
 
 def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As srun --gpus-per-task=1 starts them; a device that the launcher named is taken at its word."""
+    """As srun --gpus-per-task=1 starts them; a device that the launcher named is taken at its
+    word.
+    """
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "one")
     assert select_device("cuda", index=3, perhaps_alone=True).index == 0 and chosen == [0]
-    with pytest.raises(DeviceError, match="device=cuda: number 3 asked for, but 1 found; start fewer ranks"):
+    with pytest.raises(
+        DeviceError, match="device=cuda: number 3 asked for, but 1 found; start fewer ranks"
+    ):
         select_device("cuda", index=3)
 
 
 def test_which_device_is_a_processs() -> None:
-    tree = {"output_dir": "out", "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9)}
+    tree = {
+        "output_dir": "out",
+        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
+    }
     free = build_config({**tree, "optimizer": {"learning_rate": 0.1}})
     fixed = build_config({**tree, "optimizer": {"learning_rate": 0.1}, "context": {"device_id": 2}})
     assert device_index(free, Process()) == 0 and device_index(fixed, Process()) == 2
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1)) == 1
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1, device_id=5)) == 5
-    with pytest.raises(ConfigError, match=r"context\.device_id=2, but rank 9 was started for device 5; leave the key out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"context\.device_id=2, but rank 9 was started for device 5; leave the key out",
+    ):
         device_index(fixed, Process(rank=9, world_size=16, local_rank=1, device_id=5))

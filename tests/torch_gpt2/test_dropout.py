@@ -1,6 +1,8 @@
-"""Dropout masks of the ranks of a layout, by statistics: equal where they must be, independent elsewhere, the same in a second run.
+"""Dropout masks of the ranks of a layout, by statistics: equal where they must be, independent
+elsewhere, the same in a second run.
 
-One process plays each rank in turn. The weights are such that what the layers give is 1 before dropout, so that a mask can be read off.
+One process plays each rank in turn. The weights are such that what the layers give is 1 before
+dropout, so that a mask can be read off.
 """
 
 import itertools
@@ -28,7 +30,14 @@ HEAD_SIZE = WIDTH // HEADS
 def make_config(**parallel: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "unused",
-        "model": {"num_layers": 2, "hidden_size": WIDTH, "num_heads": HEADS, "seq_length": LENGTH, "vocab_size": 101, "dropout": RATE},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": WIDTH,
+            "num_heads": HEADS,
+            "seq_length": LENGTH,
+            "vocab_size": 101,
+            "dropout": RATE,
+        },
         "train": {"max_steps": 1, "micro_batch_size": BATCH},
         "optimizer": {"learning_rate": 0.1},
         "parallel": parallel,
@@ -37,15 +46,19 @@ def make_config(**parallel: Any) -> RunConfig:
 
 
 def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
-    """Of two forward passes of this rank's layers: whether an element was kept, (elements,); of attention, how far the weights
-    kept by each query of each head are from their mean, in standard deviations of a single key."""
+    """Of two forward passes of this rank's layers: whether an element was kept, (elements,); of
+    attention, how far the weights kept by each query of each head are from their mean, in standard
+    deviations of a single key.
+    """
     device, topology = select_device("cpu"), config.topology
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
     world = World(rank=rank, size=RANKS, topology=topology, groups=_make_groups(topology, rank))
     model = build_parts(config, device, world)[0].train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.fill_(1.0 if name.endswith(("wpe.weight", "c_proj.bias", "v_proj.bias")) else 0.0)
+            parameter.fill_(
+                1.0 if name.endswith(("wpe.weight", "c_proj.bias", "v_proj.bias")) else 0.0
+            )
     seen: dict[str, Tensor] = {}
     visible = torch.arange(1, LENGTH + 1, dtype=torch.float64)
 
@@ -58,7 +71,9 @@ def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
         block.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
         block.ln_2.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
 
-        def read(_: Any, __: Any, output: Tensor, inputs: list[Tensor] = inputs, index: str = index) -> None:
+        def read(
+            _: Any, __: Any, output: Tensor, inputs: list[Tensor] = inputs, index: str = index
+        ) -> None:
             before, between = inputs
             if index == first:
                 keep("embedding", before > 0)
@@ -92,10 +107,14 @@ def assert_independent(one: Tensor, other: Tensor) -> None:
 
 def assert_rate(mask: Tensor) -> None:
     if mask.dtype == torch.bool:
-        assert abs(mask.double().mean().item() - (1 - RATE)) < 5 * math.sqrt(RATE * (1 - RATE) / mask.numel())
+        assert abs(mask.double().mean().item() - (1 - RATE)) < 5 * math.sqrt(
+            RATE * (1 - RATE) / mask.numel()
+        )
     else:
         assert abs(mask.mean().item()) < 5 / math.sqrt(mask.numel())
-        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5), "each key is dropped on its own"
+        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5), (
+            "each key is dropped on its own"
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +126,12 @@ def no_group_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"model_parallel": 2}, {"model_parallel": 2, "sequence_parallel": True}, {"zero_stage": 1}, {"pipeline_stage": 2}],
+    [
+        {"model_parallel": 2},
+        {"model_parallel": 2, "sequence_parallel": True},
+        {"zero_stage": 1},
+        {"pipeline_stage": 2},
+    ],
     ids=["tensor", "sequence", "data", "pipeline"],
 )
 def test_masks(parallel: dict[str, Any]) -> None:
@@ -118,15 +142,23 @@ def test_masks(parallel: dict[str, Any]) -> None:
         for mask in of_rank.values():
             assert_rate(mask)
         for one, other in itertools.combinations(of_rank, 2):  # layers, branches and micro batches
-            if of_rank[one].shape == of_rank[other].shape and of_rank[one].dtype == of_rank[other].dtype:
+            if (
+                of_rank[one].shape == of_rank[other].shape
+                and of_rank[one].dtype == of_rank[other].dtype
+            ):
                 assert_independent(of_rank[one], of_rank[other])
     for one, other in itertools.combinations(range(RANKS), 2):
         here, there = topology.coordinates(one), topology.coordinates(other)
-        same_activations = (here.data, here.pipeline) == (there.data, there.pipeline) and not config.parallel.sequence_parallel
+        same_activations = (here.data, here.pipeline) == (
+            there.data,
+            there.pipeline,
+        ) and not config.parallel.sequence_parallel
         for name in masks[one].keys() & masks[other].keys():
             if same_activations and "heads" not in name:
                 assert torch.equal(masks[one][name], masks[other][name]), (name, one, other)
             else:
                 assert_independent(masks[one][name], masks[other][name])
     again = masks_of(config, 3)
-    assert all(torch.equal(again[name], mask) for name, mask in masks[3].items()), "a second run draws the same"
+    assert all(torch.equal(again[name], mask) for name, mask in masks[3].items()), (
+        "a second run draws the same"
+    )

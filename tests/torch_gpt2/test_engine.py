@@ -1,4 +1,6 @@
-"""Training steps against a plain loop over transformers' model with torch's own optimizers and clipping."""
+"""Training steps against a plain loop over transformers' model with torch's own optimizers and
+clipping.
+"""
 
 from typing import Any
 
@@ -28,9 +30,21 @@ STEPS = 10
 def make_config(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "unused",
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+        },
         "train": {"max_steps": STEPS, "micro_batch_size": 2, "global_batch_size": 6},
-        "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant", "clip_grad": 0.0},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.3,
+            "momentum": 0.9,
+            "schedule": "constant",
+            "clip_grad": 0.0,
+        },
     }
     return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
 
@@ -44,28 +58,54 @@ def make_engine(config: RunConfig) -> Engine:
 
 def token_batches(config: RunConfig) -> list[np.ndarray]:
     generator = np.random.default_rng(1)
-    return [generator.integers(0, 101, (config.train.global_batch_size, 17)).astype(np.int32) for _ in range(STEPS)]
+    return [
+        generator.integers(0, 101, (config.train.global_batch_size, 17)).astype(np.int32)
+        for _ in range(STEPS)
+    ]
 
 
 def run(engine: Engine, batches: list[np.ndarray]) -> tuple[list[float], list[float]]:
-    results = engine.run(iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in batches]), len(batches))
+    results = engine.run(
+        iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in batches]),
+        len(batches),
+    )
     return [result.loss for result in results], [result.grad_norm for result in results]
 
 
-def plain_loop(engine: Engine, batches: list[np.ndarray]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """One whole batch a step through transformers' model: no micro batches, no padding, torch's clip."""
+def plain_loop(
+    engine: Engine, batches: list[np.ndarray]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One whole batch a step through transformers' model: no micro batches, no padding, torch's
+    clip.
+    """
     optimizer_config = engine.config.optimizer
     ours = dict(engine.model.named_parameters())
-    model = hugging_face_model(engine.config.model, {name: parameter.detach().clone() for name, parameter in ours.items()})
+    model = hugging_face_model(
+        engine.config.model, {name: parameter.detach().clone() for name, parameter in ours.items()}
+    )
     vocabulary = engine.config.model.vocab_size
-    decaying = set(hugging_face_names({name: parameter for name, parameter in ours.items() if decays(name)}, vocabulary))
+    decaying = set(
+        hugging_face_names(
+            {name: parameter for name, parameter in ours.items() if decays(name)}, vocabulary
+        )
+    )
     parameters = dict(model.named_parameters())
     groups = [
-        {"params": [p for name, p in parameters.items() if name in decaying], "weight_decay": optimizer_config.weight_decay},
-        {"params": [p for name, p in parameters.items() if name not in decaying], "weight_decay": 0.0},
+        {
+            "params": [p for name, p in parameters.items() if name in decaying],
+            "weight_decay": optimizer_config.weight_decay,
+        },
+        {
+            "params": [p for name, p in parameters.items() if name not in decaying],
+            "weight_decay": 0.0,
+        },
     ]
-    assert len(groups[1]["params"]) == 2 * 8 + 2  # four layer-norm tensors and four biases a block, and the last layer norm
-    adam = {"betas": (optimizer_config.beta1, optimizer_config.beta2), "eps": optimizer_config.epsilon}
+    # four layer-norm tensors and four biases a block, and the last layer norm
+    assert len(groups[1]["params"]) == 2 * 8 + 2
+    adam = {
+        "betas": (optimizer_config.beta1, optimizer_config.beta2),
+        "eps": optimizer_config.epsilon,
+    }
     optimizer = {
         "sgd": lambda: torch.optim.SGD(groups, lr=1.0, momentum=optimizer_config.momentum),
         "adam": lambda: torch.optim.Adam(groups, lr=1.0, foreach=False, **adam),
@@ -93,33 +133,71 @@ def plain_loop(engine: Engine, batches: list[np.ndarray]) -> tuple[list[float], 
         pytest.param({}, id="sgd-no-clip"),
         pytest.param({"optimizer__clip_grad": 1.0}, id="sgd-clip-on-some-steps"),
         pytest.param({"optimizer__weight_decay": 0.1}, id="sgd-decay"),
-        pytest.param({"optimizer": {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "warmup_steps": 3}}, id="adamw-cosine"),
-        pytest.param({"optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1, "schedule": "linear"}}, id="adam-l2"),
+        pytest.param(
+            {
+                "optimizer": {
+                    "name": "adamw",
+                    "learning_rate": 0.01,
+                    "weight_decay": 0.1,
+                    "warmup_steps": 3,
+                }
+            },
+            id="adamw-cosine",
+        ),
+        pytest.param(
+            {
+                "optimizer": {
+                    "name": "adam",
+                    "learning_rate": 0.01,
+                    "weight_decay": 0.1,
+                    "schedule": "linear",
+                }
+            },
+            id="adam-l2",
+        ),
         pytest.param({"train__recompute": "full"}, id="recompute"),
-        pytest.param({"loss_scale": {"mode": "static", "initial": 1024.0}, "optimizer__clip_grad": 1.0}, id="loss-scale"),
+        pytest.param(
+            {"loss_scale": {"mode": "static", "initial": 1024.0}, "optimizer__clip_grad": 1.0},
+            id="loss-scale",
+        ),
     ],
 )
 def test_ten_steps_equal_a_plain_loop(changes: dict[str, Any]) -> None:
-    """float32 rounds differently here and there (micro batches, chunked loss): losses within 1e-5 relative, SGD's weights within 5e-6.
+    """float32 rounds differently here and there (micro batches, chunked loss): losses within 1e-5
+    relative, SGD's weights within 5e-6.
 
-    Adam divides a gradient by its own size, so that the rounding of a tiny gradient becomes part of a step: its weights may
-    differ by 0.1 % of the farthest that they can move, learning rate x steps.
+    Adam divides a gradient by its own size, so that the rounding of a tiny gradient becomes part of
+    a step: its weights may differ by 0.1 % of the farthest that they can move, learning rate x
+    steps.
     """
     config = make_config(**changes)
     engine, batches = make_engine(config), token_batches(config)
     expected_losses, expected_norms, expected_weights = plain_loop(engine, batches)
     losses, norms = run(engine, batches)
     if config.optimizer.clip_grad == 1.0 and config.optimizer.name == "sgd":
-        assert min(expected_norms) < 1.0 < max(expected_norms), "the clip must act on some steps and not on others"
+        assert min(expected_norms) < 1.0 < max(expected_norms), (
+            "the clip must act on some steps and not on others"
+        )
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
-    weights = hugging_face_names({name: p.detach() for name, p in engine.model.named_parameters()}, 101)
-    tolerance = 5e-6 if config.optimizer.name == "sgd" else 1e-3 * config.optimizer.learning_rate * STEPS
+    weights = hugging_face_names(
+        {name: p.detach() for name, p in engine.model.named_parameters()}, 101
+    )
+    tolerance = (
+        5e-6 if config.optimizer.name == "sgd" else 1e-3 * config.optimizer.learning_rate * STEPS
+    )
     for name, weight in weights.items():
         if name.endswith("c_attn.bias"):
-            # The softmax does not see the key bias: its true gradient is 0, and Adam makes steps of pure rounding noise.
+            # The softmax does not see the key bias: its true gradient is 0, and Adam makes steps of
+            # pure rounding noise.
             weight[32:64] = expected_weights[name][32:64] = 0.0
-        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weight,
+            expected_weights[name],
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_accumulation_does_not_change_the_step() -> None:
@@ -153,8 +231,15 @@ def test_padding_rows_of_the_embedding_stay_zero() -> None:
     ids=str,
 )
 def test_low_precision_follows_float32(precision: Any) -> None:
-    """bfloat16 has 8 bits: losses near 4.6 agree to about 0.02 over 10 steps; a lost gradient scale would part them by far more."""
-    changes = {"optimizer__learning_rate": 0.1, "optimizer__momentum": 0.0, "train__micro_batch_size": 1, "train__global_batch_size": 2}
+    """bfloat16 has 8 bits: losses near 4.6 agree to about 0.02 over 10 steps; a lost gradient scale
+    would part them by far more.
+    """
+    changes = {
+        "optimizer__learning_rate": 0.1,
+        "optimizer__momentum": 0.0,
+        "train__micro_batch_size": 1,
+        "train__global_batch_size": 2,
+    }
     exact, _ = run(make_engine(make_config(**changes)), token_batches(make_config(**changes)))
     config = make_config(precision=precision, **changes)
     engine = make_engine(config)
@@ -165,8 +250,12 @@ def test_low_precision_follows_float32(precision: Any) -> None:
 
 
 def test_low_precision_weights_move_by_less_than_their_rounding() -> None:
-    """Updates below half a unit in the last place of a bfloat16 weight are kept in its float32 copy."""
-    config = make_config(precision={"parameters": "bfloat16", "compute": "bfloat16"}, optimizer__learning_rate=1e-6)
+    """Updates below half a unit in the last place of a bfloat16 weight are kept in its float32
+    copy.
+    """
+    config = make_config(
+        precision={"parameters": "bfloat16", "compute": "bfloat16"}, optimizer__learning_rate=1e-6
+    )
     engine = make_engine(config)
     before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
     run(engine, token_batches(config))
@@ -175,33 +264,54 @@ def test_low_precision_weights_move_by_less_than_their_rounding() -> None:
     assert torch.equal(engine.master.tensors[name].bfloat16(), engine.model.get_parameter(name))
 
 
-@pytest.mark.parametrize(("reduction", "kept"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_gradients_of_low_precision_weights_are_summed_in_the_reduction_type(reduction: str, kept: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("reduction", "kept"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_gradients_of_low_precision_weights_are_summed_in_the_reduction_type(
+    reduction: str, kept: torch.dtype
+) -> None:
     kinds = {"parameters": "bfloat16", "compute": "bfloat16", "reduction": reduction}
     engine = make_engine(make_config(precision=kinds, train__micro_batch_size=2))
     engine._accumulate_gradients(token_batches(engine.config)[0], 1.0)
-    assert {parameter.grad.dtype for parameter in engine.model.parameters() if parameter.grad is not None} == {kept}
-    assert {gradient.dtype for gradient in engine.master.take_gradients().values()} == {torch.float32}
+    assert {
+        parameter.grad.dtype
+        for parameter in engine.model.parameters()
+        if parameter.grad is not None
+    } == {kept}
+    assert {gradient.dtype for gradient in engine.master.take_gradients().values()} == {
+        torch.float32
+    }
 
 
 def test_the_tied_table_sums_the_gradients_of_its_two_uses_in_float32() -> None:
-    """Against two tables that are not tied. A sum in bfloat16 would be off by up to 2^-9 of its terms, 1,900 times the tolerance."""
+    """Against two tables that are not tied. A sum in bfloat16 would be off by up to 2^-9 of its
+    terms, 1,900 times the tolerance.
+    """
     engine = make_engine(make_config(precision={"parameters": "bfloat16", "compute": "bfloat16"}))
     tokens = torch.from_numpy(token_batches(engine.config)[0].astype(np.int64))
     head = engine.model.wte.weight.detach().float().requires_grad_()
     expected = torch.zeros_like(head)
     for ids, targets in ((piece[:, :-1], piece[:, 1:]) for piece in tokens.split(2)):
-        loss = cross_entropy_sum(engine.model(ids).flatten(0, 1), head, targets.flatten(), 101) / (6 * 16)
-        expected += sum(gradient.float() for gradient in torch.autograd.grad(loss, [engine.model.wte.weight, head]))
+        loss = cross_entropy_sum(engine.model(ids).flatten(0, 1), head, targets.flatten(), 101) / (
+            6 * 16
+        )
+        expected += sum(
+            gradient.float()
+            for gradient in torch.autograd.grad(loss, [engine.model.wte.weight, head])
+        )
     engine._accumulate_gradients(tokens.numpy(), 1.0)
-    torch.testing.assert_close(engine.master.take_gradients()["wte.weight"], expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        engine.master.take_gradients()["wte.weight"], expected, rtol=1e-6, atol=1e-8
+    )
 
 
 def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     config = make_config(precision="fp16", loss_scale={"mode": "dynamic", "initial": 2.0**40})
     engine = make_engine(config)
     before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
-    result = engine.run(iter([Batch(tokens=token_batches(config)[0], consumed_samples=0, sample_hash="")]), 1)[0]
+    result = engine.run(
+        iter([Batch(tokens=token_batches(config)[0], consumed_samples=0, sample_hash="")]), 1
+    )[0]
     assert result.skipped and not np.isfinite(result.grad_norm)
     assert (result.loss_scale, engine.loss_scale.value) == (2.0**40, 2.0**39)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.master.tensors.items())
@@ -209,18 +319,40 @@ def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     assert engine.loss_scale.value < 2.0**39 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"])
+@pytest.mark.parametrize(
+    "limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"]
+)
 def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
     """Weights, moments and Adam's count stay; to the loss scale it is a finite step."""
-    engine = make_engine(make_config(optimizer={"name": "adamw", "learning_rate": 0.01}, loss_scale={"mode": "dynamic", "window": 2}))
-    batches = iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in token_batches(engine.config)])
+    engine = make_engine(
+        make_config(
+            optimizer={"name": "adamw", "learning_rate": 0.01},
+            loss_scale={"mode": "dynamic", "window": 2},
+        )
+    )
+    batches = iter(
+        [
+            Batch(tokens=tokens, consumed_samples=0, sample_hash="")
+            for tokens in token_batches(engine.config)
+        ]
+    )
     engine.run(batches, 1)
     before = [tensor.clone() for tensor in engine.master.tensors.values()]
-    state = {key: {name: value.clone() for name, value in part.items()} for key, part in engine.optimizer.state.items()}
+    state = {
+        key: {name: value.clone() for name, value in part.items()}
+        for key, part in engine.optimizer.state.items()
+    }
     [result] = engine.run(batches, 1, limits)
     assert result.skipped and result.loss > 4.0 and result.grad_norm > 0.1
-    assert all(torch.equal(tensor, old) for tensor, old in zip(engine.master.tensors.values(), before, strict=True))
-    assert all(torch.equal(value, state[key][name]) for key, part in engine.optimizer.state.items() for name, value in part.items())
+    assert all(
+        torch.equal(tensor, old)
+        for tensor, old in zip(engine.master.tensors.values(), before, strict=True)
+    )
+    assert all(
+        torch.equal(value, state[key][name])
+        for key, part in engine.optimizer.state.items()
+        for name, value in part.items()
+    )
     assert (engine.loss_scale.value, engine.step) == (2 * 65536.0, 2)
     assert not engine.run(batches, 1, Limits(loss=result.loss + 1, grad_norm=10.0))[0].skipped
 
@@ -245,28 +377,51 @@ def test_evaluation_is_the_summed_cross_entropy() -> None:
     for tokens in batches:
         ids = torch.from_numpy(tokens.astype(np.int64))
         with torch.no_grad():
-            expected += F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
+            expected += F.cross_entropy(
+                model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            ).item()
     total, count = engine.evaluate(batches)
     assert count == 16 * (6 + 6 + 1)
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["float32", {"parameters": "float16", "compute": "float16"}], ids=["float32", "float16 weights"])
+@pytest.mark.parametrize(
+    "precision",
+    ["float32", {"parameters": "float16", "compute": "float16"}],
+    ids=["float32", "float16 weights"],
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_snapshot_holds_what_was_when_it_was_taken(optimizer: str, precision: Any) -> None:
     """Nobody has read it yet when the next step changes the weights."""
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
-    changes = {"precision": precision, "loss_scale": {"initial": 64.0}, "optimizer": {"name": optimizer, "learning_rate": 0.1} | momentum}
+    changes = {
+        "precision": precision,
+        "loss_scale": {"initial": 64.0},
+        "optimizer": {"name": optimizer, "learning_rate": 0.1} | momentum,
+    }
     engine, batches = make_engine(make_config(**changes)), token_batches(make_config())
     run(engine, batches[:1])
     before = {name: tensor.detach().clone() for name, tensor in engine.master.tensors.items()}
-    states = {name: {part: value.clone() for part, value in engine.optimizer.state[t].items()} for name, t in engine.master.tensors.items()}
+    states = {
+        name: {part: value.clone() for part, value in engine.optimizer.state[t].items()}
+        for name, t in engine.master.tensors.items()
+    }
     snapshot = engine.snapshot(TrainState(step=1))
     run(engine, batches[1:2])
-    assert not torch.equal(engine.master.tensors["wte.weight"].detach(), before["wte.weight"]), "the step was skipped"
-    weights, moments = (snapshot.files[name] for name in ("model.safetensors", "optimizer.safetensors"))
+    assert not torch.equal(engine.master.tensors["wte.weight"].detach(), before["wte.weight"]), (
+        "the step was skipped"
+    )
+    weights, moments = (
+        snapshot.files[name] for name in ("model.safetensors", "optimizer.safetensors")
+    )
     for name, tensor in before.items():
-        np.testing.assert_array_equal(weights[name], tensor[: len(weights[name])].numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            weights[name], tensor[: len(weights[name])].numpy(), err_msg=name
+        )
         for part in [part for part in states[name] if part != "step"]:
-            np.testing.assert_array_equal(moments[f"{name}.{part}"], states[name][part][: len(weights[name])].numpy(), err_msg=name)
+            np.testing.assert_array_equal(
+                moments[f"{name}.{part}"],
+                states[name][part][: len(weights[name])].numpy(),
+                err_msg=name,
+            )
     assert len(moments) == len(before) * (2 if optimizer == "adamw" else 1)

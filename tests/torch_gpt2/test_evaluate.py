@@ -1,4 +1,6 @@
-"""Perplexity and last words against transformers' model, one window at a time; the commands, and what they refuse."""
+"""Perplexity and last words against transformers' model, one window at a time; the commands, and
+what they refuse.
+"""
 
 import json
 import math
@@ -25,7 +27,15 @@ from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 
-MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=12, vocab_size=101, ffn_hidden_size=128, max_positions=16)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    seq_length=12,
+    vocab_size=101,
+    ffn_hidden_size=128,
+    max_positions=16,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +54,18 @@ def reference(model: GPT2) -> GPT2LMHeadModel:
 
 @torch.no_grad()
 def guide_nats(model: GPT2LMHeadModel, tokens: np.ndarray, max_length: int, stride: int) -> float:
-    """Summed loss of Hugging Face's guide on the perplexity of fixed-length models: labels of the overlap are -100."""
+    """Summed loss of Hugging Face's guide on the perplexity of fixed-length models: labels of the
+    overlap are -100.
+    """
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     total, previous_end = 0.0, 0
     for begin in range(0, ids.shape[1], stride):
         end = min(begin + max_length, ids.shape[1])
         labels = ids[:, begin:end].clone()
         labels[:, : previous_end - begin] = -100
-        total += model(ids[:, begin:end], labels=labels).loss.item() * int((labels[:, 1:] != -100).sum())
+        total += model(ids[:, begin:end], labels=labels).loss.item() * int(
+            (labels[:, 1:] != -100).sum()
+        )
         previous_end = end
         if end == ids.shape[1]:
             break
@@ -69,7 +83,9 @@ def alone(model: GPT2LMHeadModel, row: ScoredRow) -> tuple[float, int]:
 
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 61])
 @pytest.mark.parametrize("stride", [12, 5, 1])
-def test_text_equals_the_guides_loop(model: GPT2, reference: GPT2LMHeadModel, length: int, stride: int) -> None:
+def test_text_equals_the_guides_loop(
+    model: GPT2, reference: GPT2LMHeadModel, length: int, stride: int
+) -> None:
     tokens = np.random.default_rng(length).integers(0, 101, length).astype(np.int32)
     rows = sliding_windows(tokens, 12, stride)
     scorer = torch_gpt2.evaluate.make_scorer(model, select_device("cpu"))
@@ -79,7 +95,9 @@ def test_text_equals_the_guides_loop(model: GPT2, reference: GPT2LMHeadModel, le
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_the_head_sees_the_scored_positions_alone(model: GPT2, monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+def test_the_head_sees_the_scored_positions_alone(
+    model: GPT2, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
     seen, logits = [], model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
     rows = sliding_windows(np.arange(100, dtype=np.int32), 12, 3)
@@ -91,7 +109,9 @@ def test_the_head_sees_the_scored_positions_alone(model: GPT2, monkeypatch: pyte
 def test_rows_of_any_length_equal_unpadded_ones(
     model: GPT2, reference: GPT2LMHeadModel, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
-    """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would go on, or almost."""
+    """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would go
+    on, or almost.
+    """
     monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", rows_at_once)
     generator = np.random.default_rng(0)
     rows = []
@@ -102,34 +122,62 @@ def test_rows_of_any_length_equal_unpadded_ones(
             with torch.no_grad():
                 mask = torch.ones(1, length, dtype=torch.long)
                 more = reference.generate(
-                    torch.from_numpy(ids), max_new_tokens=scored, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=mask
+                    torch.from_numpy(ids),
+                    max_new_tokens=scored,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    attention_mask=mask,
                 )
             ids = more.numpy()
             if number % 4 == 3:
                 ids[0, -1] = (ids[0, -1] + 1) % 101
-        rows.append(ScoredRow(tokens=ids[0].astype(np.int32), scored=scored if number % 2 else min(scored, length - 1)))
+        rows.append(
+            ScoredRow(
+                tokens=ids[0].astype(np.int32),
+                scored=scored if number % 2 else min(scored, length - 1),
+            )
+        )
     expected = [alone(reference, row) for row in rows]
-    assert {hits - row.scored for (_, hits), row in zip(expected[1::2], rows[1::2], strict=True)} == {0, -1}
+    assert {
+        hits - row.scored for (_, hits), row in zip(expected[1::2], rows[1::2], strict=True)
+    } == {0, -1}
     for batch_size in (1, 4, 32):
-        found = score_rows(rows, torch_gpt2.evaluate.make_scorer(model, select_device("cpu")), batch_size)
+        found = score_rows(
+            rows, torch_gpt2.evaluate.make_scorer(model, select_device("cpu")), batch_size
+        )
         np.testing.assert_allclose(found.nats, [nats for nats, _ in expected], rtol=1e-5)
         assert found.hits.tolist() == [hits for _, hits in expected]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> Path:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus_prefix: Path,
+    gpt2_vocab_files: tuple[Path, Path],
+) -> Path:
     """The config of a run that has a checkpoint, GPT-2's vocabulary and windows of 32."""
     folder = tmp_path_factory.mktemp("trained")
     tree: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "device": "cpu",
-        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "max_positions": 64, "vocab_size": 50257},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "seq_length": 32,
+            "max_positions": 64,
+            "vocab_size": 50257,
+        },
         "train": {"max_steps": 1, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.01},
         "data": {
             "train": str(corpus_prefix),
             "split": "90,10,0",
-            "tokenizer": {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])},
+            "tokenizer": {
+                "vocab_file": str(gpt2_vocab_files[0]),
+                "merge_file": str(gpt2_vocab_files[1]),
+            },
         },
         "validation": {"max_samples": 2},
         "logging": {"tensorboard": False, "plot": False},
@@ -144,7 +192,9 @@ def evaluate(config: Path, *words: str) -> int:
     return run_gpt2.main(["--config", str(config), "--run_mode", "eval", *words])
 
 
-def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_three_tasks_as_commands(
+    trained: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = resolve_config(load_config(trained))
     settings, run = config.data.tokenizer, Path(config.output_dir)
     assert settings is not None and settings.vocab_file is not None
@@ -155,7 +205,12 @@ def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path:
 
     text = (shared_data / "corpora/en/tinyshakespeare.txt").read_text()[:2000]
     (tmp_path / "part.txt").write_text(text)
-    words = [f"evaluation.file={tmp_path / 'part.txt'}", "evaluation.task=text", "evaluation.stride=20", "evaluation.batch_size=4"]
+    words = [
+        f"evaluation.file={tmp_path / 'part.txt'}",
+        "evaluation.task=text",
+        "evaluation.stride=20",
+        "evaluation.batch_size=4",
+    ]
     assert evaluate(trained, *words) == 0
     found = json.loads((run / "evaluation_text.json").read_text())
     ids = tokenizer.encode(text)
@@ -165,20 +220,40 @@ def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path:
     assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 2000, rel=1e-5)
     out = capsys.readouterr().out
-    assert " validation results on part.txt | avg loss: " in out and " | adjusted ppl: " in out and " | token ratio: " in out
+    assert (
+        " validation results on part.txt | avg loss: " in out
+        and " | adjusted ppl: " in out
+        and " | token ratio: " in out
+    )
 
     passages = shared_data / "eval/lambada_test.jsonl"
-    assert evaluate(trained, f"evaluation.file={passages}", "evaluation.task=lambada", "evaluation.max_samples=12") == 0
+    assert (
+        evaluate(
+            trained,
+            f"evaluation.file={passages}",
+            "evaluation.task=lambada",
+            "evaluation.max_samples=12",
+        )
+        == 0
+    )
     found = json.loads((run / "evaluation_lambada.json").read_text())
     nats, right, tokens = 0.0, 0, 0
     for line in passages.read_text().splitlines()[:12]:
         context, _, word = json.loads(line)["text"].rpartition(" ")
         target = tokenizer.encode(" " + word)
-        row = ScoredRow(tokens=np.concatenate((tokenizer.encode(context), target))[-33:], scored=len(target))
+        row = ScoredRow(
+            tokens=np.concatenate((tokenizer.encode(context), target))[-33:], scored=len(target)
+        )
         loss, hits = alone(reference, row)
         nats, right, tokens = nats + loss, right + (hits == len(target)), tokens + len(target)
-    assert (found["passages"], found["last_word_tokens"], found["correct"]) == (12, tokens, right) and tokens > 12
-    assert found["loss"] == pytest.approx(nats / 12, rel=1e-5) and found["perplexity"] == pytest.approx(math.exp(nats / 12), rel=1e-4)
+    assert (found["passages"], found["last_word_tokens"], found["correct"]) == (
+        12,
+        tokens,
+        right,
+    ) and tokens > 12
+    assert found["loss"] == pytest.approx(nats / 12, rel=1e-5) and found[
+        "perplexity"
+    ] == pytest.approx(math.exp(nats / 12), rel=1e-4)
 
     assert evaluate(trained) == 0
     assert json.loads((run / "evaluation.json").read_text())["tokens"] == 64
@@ -197,11 +272,26 @@ def test_the_three_tasks_as_commands(trained: Path, shared_data: Path, tmp_path:
         ("text", b" \n \n", (), "is empty"),
         ("text", b"a\xff\xe9 word", (), "is not UTF-8"),
         ("text", b"Hello", (), "holds a single token"),
-        ("text", b'{"text": "a b"}\n{"body": "c"}\n', (), "line 2, column 1: the key 'text' is missing"),
+        (
+            "text",
+            b'{"text": "a b"}\n{"body": "c"}\n',
+            (),
+            "line 2, column 1: the key 'text' is missing",
+        ),
         ("text", b'{"text": "a b"}\n{"text": \n', (), "line 2, column 10"),
         ("text", b'{"text": "a b"}\n' + b"[" * 200_000, (), "line 2, column 1: nested too deeply"),
-        ("text", b'{"n": ' + b"9" * 5000 + b"}", (), "line 1, column 1: Exceeds the limit (4300 digits)"),
-        ("text", b"some text", ("evaluation.stride=33",), "evaluation.stride=33 is above model.seq_length=32"),
+        (
+            "text",
+            b'{"n": ' + b"9" * 5000 + b"}",
+            (),
+            "line 1, column 1: Exceeds the limit (4300 digits)",
+        ),
+        (
+            "text",
+            b"some text",
+            ("evaluation.stride=33",),
+            "evaluation.stride=33 is above model.seq_length=32",
+        ),
         ("text", b"some text", ("data.tokenizer=null",), "data.tokenizer is not given"),
         ("text", b"some text", ("output_dir={file}.absent",), "no whole checkpoint here"),
         ("lambada", b"some text", (), "is plain text; LAMBADA is read from JSON Lines"),
@@ -228,12 +318,19 @@ def test_bad_input_is_one_message_and_exit_code_2(
 
 
 def test_another_vocabulary_than_the_checkpoints_is_refused(
-    trained: Path, tmp_path: Path, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    gpt2_vocab_files: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     vocabulary = json.loads(gpt2_vocab_files[0].read_text(encoding="utf-8"))
     vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "a.txt").write_text("some text")
-    words = ["evaluation.task=text", f"evaluation.file={tmp_path / 'a.txt'}", f"data.tokenizer.vocab_file={tmp_path / 'vocab.json'}"]
+    words = [
+        "evaluation.task=text",
+        f"evaluation.file={tmp_path / 'a.txt'}",
+        f"data.tokenizer.vocab_file={tmp_path / 'vocab.json'}",
+    ]
     assert evaluate(trained, *words) == 2
     assert "give the vocabulary files it was trained with" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The chunked loss against torch's cross_entropy on whole float32 logits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,12 +14,16 @@ from torch_gpt2.loss import cross_entropy_sum
 class CountProducts(TorchDispatchMode):
     count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
         return function(*args, **(kwargs or {}))
 
 
-def make(rows: int = 37, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(
+    rows: int = 37, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(rows, 16, dtype=dtype, requires_grad=True)
     weight = torch.randn(128, 16, requires_grad=True)
@@ -29,7 +35,9 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 10, 37, 1000])
-def test_loss_and_gradients_equal_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+def test_loss_and_gradients_equal_plain_cross_entropy(
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
     monkeypatch.setattr(module, "ROWS_AT_ONCE", rows_at_once)
     hidden, weight, targets = make()
     (cross_entropy_sum(hidden, weight, targets, 101) * 3.0).backward()
@@ -37,7 +45,9 @@ def test_loss_and_gradients_equal_plain_cross_entropy(monkeypatch: pytest.Monkey
     hidden, weight, targets = make()
     expected = plain(hidden, weight, targets)
     (expected * 3.0).backward()
-    torch.testing.assert_close(cross_entropy_sum(hidden, weight, targets, 101), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        cross_entropy_sum(hidden, weight, targets, 101), expected, rtol=1e-6, atol=1e-5
+    )
     torch.testing.assert_close(found[0], hidden.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], weight.grad, rtol=1e-5, atol=1e-5)
 
@@ -51,7 +61,9 @@ def test_extreme_logits_stay_finite() -> None:
 
 
 def test_float16_keeps_small_gradients() -> None:
-    """Divided by the number of tokens before the cast, most entries of the slope would round to 0 in float16."""
+    """Divided by the number of tokens before the cast, most entries of the slope would round to 0
+    in float16.
+    """
     hidden, weight, targets = make(rows=512, dtype=torch.float16)
     (cross_entropy_sum(hidden, weight, targets, 101) / 65536 * 1024).backward()
     exact_hidden, exact_weight, _ = make(rows=512, dtype=torch.float16)

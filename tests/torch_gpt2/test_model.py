@@ -1,4 +1,6 @@
-"""The model against transformers' GPT2LMHeadModel with the same random weights, and against itself computed in other ways."""
+"""The model against transformers' GPT2LMHeadModel with the same random weights, and against itself
+computed in other ways.
+"""
 
 from typing import Any
 
@@ -11,7 +13,15 @@ from common.weights.names import parameter_shapes
 from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.model import GPT2, set_recompute
 
-MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=4, seq_length=24, vocab_size=101, ffn_hidden_size=192, max_positions=24)
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=48,
+    num_heads=4,
+    seq_length=24,
+    vocab_size=101,
+    ffn_hidden_size=192,
+    max_positions=24,
+)
 
 
 def precision(preset: str = "float32", **changes: str) -> PrecisionConfig:
@@ -21,7 +31,8 @@ def precision(preset: str = "float32", **changes: str) -> PrecisionConfig:
 def ours(model: ModelConfig = MODEL, kinds: PrecisionConfig | None = None, seed: int = 0) -> GPT2:
     torch.manual_seed(seed)
     made = GPT2(model, kinds or precision(), vocab_rows=128)
-    for parameter in made.parameters():  # every parameter random: zero biases would hide a missing one
+    # every parameter random: zero biases would hide a missing one
+    for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return made
 
@@ -49,11 +60,19 @@ def test_logits_and_every_gradient_equal_transformers() -> None:
     torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-5)
     loss.backward()
     expected_loss.backward()
-    gradients = hugging_face_names({name: parameter.grad for name, parameter in model.named_parameters()}, MODEL.vocab_size)
+    gradients = hugging_face_names(
+        {name: parameter.grad for name, parameter in model.named_parameters()}, MODEL.vocab_size
+    )
     wanted = dict(reference.named_parameters())
     assert set(gradients) == set(wanted)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted[name].grad, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient,
+            wanted[name].grad,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_padding_rows_get_no_gradient() -> None:
@@ -65,7 +84,13 @@ def test_padding_rows_get_no_gradient() -> None:
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_recompute_changes_no_gradient(mode: str, dropout: float) -> None:
-    config = MODEL.model_copy(update={"embedding_dropout": dropout, "attention_dropout": dropout, "hidden_dropout": dropout})
+    config = MODEL.model_copy(
+        update={
+            "embedding_dropout": dropout,
+            "attention_dropout": dropout,
+            "hidden_dropout": dropout,
+        }
+    )
     batch, gradients = tokens(), []
     for recompute in ("none", mode):
         model = ours(config).train()
@@ -84,7 +109,11 @@ def test_recompute_saves_memory() -> None:
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal total
-            total += tensor.numel() * tensor.element_size() if not isinstance(tensor, torch.nn.Parameter) else 0
+            total += (
+                tensor.numel() * tensor.element_size()
+                if not isinstance(tensor, torch.nn.Parameter)
+                else 0
+            )
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -130,17 +159,28 @@ def test_dropout_keeps_the_mean() -> None:
         (precision("float32", softmax="bfloat16"), 0.05),
     ],
 )
-def test_precisions_are_honoured_and_near_float32(monkeypatch: pytest.MonkeyPatch, kinds: PrecisionConfig, tolerance: float) -> None:
-    """The tolerance is about 8 units in the last place of the type, relative to hidden states of order 1."""
+def test_precisions_are_honoured_and_near_float32(
+    monkeypatch: pytest.MonkeyPatch, kinds: PrecisionConfig, tolerance: float
+) -> None:
+    """The tolerance is about 8 units in the last place of the type, relative to hidden states of
+    order 1.
+    """
     exact, rough = ours(), ours(kinds=kinds)
     seen: dict[str, Any] = {}
-    rough.h[0].attn.register_forward_hook(lambda _, inputs, output: seen.update(input=inputs[0].dtype, output=output.dtype))
-    rough.h[0].attn.q_proj.register_forward_hook(lambda module, inputs, output: seen.update(product=output.dtype))
+    rough.h[0].attn.register_forward_hook(
+        lambda _, inputs, output: seen.update(input=inputs[0].dtype, output=output.dtype)
+    )
+    rough.h[0].attn.q_proj.register_forward_hook(
+        lambda module, inputs, output: seen.update(product=output.dtype)
+    )
     rough.load_state_dict(exact.state_dict())
     ids = tokens()[:, :-1]
     norms: list[torch.dtype] = []
     original = F.layer_norm
-    monkeypatch.setattr("torch_gpt2.model.F.layer_norm", lambda x, *rest: norms.append(x.dtype) or original(x, *rest))
+    monkeypatch.setattr(
+        "torch_gpt2.model.F.layer_norm",
+        lambda x, *rest: norms.append(x.dtype) or original(x, *rest),
+    )
     result = rough(ids)
     assert {str(kind) for kind in norms} == {f"torch.{kinds.layer_norm}"} and len(norms) == 7
     assert {str(kind) for kind in seen.values()} == {f"torch.{kinds.compute}"}

@@ -1,4 +1,6 @@
-"""The planner against what torch really does: tensors kept for the backward pass, bytes of state, bytes of messages counted."""
+"""The planner against what torch really does: tensors kept for the backward pass, bytes of state,
+bytes of messages counted.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,27 @@ PRECISIONS: dict[str, Any] = {
 def make(ranks: int = 1, **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "nowhere",
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 4, "seq_length": 40, "vocab_size": 1001},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 48,
+            "num_heads": 4,
+            "seq_length": 40,
+            "vocab_size": 1001,
+        },
         "train": {"micro_batch_size": 3},
         "optimizer": {"learning_rate": 0.1},
     }
     for name, values in sections.items():
-        tree[name] = {**tree[name], **values} if isinstance(values, dict) and name in tree else values
+        tree[name] = (
+            {**tree[name], **values} if isinstance(values, dict) and name in tree else values
+        )
     return resolve_config(build_config(tree), world_size=ranks)
 
 
 def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Tensor] = ()) -> int:
-    """Of the storages that autograd keeps of a run, each once, without parameters and ``others``."""
+    """Of the storages that autograd keeps of a run, each once, without parameters and
+    ``others``.
+    """
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *others)}
     kept: dict[int, Tensor] = {}
 
@@ -66,7 +78,11 @@ def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Ten
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = run()
     assert out.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in known)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for storage, tensor in kept.items()
+        if storage not in known
+    )
 
 
 def saved_bytes(config: RunConfig) -> int:
@@ -74,7 +90,9 @@ def saved_bytes(config: RunConfig) -> int:
     model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
     model.to(getattr(torch, config.precision.parameters))
-    ids = torch.zeros(config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64)
+    ids = torch.zeros(
+        config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64
+    )
     return kept_bytes(model, lambda: model.loss_sum(ids, ids))
 
 
@@ -93,12 +111,17 @@ def test_activations_are_what_autograd_keeps(precision: str, recompute: str) -> 
 
 
 def test_dropout_keeps_a_mask_for_each_branch() -> None:
-    """On a CPU a mask has the type of what it multiplies, on accelerators a byte an element; attention's is not kept by fused kernels."""
+    """On a CPU a mask has the type of what it multiplies, on accelerators a byte an element;
+    attention's is not kept by fused kernels.
+    """
     plain = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     for kind, masks in (("embedding_dropout", 1), ("hidden_dropout", 2 * 4)):
         config, without = make(model={**plain, kind: 0.1}), make(model=plain)
         on_cpu = saved_bytes(config) - saved_bytes(without)
-        planned = make_plan(config).stages[0].memory.activations - make_plan(without).stages[0].memory.activations
+        planned = (
+            make_plan(config).stages[0].memory.activations
+            - make_plan(without).stages[0].memory.activations
+        )
         assert 4 * planned == on_cpu == 4 * masks * 3 * 40 * 48
 
 
@@ -108,12 +131,22 @@ def test_the_losss_rows() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "recompute", "tokens", "micro_batches"),
-    [("float32", "none", 2048, 1), ("float32", "selective", 1024, 2), ("bf16", "none", 2048, 2), ("bf16", "full", 1024, 2)],
+    [
+        ("float32", "none", 2048, 1),
+        ("float32", "selective", 1024, 2),
+        ("bf16", "none", 2048, 2),
+        ("bf16", "full", 1024, 2),
+    ],
 )
-def test_the_peak_of_a_step(precision: str, recompute: str, tokens: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5 % of the most bytes of live tensors, followed through a step in which no tensor has contents."""
+def test_the_peak_of_a_step(
+    precision: str, recompute: str, tokens: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 5 % of the most bytes of live tensors, followed through a step in which no tensor has
+    contents.
+    """
 
-    def logsumexp(x: Tensor, dim: int, keepdim: bool) -> Tensor:  # written out, since what an operator takes for itself is not seen
+    # written out, since what an operator takes for itself is not seen
+    def logsumexp(x: Tensor, dim: int, keepdim: bool) -> Tensor:
         largest = x.amax(dim, keepdim=keepdim)
         return (x - largest).exp_().sum(dim, keepdim=keepdim).log_() + largest
 
@@ -121,7 +154,11 @@ def test_the_peak_of_a_step(precision: str, recompute: str, tokens: int, micro_b
     config = make(
         precision=precision,
         model={"num_layers": 2, "hidden_size": 512, "seq_length": 512, "vocab_size": 50257},
-        train={"micro_batch_size": tokens // 512, "accumulation_steps": micro_batches, "recompute": recompute},
+        train={
+            "micro_batch_size": tokens // 512,
+            "accumulation_steps": micro_batches,
+            "recompute": recompute,
+        },
     )
     with FakeTensorMode():
         model = GPT2(config.model, config.precision, config.vocab_rows)
@@ -139,7 +176,9 @@ def test_the_peak_of_a_step(precision: str, recompute: str, tokens: int, micro_b
                 model.loss_sum(ids, ids).backward()
                 tracker.reset_mod_stats()
             optimizer.step()
-        (measured,) = (snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+        (measured,) = (
+            snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values()
+        )
     assert make_plan(config).stages[0].memory.peak == pytest.approx(measured, rel=0.05)
 
 
@@ -147,21 +186,32 @@ def test_the_peak_of_a_step(precision: str, recompute: str, tokens: int, micro_b
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_activations_of_ranks_of_a_layout(precision: str, recompute: str, sequence: bool) -> None:
-    """First and last of two stages of a tensor-parallel rank, played on one process: layers of its part of the width, and instead of
-    messages the rank's own tensor, as often as there are ranks, or a slice."""
+    """First and last of two stages of a tensor-parallel rank, played on one process: layers of its
+    part of the width, and instead of messages the rank's own tensor, as often as there are ranks,
+    or a slice.
+    """
     ranks = 2
     config = make(
         4,
         precision=precision,
         model={"hidden_size": 48, "num_heads": 4, "dropout": 0.0},
         train={"recompute": recompute, "accumulation_steps": 2},
-        parallel={"model_parallel": ranks, "pipeline_stage": 2, "pipeline_schedule": "gpipe", "sequence_parallel": sequence},
+        parallel={
+            "model_parallel": ranks,
+            "pipeline_stage": 2,
+            "pipeline_schedule": "gpipe",
+            "sequence_parallel": sequence,
+        },
     )
     plan = make_plan(config)
     model = GPT2(config.model, config.precision, config.vocab_rows)
     for block in model.h:
         block.attn.q_proj, block.attn.k_proj, block.attn.v_proj = (Linear(48, 24) for _ in range(3))
-        block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj = Linear(24, 48), Linear(48, 96), Linear(96, 48)
+        block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj = (
+            Linear(24, 48),
+            Linear(48, 96),
+            Linear(96, 48),
+        )
     set_recompute(model, recompute)
     parts = ranks if sequence else 1
 
@@ -175,26 +225,39 @@ def test_activations_of_ranks_of_a_layout(precision: str, recompute: str, sequen
 
     def stage(blocks: Any, x: Tensor) -> Tensor:
         for block in blocks:
-            x = checkpoint(run, block, x, use_reentrant=False) if recompute == "full" else run(block, x)
+            x = (
+                checkpoint(run, block, x, use_reentrant=False)
+                if recompute == "full"
+                else run(block, x)
+            )
         return x
 
     ids = torch.zeros(3, 40, dtype=torch.int64)
     sent = torch.zeros(3, 40 // parts, 48, dtype=model.compute_dtype, requires_grad=True)
     residual = sent.nbytes
-    first = kept_bytes(model, lambda: stage(model.h[:2], model.embed(ids, torch.arange(40))[:, : 40 // parts].clone()))
+    first = kept_bytes(
+        model,
+        lambda: stage(model.h[:2], model.embed(ids, torch.arange(40))[:, : 40 // parts].clone()),
+    )
     last = kept_bytes(model, lambda: model.ln_f(stage(model.h[2:], sent)), (sent,))
-    # of two micro batches at once: the first stage's output waits for its gradient, the last one's input is what it received
+    # of two micro batches at once: the first stage's output waits for its gradient, the last one's
+    # input is what it received
     assert plan.stages[0].memory.activations == 2 * (first + residual)
     assert plan.stages[1].memory.activations == 2 * (last + residual)
     assert [stage.memory.communication for stage in plan.stages] == [residual, 0]
 
 
 def modules_of(config: RunConfig, topology: Topology, place: int) -> nn.ParameterList:
-    """Parameters of one rank on the meta device: those of the whole model, cut as the table of roles says, that belong here."""
+    """Parameters of one rank on the meta device: those of the whole model, cut as the table of
+    roles says, that belong here.
+    """
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
     model.to(getattr(torch, config.precision.parameters))
-    layers, last = topology.layers_of(place, config.model.num_layers), topology.place_of_stage(topology.stages - 1)
+    layers, last = (
+        topology.layers_of(place, config.model.num_layers),
+        topology.place_of_stage(topology.stages - 1),
+    )
     here = nn.ParameterList()
     for name, parameter in model.named_parameters():
         is_here = {
@@ -204,7 +267,13 @@ def modules_of(config: RunConfig, topology: Topology, place: int) -> nn.Paramete
             "ln_f": place == last,
         }[name.split(".")[0]]
         if is_here:
-            here.append(torch.empty(local_shape(name, tuple(parameter.shape), topology.tensor), dtype=parameter.dtype, device="meta"))
+            here.append(
+                torch.empty(
+                    local_shape(name, tuple(parameter.shape), topology.tensor),
+                    dtype=parameter.dtype,
+                    device="meta",
+                )
+            )
     return here
 
 
@@ -220,11 +289,15 @@ def modules_of(config: RunConfig, topology: Topology, place: int) -> nn.Paramete
     ],
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_state_is_what_modules_and_optimizers_hold(layout: dict[str, Any], ranks: int, optimizer: str) -> None:
+def test_state_is_what_modules_and_optimizers_hold(
+    layout: dict[str, Any], ranks: int, optimizer: str
+) -> None:
     """Float32 and half-precision weights, whose copies and gradients are float32."""
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
     for precision in ("float32", HALF):
-        config = make(ranks, parallel=layout, precision=precision, optimizer={"name": optimizer, **momentum})
+        config = make(
+            ranks, parallel=layout, precision=precision, optimizer={"name": optimizer, **momentum}
+        )
         plan = make_plan(config)
         for place, stage in enumerate(plan.stages):
             parameters = modules_of(config, plan.topology, place)
@@ -235,11 +308,15 @@ def test_state_is_what_modules_and_optimizers_hold(layout: dict[str, Any], ranks
             if optimizer == "adamw":
                 theirs = torch.optim.AdamW(copies, lr=0.1, foreach=False)
             theirs.step()
-            held = sum(tensor.nbytes for state in theirs.state.values() for tensor in state.values())
+            held = sum(
+                tensor.nbytes for state in theirs.state.values() for tensor in state.values()
+            )
             if precision is HALF:
                 held += sum(copy.nbytes for copy in copies)
             assert stage.memory.weights == sum(parameter.nbytes for parameter in parameters)
-            assert stage.memory.gradients == sum(copy.grad.nbytes for copy in copies if copy.grad is not None)
+            assert stage.memory.gradients == sum(
+                copy.grad.nbytes for copy in copies if copy.grad is not None
+            )
             assert stage.memory.optimizer == held
 
 
@@ -250,14 +327,27 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.ranks, self.sent, self.calls = ranks, 0.0, list[tuple[str, int]]()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = str(operator)
         if "c10d" in name and "wait_tensor" not in name and "wrap_tensor" not in name:
-            tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(tensor, Tensor)]
-            gathers = self.ranks if name.startswith("_c10d_functional.all_gather") else 1  # which is given a part, not the whole
+            tensors = [
+                tensor
+                for arg in args
+                for tensor in (arg if isinstance(arg, list | tuple) else [arg])
+                if isinstance(tensor, Tensor)
+            ]
+            # which is given a part, not the whole
+            gathers = self.ranks if name.startswith("_c10d_functional.all_gather") else 1
             size = gathers * max(tensor.nbytes for tensor in tensors)
             self.calls.append((name.split(".")[1].strip("_"), size))
-            self.sent += size * (self.ranks - 1) / self.ranks * (2 if "allreduce" in name or "all_reduce" in name else 1)
+            self.sent += (
+                size
+                * (self.ranks - 1)
+                / self.ranks
+                * (2 if "allreduce" in name or "all_reduce" in name else 1)
+            )
         return operator(*args, **(kwargs or {}))
 
 
@@ -273,12 +363,20 @@ def four_ranks() -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["float32", "half"])
 @pytest.mark.parametrize(("zero", "shards"), [(1, 4), (2, 4), (3, 4), (1, 2), (2, 2), (3, 2)])
 def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str) -> None:
-    """The engine's own FSDP2, also as two copies of two shards, with and without accumulation: bytes held, gathered, reduced. Parameters
-    are gathered and copies summed once a step, blocks of stage 3 alone for every pass."""
+    """The engine's own FSDP2, also as two copies of two shards, with and without accumulation:
+    bytes held, gathered, reduced. Parameters are gathered and copies summed once a step, blocks of
+    stage 3 alone for every pass.
+    """
     for micro_batches in (1, 3):
         train = {"accumulation_steps": micro_batches}
         layout = {"zero_stage": zero, "shard_size": shards}
-        config = make(4, train=train, precision=PRECISIONS[precision], parallel=layout, model={"hidden_size": 42, "num_heads": 3})
+        config = make(
+            4,
+            train=train,
+            precision=PRECISIONS[precision],
+            parallel=layout,
+            model={"hidden_size": 42, "num_heads": 3},
+        )
         stage = make_plan(config).stages[0]
         model = GPT2(config.model, config.precision, config.vocab_rows)
         assert dist.group.WORLD is not None
@@ -294,13 +392,19 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
         gathers = sum("all_gather" in name or "allgather" in name for name in names)
         assert gathers == ((1 + 2 * 4) * micro_batches if zero == 3 else 1 + 4)
         assert sum("allreduce" in name for name in names) == (0 if shards == 4 else 1 + 4)
-        assert stage.memory.weights == sum(parameter.to_local().nbytes for parameter in model.parameters())
+        assert stage.memory.weights == sum(
+            parameter.to_local().nbytes for parameter in model.parameters()
+        )
         gradients = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
         if zero > 1 or micro_batches == 1:
             assert stage.memory.gradients == gradients
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         optimizer.step()
-        state = [value.to_local() if hasattr(value, "to_local") else value for s in optimizer.state.values() for value in s.values()]
+        state = [
+            value.to_local() if hasattr(value, "to_local") else value
+            for s in optimizer.state.values()
+            for value in s.values()
+        ]
         assert stage.memory.optimizer == sum(tensor.nbytes for tensor in state)
         assert stage.traffic.data == pytest.approx(messages.sent, rel=1e-12)
 
@@ -309,14 +413,20 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str) -> None:
-    """The engine's own tensor parallel on one of four ranks: what autograd keeps within 10 %, what is sent to the byte."""
+    """The engine's own tensor parallel on one of four ranks: what autograd keeps within 10 %, what
+    is sent to the byte.
+    """
     layout = {"model_parallel": 4, "sequence_parallel": sequence}
     config = make(4, precision="bf16", train={"recompute": recompute}, parallel=layout)
     stage = make_plan(config).stages[0]
     assert dist.group.WORLD is not None
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
-    split_model(model, TensorGroup(group=dist.group.WORLD, rank=0, size=4, sequence=sequence), select_device("cpu"))
+    split_model(
+        model,
+        TensorGroup(group=dist.group.WORLD, rank=0, size=4, sequence=sequence),
+        select_device("cpu"),
+    )
     set_recompute(model, recompute)
     model.to_empty(device="cpu")
     ids = torch.zeros(3, 40, dtype=torch.int64)
@@ -324,7 +434,8 @@ def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str
     assert stage.memory.activations + stage.memory.loss == pytest.approx(kept, rel=0.1)
     with Messages(4) as messages:
         model.loss_sum(ids, ids).backward()
-    whole = 4 * (6 * 4 * 48 + 2 * 48 + 40 * 48)  # norms, biases of c_proj, positions: summed once a step
+    # norms, biases of c_proj, positions: summed once a step
+    whole = 4 * (6 * 4 * 48 + 2 * 48 + 40 * 48)
     planned = stage.traffic.sequence - 2 * 3 / 4 * whole if sequence else stage.traffic.tensor
     assert planned == pytest.approx(messages.sent, rel=1e-12)
 
@@ -332,31 +443,46 @@ def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallel_messages_are_megatrons(sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_messages_are_megatrons(
+    sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A region of Megatron's layers, its embedding and its cross-entropy, counted call by call."""
-    layers = pytest.importorskip("megatron.core.tensor_parallel.layers", reason="megatron-core is not installed")
+    layers = pytest.importorskip(
+        "megatron.core.tensor_parallel.layers", reason="megatron-core is not installed"
+    )
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=4, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=4, create_gloo_process_groups=False
+    )
     config = make(4, parallel={"model_parallel": 4, "sequence_parallel": sequence})
     hidden, length, batch = 48, 40, 3
-    theirs = ModelParallelConfig(tensor_model_parallel_size=4, sequence_parallel=sequence, use_cpu_initialization=True)
+    theirs = ModelParallelConfig(
+        tensor_model_parallel_size=4, sequence_parallel=sequence, use_cpu_initialization=True
+    )
     options = {"config": theirs, "init_method": nn.init.normal_, "bias": True}
     try:
         column = layers.ColumnParallelLinear(hidden, 4 * hidden, gather_output=False, **options)
-        row = layers.RowParallelLinear(4 * hidden, hidden, input_is_parallel=True, skip_bias_add=False, **options)
+        row = layers.RowParallelLinear(
+            4 * hidden, hidden, input_is_parallel=True, skip_bias_add=False, **options
+        )
         embedding = layers.VocabParallelEmbedding(
-            1024, hidden, init_method=nn.init.normal_, config=ModelParallelConfig(tensor_model_parallel_size=4, use_cpu_initialization=True)
+            1024,
+            hidden,
+            init_method=nn.init.normal_,
+            config=ModelParallelConfig(tensor_model_parallel_size=4, use_cpu_initialization=True),
         )
         x = torch.randn(length // (4 if sequence else 1), batch, hidden, requires_grad=True)
         with Messages(4) as region:
             row(column(x)[0])[0].sum().backward()
         with Messages(4) as ends:
             embedding(torch.zeros(batch, length, dtype=torch.int64))
-            vocab_parallel_cross_entropy(torch.randn(length, batch, 256), torch.zeros(length, batch, dtype=torch.int64))
+            vocab_parallel_cross_entropy(
+                torch.randn(length, batch, 256), torch.zeros(length, batch, dtype=torch.int64)
+            )
     finally:
         parallel_state.destroy_model_parallel()
     activation = batch * length * hidden * 4
@@ -367,7 +493,8 @@ def test_tensor_parallel_messages_are_megatrons(sequence: bool, monkeypatch: pyt
     planned = 2 * config.model.num_layers * (region.sent - again) + ends.sent + into_head
     (stage,) = make_plan(config).stages
     if sequence:
-        whole = 4 * (6 * 4 * hidden + 2 * hidden + length * hidden)  # norms, biases of c_proj, positions
+        # norms, biases of c_proj, positions
+        whole = 4 * (6 * 4 * hidden + 2 * hidden + length * hidden)
         assert stage.traffic.sequence == pytest.approx(planned + 2 * 3 / 4 * whole, rel=1e-12)
     else:
         assert stage.traffic.tensor == pytest.approx(planned, rel=1e-12)

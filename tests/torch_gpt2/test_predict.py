@@ -1,4 +1,6 @@
-"""Generation against transformers.generate on the same weights, one prompt at a time and in batches of different lengths."""
+"""Generation against transformers.generate on the same weights, one prompt at a time and in batches
+of different lengths.
+"""
 
 from typing import Any
 
@@ -14,7 +16,15 @@ from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
-MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=48, vocab_size=101, ffn_hidden_size=128, max_positions=48)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    seq_length=48,
+    vocab_size=101,
+    ffn_hidden_size=128,
+    max_positions=48,
+)
 LENGTHS = (18, 1, 7, 12)
 
 
@@ -23,7 +33,8 @@ def make_model(precision: PrecisionConfig | None = None) -> GPT2:
     made = GPT2(MODEL, precision or PrecisionConfig(), vocab_rows=128)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)  # or a tied model of random weights repeats itself
+    # or a tied model of random weights repeats itself
+    torch.nn.init.normal_(made.wpe.weight, std=2.0)
     return made
 
 
@@ -33,14 +44,31 @@ def model() -> GPT2:
 
 
 def prompts() -> list[list[int]]:
-    """Each holds token 50, by which transformers' batches are padded: a penalty for repetition then is the same without them."""
-    return [[50, *np.random.default_rng(length).integers(0, 101, length - 1).tolist()] for length in LENGTHS]
+    """Each holds token 50, by which transformers' batches are padded: a penalty for repetition then
+    is the same without them.
+    """
+    return [
+        [50, *np.random.default_rng(length).integers(0, 101, length - 1).tolist()]
+        for length in LENGTHS
+    ]
 
 
-def ours(model: GPT2, rows: list[list[int]], batch: int = 1, new_tokens: int = 30, end: int = -1, **settings: Any) -> list[list[int]]:
+def ours(
+    model: GPT2,
+    rows: list[list[int]],
+    batch: int = 1,
+    new_tokens: int = 30,
+    end: int = -1,
+    **settings: Any,
+) -> list[list[int]]:
     given = [Prompt(text="", ids=ids, new_tokens=new_tokens) for ids in rows]
     decoder = Decoder(model, select_device("cpu"), batch)
-    return [each.tokens for each in generate(decoder, given, PredictConfig.model_validate(settings), seed=0, end_of_text=end)]
+    return [
+        each.tokens
+        for each in generate(
+            decoder, given, PredictConfig.model_validate(settings), seed=0, end_of_text=end
+        )
+    ]
 
 
 def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int]]:
@@ -49,17 +77,26 @@ def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int
     ids = torch.tensor([[50] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     reference = hugging_face_model(MODEL, dict(model.named_parameters()))
-    settings = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 50} | settings
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": 30,
+        "eos_token_id": None,
+        "pad_token_id": 50,
+    } | settings
     found = reference.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
     return [row[: row.index(end)] if end in row else row for row in found]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_greedy_equals_transformers_token_for_token(model: GPT2, batch: int, penalty: float) -> None:
+def test_greedy_equals_transformers_token_for_token(
+    model: GPT2, batch: int, penalty: float
+) -> None:
     """Batches of one, of three and one, and of all four."""
     expected = theirs(model, prompts(), repetition_penalty=penalty)
-    assert expected == [row for ids in prompts() for row in theirs(model, [ids], repetition_penalty=penalty)]
+    assert expected == [
+        row for ids in prompts() for row in theirs(model, [ids], repetition_penalty=penalty)
+    ]
     assert ours(model, prompts(), batch, repetition_penalty=penalty) == expected
     assert min(len(set(row)) for row in expected) > 3
 
@@ -68,15 +105,21 @@ def test_greedy_equals_transformers_token_for_token(model: GPT2, batch: int, pen
 def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
     """Rows that end early leave the others alone; the end does not come before min_new_tokens."""
     end = ours(model, prompts())[0][5]
-    expected = theirs(model, prompts(), eos_token_id=end, **({"min_new_tokens": least} if least else {}))
+    expected = theirs(
+        model, prompts(), eos_token_id=end, **({"min_new_tokens": least} if least else {})
+    )
     for batch in (1, 8):
         assert ours(model, prompts(), batch, end=end, min_new_tokens=least) == expected
     assert len({len(row) for row in expected}) > 1 and all(len(row) >= least for row in expected)
-    assert {len(row) for row in ours(model, prompts(), 8, end=end, stop_at_end_of_text=False)} == {30}
+    assert {len(row) for row in ours(model, prompts(), 8, end=end, stop_at_end_of_text=False)} == {
+        30
+    }
 
 
 def test_a_sequence_depends_on_seed_prompt_and_number_alone(model: GPT2) -> None:
-    """float32. Other batches, other neighbours of other lengths, more sequences: the same tokens."""
+    """float32. Other batches, other neighbours of other lengths, more sequences: the same
+    tokens.
+    """
     words = {"strategy": "sampling", "temperature": 1.5, "top_p": 0.95}
     expected = ours(model, prompts(), 1, num_sequences=3, **words)
     assert len({tuple(row) for row in expected}) == 12
@@ -90,21 +133,32 @@ def test_the_last_position_is_used(model: GPT2) -> None:
     """A full row goes on with its neighbours, whose tokens do not change."""
     ids = np.random.default_rng(0).integers(0, 101, 47).tolist()
     rows = [Prompt(text="", ids=ids, new_tokens=1), Prompt(text="", ids=[3], new_tokens=47)]
-    found = list(generate(Decoder(model, select_device("cpu"), 2), rows, PredictConfig(), seed=0, end_of_text=-1))
-    assert [each.tokens for each in found] == [theirs(model, [ids], max_new_tokens=1)[0], theirs(model, [[3]], max_new_tokens=47)[0]]
+    found = list(
+        generate(
+            Decoder(model, select_device("cpu"), 2), rows, PredictConfig(), seed=0, end_of_text=-1
+        )
+    )
+    assert [each.tokens for each in found] == [
+        theirs(model, [ids], max_new_tokens=1)[0],
+        theirs(model, [[3]], max_new_tokens=47)[0],
+    ]
 
 
 @pytest.mark.parametrize(("types", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_narrow_types_give_the_model_s_own_logits(types: str, tolerance: float, batch: int) -> None:
-    """Against the model's forward over the whole text in the same type. Both round everywhere: some units of the last place."""
+    """Against the model's forward over the whole text in the same type. Both round everywhere: some
+    units of the last place.
+    """
     softmax = "float16" if types == "float16" else "float32"
     model = make_model(PrecisionConfig.model_validate({"compute": types, "softmax": softmax}))
     decoder, text = Decoder(model, select_device("cpu"), batch), prompts()[0]
     with torch.no_grad():
         expected = model.logits(model.eval()(torch.tensor([text]))).numpy()[0]
     rows = [text[: 5 + row] for row in range(batch)]
-    found = [decoder.start(rows, 10)] + [decoder.step([text[len(ids) + at] for ids in rows]) for at in range(9)]
+    found = [decoder.start(rows, 10)] + [
+        decoder.step([text[len(ids) + at] for ids in rows]) for at in range(9)
+    ]
     for at, logits in enumerate(found):
         wanted = np.stack([expected[len(ids) - 1 + at] for ids in rows])
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=tolerance * np.abs(expected).max())
@@ -117,7 +171,9 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_cpu_without_onednn_generates_the_same(model: GPT2, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_a_cpu_without_onednn_generates_the_same(
+    model: GPT2, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     expected = theirs(model, prompts())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert ours(model, prompts(), batch) == expected

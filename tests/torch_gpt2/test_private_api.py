@@ -1,4 +1,6 @@
-"""The private interfaces that torch_gpt2 uses exist in the installed versions, under the names and signatures it knows."""
+"""The private interfaces that torch_gpt2 uses exist in the installed versions, under the names and
+signatures it knows.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def test_a_private_interface_is_there(name: str) -> None:
     try:
         getattr(pkgutil.resolve_name(holder), attribute)
     except (AttributeError, ImportError) as error:
-        pytest.fail(f"{package} {version} has no {name} ({error}); the file private_api.py says what it was used for, and what is public")
+        pytest.fail(
+            f"{package} {version} has no {name} ({error}); the file private_api.py says what it was"
+            " used for, and what is public"
+        )
 
 
 def test_what_is_listed_is_what_is_used() -> None:
@@ -36,7 +41,9 @@ def test_what_is_listed_is_what_is_used() -> None:
         source = inspect.getsource(module)
         listing = source.index("}\n")
         for name in module.PRIVATE:
-            assert name.rpartition(".")[2] in source[listing:], f"{name} is listed in {module.__name__}, and nothing uses it"
+            assert name.rpartition(".")[2] in source[listing:], (
+                f"{name} is listed in {module.__name__}, and nothing uses it"
+            )
 
 
 def test_a_stage_overrides_methods_of_these_signatures() -> None:
@@ -52,4 +59,6 @@ def test_a_stage_overrides_methods_of_these_signatures() -> None:
     }
     for name, parameters in known.items():
         theirs = list(inspect.signature(getattr(stage, name)).parameters)
-        assert theirs[: len(parameters)] == parameters, f"torch.distributed.pipelining.PipelineStage.{name} has other arguments: {theirs}"
+        assert theirs[: len(parameters)] == parameters, (
+            f"torch.distributed.pipelining.PipelineStage.{name} has other arguments: {theirs}"
+        )

@@ -36,9 +36,21 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
         tree: dict[str, Any] = {
             "output_dir": str(tmp_path / name),
             "device": "cpu",
-            "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 16, "vocab_size": 101, "dropout": 0.1},
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "seq_length": 16,
+                "vocab_size": 101,
+                "dropout": 0.1,
+            },
             "train": {"max_steps": steps, "micro_batch_size": 2, "global_batch_size": 4},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 20, "weight_decay": 0.1},
+            "optimizer": {
+                "learning_rate": 0.01,
+                "warmup_steps": 4,
+                "decay_steps": 20,
+                "weight_decay": 0.1,
+            },
             "data": {"train": str(corpus_prefix), "split": "90,10,0"},
             "validation": {"max_samples": 8},
             "logging": {"tensorboard": False, "plot": False},
@@ -50,8 +62,20 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    wanted = ("step", "loss", "learning_rate", "grad_norm", "loss_scale", "consumed_samples", "sample_hash")
-    return [{key: row[key] for key in wanted} for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    wanted = (
+        "step",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "loss_scale",
+        "consumed_samples",
+        "sample_hash",
+    )
+    return [
+        {key: row[key] for key in wanted}
+        for row in read_metrics(folder / "metrics.jsonl")
+        if "loss" in row
+    ]
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -76,13 +100,31 @@ PRECISIONS = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "loss_scale": {"initial": 2.0**16, "window": 3}},
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "O2": {"precision": {"parameters": "float16", "compute": "float16"}, "loss_scale": {"initial": 64.0, "window": 3}},
+    "O2": {
+        "precision": {"parameters": "float16", "compute": "float16"},
+        "loss_scale": {"initial": 64.0, "window": 3},
+    },
     "pure fp16": {
         "precision": dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16"),
         "loss_scale": {"initial": 64.0, "window": 3},
     },
-    "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "warmup_steps": 4, "decay_steps": 20}},
-    "recompute": {"train": {"max_steps": 20, "micro_batch_size": 2, "global_batch_size": 4, "recompute": "full"}},
+    "sgd": {
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.1,
+            "momentum": 0.9,
+            "warmup_steps": 4,
+            "decay_steps": 20,
+        }
+    },
+    "recompute": {
+        "train": {
+            "max_steps": 20,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "recompute": "full",
+        }
+    },
 }
 
 
@@ -90,54 +132,84 @@ PRECISIONS = {
 def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> None:
     whole = start("whole", **PRECISIONS[name])
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "loss" in row]
-    assert len(rows) == 20 and rows[-1]["skipped_steps"] < 10, "steps that are skipped prove nothing"
-    halves = PRECISIONS[name] | ({"train": PRECISIONS[name]["train"] | {"max_steps": 10}} if "train" in PRECISIONS[name] else {})
+    assert len(rows) == 20 and rows[-1]["skipped_steps"] < 10, (
+        "steps that are skipped prove nothing"
+    )
+    halves = PRECISIONS[name] | (
+        {"train": PRECISIONS[name]["train"] | {"max_steps": 10}}
+        if "train" in PRECISIONS[name]
+        else {}
+    )
     start("parts", steps=10, **halves)
     torch.manual_seed(999)  # a resumed run owes nothing to the process it runs in
     parts = start("parts", **PRECISIONS[name])
     assert_same_run(whole, parts)
 
 
-def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_and_ten_equal_twenty_with_skipped_outliers(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is skipped after the resume follows from the losses before it."""
-    # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which the second half starts
+    # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which
+    # the second half starts
     settings = {"tensorboard": False, "plot": False, "outlier_deviations": 0.5, "outlier_window": 8}
     train_settings = {"micro_batch_size": 2, "global_batch_size": 4, "skip_outliers": True}
     whole = start("whole", logging=settings, train=train_settings | {"max_steps": 20})
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "loss" in row]
     skipped = [row["step"] for row in rows if row["skipped"]]
-    assert skipped == [row["step"] for row in rows if row["outlier"]] and rows[-1]["skipped_steps"] == len(skipped)
-    assert min(skipped) <= 10 and 11 <= next(step for step in skipped if step > 10) <= 14 and len(skipped) < 10
+    assert skipped == [row["step"] for row in rows if row["outlier"]] and rows[-1][
+        "skipped_steps"
+    ] == len(skipped)
+    assert (
+        min(skipped) <= 10
+        and 11 <= next(step for step in skipped if step > 10) <= 14
+        and len(skipped) < 10
+    )
     start("parts", logging=settings, train=train_settings | {"max_steps": 10})
     torch.manual_seed(999)
     parts = start("parts", logging=settings, train=train_settings | {"max_steps": 20})
     assert_same_run(whole, parts)
-    assert [row["step"] for row in read_metrics(parts / "metrics.jsonl") if row.get("skipped")] == skipped
+    assert [
+        row["step"] for row in read_metrics(parts / "metrics.jsonl") if row.get("skipped")
+    ] == skipped
     # without its history the second half would decide otherwise: the test is not blind
     start("forgetful", logging=settings, train=train_settings | {"max_steps": 10})
     begin = Engine.begin
-    monkeypatch.setattr(Engine, "begin", lambda *words: replace(begin(*words), losses=[], grad_norms=[]))
+    monkeypatch.setattr(
+        Engine, "begin", lambda *words: replace(begin(*words), losses=[], grad_norms=[])
+    )
     other = start("forgetful", logging=settings, train=train_settings | {"max_steps": 20})
-    assert [row["step"] for row in read_metrics(other / "metrics.jsonl") if row.get("skipped")] != skipped
+    assert [
+        row["step"] for row in read_metrics(other / "metrics.jsonl") if row.get("skipped")
+    ] != skipped
 
 
 def test_a_trace_of_two_steps(start: Any) -> None:
-    """Torch's own names of operators, twice the number of calls of one step, and the run's results unchanged."""
+    """Torch's own names of operators, twice the number of calls of one step, and the run's results
+    unchanged.
+    """
 
     def calls(folder: Path, steps: str) -> Counter[str]:
         [path] = (folder / "profile").iterdir()
         assert path.name == f"steps_{steps}_rank_0.json.gz"
         with gzip.open(path) as file:
-            return Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op")
+            return Counter(
+                event["name"]
+                for event in json.load(file)["traceEvents"]
+                if event.get("cat") == "cpu_op"
+            )
 
     plain = start("plain", steps=3)
     two = start("two", steps=3, profile={"start": 2, "stop": 3, "memory": True})
     one = start("one", steps=3, profile={"start": 3})
     assert_same_run(plain, two)
-    assert calls(two, "2_3")["aten::gelu"] == 2 * calls(one, "3_3")["aten::gelu"] == 2 * 2 * 2  # 2 layers, 2 micro batches
+    # 2 layers, 2 micro batches
+    assert calls(two, "2_3")["aten::gelu"] == 2 * calls(one, "3_3")["aten::gelu"] == 2 * 2 * 2
 
 
-def test_a_style_changes_the_log_and_nothing_else(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_style_changes_the_log_and_nothing_else(
+    start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         start_log()
         plain = start("plain", steps=4, validation__interval=2)
@@ -151,8 +223,12 @@ def test_a_style_changes_the_log_and_nothing_else(start: Any, capsys: pytest.Cap
     assert [list(row) for row in rows[0]] == [list(row) for row in rows[1]]
     assert "| lm loss" not in ours and "Final" not in ours
     assert [line.split()[1] for line in lines if line.startswith("steps: ")] == ["1", "2", "3", "4"]
-    assert [line.split()[4] for line in lines if line.startswith(" validation loss at iteration ")] == ["2", "4"]
-    assert sum("samples/sec" in line for line in lines) == 4, "their grep takes the mean of all such lines"
+    assert [
+        line.split()[4] for line in lines if line.startswith(" validation loss at iteration ")
+    ] == ["2", "4"]
+    assert sum("samples/sec" in line for line in lines) == 4, (
+        "their grep takes the mean of all such lines"
+    )
 
 
 @pytest.mark.parametrize("step", [1, 7, 19])
@@ -173,20 +249,35 @@ def test_resume_from_a_perturbed_state(start: Any) -> None:
 def test_validation_and_asynchronous_saving_do_not_change_the_run(start: Any) -> None:
     plain = start("plain")
     busy = start("busy", validation__interval=3, checkpoint__interval=2, checkpoint__keep=2)
-    inline = start("inline", checkpoint__interval=2, checkpoint__asynchronous=False, data__prefetch=0)
+    inline = start(
+        "inline", checkpoint__interval=2, checkpoint__asynchronous=False, data__prefetch=0
+    )
     assert_same_run(plain, busy)
     assert_same_run(plain, inline)
-    assert sorted(path.name for path in (busy / "checkpoints").iterdir()) == ["latest", "step_00000018", "step_00000020"]
+    assert sorted(path.name for path in (busy / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000018",
+        "step_00000020",
+    ]
 
 
 def test_learning_happens_and_the_run_folder_is_complete(start: Any) -> None:
     longer = {"learning_rate": 0.02, "warmup_steps": 4}
-    folder = start("run", steps=120, optimizer=longer, logging={"tensorboard": True, "plot": True}, validation__interval=60)
+    folder = start(
+        "run",
+        steps=120,
+        optimizer=longer,
+        logging={"tensorboard": True, "plot": True},
+        validation__interval=60,
+    )
     rows = read_metrics(folder / "metrics.jsonl")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert math.log(101) - 0.2 < losses[0] < math.log(101) + 0.2
     assert sum(losses[-10:]) / 10 < losses[0] - 0.3
-    wanted = "step loss learning_rate grad_norm tokens_per_second samples_per_second step_time mfu loss_scale consumed_samples sample_hash"
+    wanted = (
+        "step loss learning_rate grad_norm tokens_per_second samples_per_second step_time mfu"
+        " loss_scale consumed_samples sample_hash"
+    )
     assert all(set(wanted.split()) <= row.keys() for row in rows if "loss" in row)
     validations = [row for row in rows if "validation_loss" in row]
     assert [row["step"] for row in validations] == [60, 120]
@@ -196,7 +287,10 @@ def test_learning_happens_and_the_run_folder_is_complete(start: Any) -> None:
     assert load_config(folder / "config.yaml").train.max_steps == 120
     assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000120"
     manifest = read_manifest(folder / "checkpoints" / "step_00000120")
-    assert manifest["state"]["consumed_samples"] == 480 and manifest["versions"]["torch"] == torch.__version__
+    assert (
+        manifest["state"]["consumed_samples"] == 480
+        and manifest["versions"]["torch"] == torch.__version__
+    )
 
 
 def test_the_same_command_again_does_nothing_more(start: Any) -> None:
@@ -207,7 +301,9 @@ def test_the_same_command_again_does_nothing_more(start: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_at_a_step_boundary_and_saves(start: Any, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_stops_at_a_step_boundary_and_saves(
+    start: Any, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = start("whole")
     write = MetricsWriter.write
 
@@ -262,7 +358,12 @@ def test_epochs_and_tokens(start: Any, corpus_prefix: Path) -> None:
 
 def test_gradients_that_stay_infinite_stop_the_run(start: Any, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"3 steps in a row had no finite gradient"):
-        start("run", precision="fp16", loss_scale={"mode": "static", "initial": 2.0**60}, train__max_skipped_steps=3)
+        start(
+            "run",
+            precision="fp16",
+            loss_scale={"mode": "static", "initial": 2.0**60},
+            train__max_skipped_steps=3,
+        )
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
 
@@ -270,7 +371,10 @@ def test_gradients_that_stay_infinite_stop_the_run(start: Any, tmp_path: Path) -
 def test_a_second_run_in_the_same_folder_is_refused(start: Any, tmp_path: Path) -> None:
     from common.run_folder import owned_folder
 
-    with owned_folder(tmp_path / "run"), pytest.raises(ConfigError, match="another run is writing here"):
+    with (
+        owned_folder(tmp_path / "run"),
+        pytest.raises(ConfigError, match="another run is writing here"),
+    ):
         start("run")
 
 
@@ -288,14 +392,17 @@ def test_a_second_run_in_the_same_folder_is_refused(start: Any, tmp_path: Path) 
         ({"device": "npu"}, None, "device=npu"),
     ],
 )
-def test_bad_input(start: Any, changes: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+def test_bad_input(
+    start: Any, changes: dict[str, Any], error: type[Exception] | None, message: str
+) -> None:
     from common.errors import UserError
 
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(error or UserError) as caught:
         start("run", **changes)
-    assert message in str(caught.value) and caught.value.exit_code == 2  # type: ignore[attr-defined]
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_of_another_shape(start: Any) -> None:
@@ -304,7 +411,10 @@ def test_a_checkpoint_of_another_shape(start: Any) -> None:
         start("run", steps=3, model__hidden_size=32)
     message = str(caught.value)
     assert "hidden_size is 16 there and 32 in the config" in message and "\n" not in message
-    assert "model.hidden_size=16 model.ffn_hidden_size=64" in message and f"output_dir={folder}_2" in message
+    assert (
+        "model.hidden_size=16 model.ffn_hidden_size=64" in message
+        and f"output_dir={folder}_2" in message
+    )
     with pytest.raises(CheckpointError, match=r"add: model\.num_layers=2$"):
         start("other", steps=3, model__num_layers=3, checkpoint__init_from=str(folder))
     with pytest.raises(CheckpointError, match=r"optimizer\.name=adamw, the config says sgd"):
@@ -317,25 +427,45 @@ def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> No
     assert steps_of(start("run", steps=6, precision="bf16"))[4]["loss_scale"] == 1.0
     scaled = {"mode": "static", "initial": 128.0}
     assert steps_of(start("run", steps=8, loss_scale=scaled))[6]["loss_scale"] == 128.0
-    assert steps_of(start("run", steps=10, loss_scale=scaled | {"initial": 1024.0}))[8]["loss_scale"] == 1024.0
+    assert (
+        steps_of(start("run", steps=10, loss_scale=scaled | {"initial": 1024.0}))[8]["loss_scale"]
+        == 1024.0
+    )
 
 
 @pytest.mark.parametrize("change", [{"model__num_heads": 4}, {"model__layer_norm_epsilon": 0.5}])
-def test_what_changes_the_function_but_no_shape_is_refused(start: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_changes_the_function_but_no_shape_is_refused(
+    start: Any, tmp_path: Path, change: dict[str, Any]
+) -> None:
     folder = start("run", steps=2)
     for words in ({"name": "run"}, {"name": "other", "checkpoint__init_from": str(folder)}):
-        with pytest.raises(CheckpointError, match=r"add: model\.(num_heads=2|layer_norm_epsilon=1e-05)\b"):
+        with pytest.raises(
+            CheckpointError, match=r"add: model\.(num_heads=2|layer_norm_epsilon=1e-05)\b"
+        ):
             start(steps=3, **words, **change)
 
 
-def test_ranks_compare_their_weights_and_moments(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_their_weights_and_moments(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = start("run", steps=3)
     facts: dict[str, Any] = {}
-    monkeypatch.setattr("torch_gpt2.parallel.world.World.require_equal", lambda self, found, models=None: facts.update(found))
+    monkeypatch.setattr(
+        "torch_gpt2.parallel.world.World.require_equal",
+        lambda self, found, models=None: facts.update(found),
+    )
     start("run", steps=4)
     saved = folder / "checkpoints" / "step_00000003"
-    for fact, file in (("norm of the weights", "model.safetensors"), ("norm of the optimizer's state", "optimizer.safetensors")):
-        expected = math.sqrt(sum(float((values.astype("float64") ** 2).sum()) for values in load_file(saved / file).values()))
+    for fact, file in (
+        ("norm of the weights", "model.safetensors"),
+        ("norm of the optimizer's state", "optimizer.safetensors"),
+    ):
+        expected = math.sqrt(
+            sum(
+                float((values.astype("float64") ** 2).sum())
+                for values in load_file(saved / file).values()
+            )
+        )
         assert facts[fact] == pytest.approx(expected, rel=1e-5)
 
 
@@ -358,9 +488,17 @@ def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
     tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
     config = resolve_config(load_config(tuned / "config.yaml"))
     evaluate(config)
-    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(tuned / "checkpoints" / "step_00000003")
-    evaluate(config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}))
-    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(base / "checkpoints" / "step_00000002")
+    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(
+        tuned / "checkpoints" / "step_00000003"
+    )
+    evaluate(
+        config.model_copy(
+            update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}
+        )
+    )
+    assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(
+        base / "checkpoints" / "step_00000002"
+    )
 
 
 def test_a_finished_run_of_another_folder_is_saved_here(start: Any) -> None:
@@ -371,11 +509,22 @@ def test_a_finished_run_of_another_folder_is_saved_here(start: Any) -> None:
 
 def test_weights_that_become_infinite_are_no_success(start: Any, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"the loss is (nan|inf)"):
-        start("run", steps=6, optimizer={"name": "sgd", "learning_rate": 1e38, "schedule": "constant", "clip_grad": 0.0})
+        start(
+            "run",
+            steps=6,
+            optimizer={
+                "name": "sgd",
+                "learning_rate": 1e38,
+                "schedule": "constant",
+                "clip_grad": 0.0,
+            },
+        )
     assert find_checkpoint(tmp_path / "run") is None
 
 
-def test_going_back_and_being_killed_goes_on_from_there(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_back_and_being_killed_goes_on_from_there(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = start("run", steps=8, checkpoint__interval=4, checkpoint__keep=0)
 
     def killed(*_: object) -> None:
@@ -390,14 +539,20 @@ def test_going_back_and_being_killed_goes_on_from_there(start: Any, monkeypatch:
 
 
 def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
-    """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator itself."""
+    """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator
+    itself.
+    """
     from common.weights.initial import initial_rows
 
     kinds = {"parameters": "bfloat16", "compute": "bfloat16"}
     folder = start("run", steps=1, precision=kinds, optimizer={"learning_rate": 1e-30})
     model = load_config(folder / "config.yaml").model
-    saved = load_file(folder / "checkpoints" / "step_00000001" / "model.safetensors")["h.0.mlp.c_fc.weight"]
-    assert saved.tobytes() == initial_rows(model, 1234, "h.0.mlp.c_fc.weight", saved.shape).tobytes()
+    saved = load_file(folder / "checkpoints" / "step_00000001" / "model.safetensors")[
+        "h.0.mlp.c_fc.weight"
+    ]
+    assert (
+        saved.tobytes() == initial_rows(model, 1234, "h.0.mlp.c_fc.weight", saved.shape).tobytes()
+    )
 
 
 def test_deterministic_mode_is_switched_on(start: Any) -> None:
@@ -408,9 +563,13 @@ def test_deterministic_mode_is_switched_on(start: Any) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_validation_data_of_its_own_leave_the_training_data_whole(start: Any, corpus_prefix: Path) -> None:
+def test_validation_data_of_its_own_leave_the_training_data_whole(
+    start: Any, corpus_prefix: Path
+) -> None:
     with_split = start("split", steps=1)
-    whole = start("whole", steps=1, data={"train": str(corpus_prefix), "validation": str(corpus_prefix)})
+    whole = start(
+        "whole", steps=1, data={"train": str(corpus_prefix), "validation": str(corpus_prefix)}
+    )
     assert steps_of(with_split)[0]["sample_hash"] != steps_of(whole)[0]["sample_hash"]
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "validation_loss" in row]
     assert rows[0]["validation_tokens"] == 8 * 16

@@ -69,22 +69,37 @@ class DeepSpeedEngine(BaseEngine):
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = _open_deepspeed(config, device, process)
         self._module, self._model = (
-            build_pipeline(self._deepspeed, config, device, process.rank) if self._pipeline else _build_whole(config, device)
+            build_pipeline(self._deepspeed, config, device, process.rank)
+            if self._pipeline
+            else _build_whole(config, device)
         )
-        self._parameters = {name: parameter for name, parameter in self._model.named_parameters() if not parameter.is_meta}
+        self._parameters = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if not parameter.is_meta
+        }
         self._state = DeepSpeedState(self._parameters, config, self.world, device.torch_device)
 
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too late."""
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
+        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too
+        late.
+        """
         return [self._train_step(next(batches).tokens) for _ in range(steps)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """All ranks go through equally many batches, as ZeRO-3 and pipelines need; those who run out add some that do not count."""
+        """All ranks go through equally many batches, as ZeRO-3 and pipelines need; those who run
+        out add some that do not count.
+        """
         self._engine.eval()
         config = self.config
-        width = 4 * config.parallel.pipeline_stage if self._pipeline else 1  # so many at once keep a pipeline busy
-        blank = np.zeros((config.validation.micro_batch_size, config.model.seq_length + 1), np.int32)
+        # so many at once keep a pipeline busy
+        width = 4 * config.parallel.pipeline_stage if self._pipeline else 1
+        blank = np.zeros(
+            (config.validation.micro_batch_size, config.model.seq_length + 1), np.int32
+        )
         total, tokens = 0.0, 0
         rest = iter(batches)
         while True:
@@ -92,7 +107,9 @@ class DeepSpeedEngine(BaseEngine):
             most = self.world.all_reduce_max(len(mine))
             if not most:
                 break
-            losses = self._mean_losses([batch if len(batch) else blank for batch in [*mine, *[blank] * (most - len(mine))]])
+            losses = self._mean_losses(
+                [batch if len(batch) else blank for batch in [*mine, *[blank] * (most - len(mine))]]
+            )
             for batch, loss in zip(mine, losses, strict=False):
                 predicted = batch.shape[0] * (batch.shape[1] - 1)  # 0 where a rank had none left
                 total += loss * predicted if predicted else 0.0
@@ -129,10 +146,16 @@ class DeepSpeedEngine(BaseEngine):
         optimizer: dict[str, Any] = (
             {"model_parameters": parameter_groups(self._parameters, self.config.optimizer)}
             if "optimizer" in self.settings  # DeepSpeed's own kernels
-            else {"optimizer": build_optimizer(self._parameters, self.config.optimizer, fused=self.device.fused_optimizer)}
+            else {
+                "optimizer": build_optimizer(
+                    self._parameters, self.config.optimizer, fused=self.device.fused_optimizer
+                )
+            }
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
-            self._engine, self.optimizer, _, _ = self._deepspeed.initialize(model=self._module, config=self.settings, **optimizer)
+            self._engine, self.optimizer, _, _ = self._deepspeed.initialize(
+                model=self._module, config=self.settings, **optimizer
+            )
         self._state.attach(self._engine, self._deepspeed.utils)
         if self.config.precision.parameters != "float32":
             self._state.fill_masters(self._weights(reader))
@@ -144,8 +167,14 @@ class DeepSpeedEngine(BaseEngine):
         config = self.config
         if reader is not None:
             return reader.weights(config.model)
-        shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self._parameters.items()}
-        return ((name, initial_rows(config.model, config.seed, name, shape)) for name, shape in shapes.items())
+        shapes = {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+            for name, parameter in self._parameters.items()
+        }
+        return (
+            (name, initial_rows(config.model, config.seed, name, shape))
+            for name, shape in shapes.items()
+        )
 
     def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
         moments = reader.moments(self.config, optimizer_steps)
@@ -160,16 +189,26 @@ class DeepSpeedEngine(BaseEngine):
         scale = self.loss_scale.value
         rate = learning_rate(self.config.optimizer, self.step)
         loss, norm = self._update(tokens, rate, scale)
-        finite = math.isfinite(norm) and norm >= 0  # -1 is how some of DeepSpeed's optimizers say that it is not
+        # -1 is how some of DeepSpeed's optimizers say that it is not
+        finite = math.isfinite(norm) and norm >= 0
         self.updates += finite
         self.loss_scale.update(finite)
-        return StepResult(loss=loss, grad_norm=norm if finite else math.inf, learning_rate=rate, loss_scale=scale, skipped=not finite)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm if finite else math.inf,
+            learning_rate=rate,
+            loss_scale=scale,
+            skipped=not finite,
+        )
 
     def _update(self, tokens: Tokens, rate: float, scale: float) -> tuple[float, float]:
-        """Loss of one step and its norm before clipping. DeepSpeed leaves the weights as they are where the norm is not finite."""
+        """Loss of one step and its norm before clipping. DeepSpeed leaves the weights as they are
+        where the norm is not finite.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # DeepSpeed averages over ranks, the native engine sums: so a micro batch overflows at the same scale on any number of ranks
+        # DeepSpeed averages over ranks, the native engine sums: so a micro batch overflows at the
+        # same scale on any number of ranks
         scale /= self._ranks
         zero = self.config.parallel.zero_stage > 0
         if zero and self.config.loss_scale.mode != "none":
@@ -178,7 +217,9 @@ class DeepSpeedEngine(BaseEngine):
         micro = self.config.train.micro_batch_size
         pieces = [tokens[start : start + micro] for start in range(0, len(tokens), micro)]
         if self._pipeline:
-            loss = self._engine.train_batch(inputs_and_targets(piece, self.device) for piece in pieces).item()
+            loss = self._engine.train_batch(
+                inputs_and_targets(piece, self.device) for piece in pieces
+            ).item()
             return loss, float(self._engine.get_global_grad_norm())
         total, norm = 0.0, 0.0
         for piece in pieces:
@@ -192,8 +233,10 @@ class DeepSpeedEngine(BaseEngine):
         return loss, float(self._engine.get_global_grad_norm()) if zero else norm
 
     def _unscale_and_clip(self, scale: float) -> float:
-        """ZeRO-0 steps with torch's bare optimizer, which knows of no loss scale and would apply what is not finite; its clip on a CPU has
-        the norm of few digits that ``global_norm`` speaks of."""
+        """ZeRO-0 steps with torch's bare optimizer, which knows of no loss scale and would apply
+        what is not finite; its clip on a CPU has the norm of few digits that ``global_norm`` speaks
+        of.
+        """
         parameters = self._state.parameters.values()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = global_norm(gradients).item() / scale
@@ -208,22 +251,39 @@ class DeepSpeedEngine(BaseEngine):
         pairs = (inputs_and_targets(batch, self.device) for batch in batches)
         if not self._pipeline:
             return [self._engine(*pair).item() for pair in pairs]
-        losses = self._engine.eval_batch(pairs, reduce_output=None, compute_loss=True, bcast_loss=False, num_micro_batches=len(batches))
+        losses = self._engine.eval_batch(
+            pairs,
+            reduce_output=None,
+            compute_loss=True,
+            bcast_loss=False,
+            num_micro_batches=len(batches),
+        )
         return [] if losses is None else [loss.item() for loss in losses]
 
     def _make_moments(self) -> None:
-        """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
+        """DeepSpeed has no place for moments before the first step: make one that changes no
+        weight.
+        """
         train = self.config.train
-        shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
+        shape = (
+            train.micro_batch_size * train.accumulation_steps,
+            self.config.model.seq_length + 1,
+        )
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
 def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
     """The package, told which device to use and which processes there are."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError("engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]', or set engine=native")
+        raise ConfigError(
+            "engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]',"
+            " or set engine=native"
+        )
     if device.kind == "cpu" and config.precision.parameters == "float16":
-        raise DeviceError("precision.parameters=float16: DeepSpeed refuses it on a CPU; use precision=fp16, bf16 or float32 there")
+        raise DeviceError(
+            "precision.parameters=float16: DeepSpeed refuses it on a CPU; use precision=fp16, bf16"
+            " or float32 there"
+        )
     os.environ["DS_ACCELERATOR"] = device.kind
     deepspeed = importlib.import_module("deepspeed")
     if not config.deepspeed.build_kernels:
@@ -233,7 +293,8 @@ def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) 
     local_rank = process.local_rank if device.kind == "cpu" else device.index
     os.environ.update(torch_variables(process) | {"LOCAL_RANK": str(local_rank)})
     if not dist.is_initialized():
-        dist.init_process_group(device.communication_backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(device.communication_backend, store=store, rank=0, world_size=1)
     # 0.19 still calls torch's collectives by their older names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with contextlib.redirect_stdout(io.StringIO()):

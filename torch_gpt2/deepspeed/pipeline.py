@@ -31,7 +31,9 @@ class _Positions(nn.Module):
 
 
 class _StageBlocks(nn.Module):
-    """The blocks of one stage; DeepSpeed cuts the list of layers so that each rank has one of these."""
+    """The blocks of one stage; DeepSpeed cuts the list of layers so that each rank has one of
+    these.
+    """
 
     def __init__(self, model: GPT2, layers: range) -> None:
         super().__init__()
@@ -40,12 +42,19 @@ class _StageBlocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = recompute(block, x, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else block(x)
+            x = (
+                recompute(block, x, use_reentrant=False)
+                if self.recompute and torch.is_grad_enabled()
+                else block(x)
+            )
         return x
 
 
-def build_pipeline(deepspeed: Any, config: ResolvedRun, device: TorchDevice, rank: int) -> tuple[nn.Module, GPT2]:
-    """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage uses has memory.
+def build_pipeline(
+    deepspeed: Any, config: ResolvedRun, device: TorchDevice, rank: int
+) -> tuple[nn.Module, GPT2]:
+    """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage
+    uses has memory.
 
     The first and the last stage each have ``wte``, whose gradients DeepSpeed adds up.
     """
@@ -53,14 +62,23 @@ def build_pipeline(deepspeed: Any, config: ResolvedRun, device: TorchDevice, ran
     stage, last = topology.coordinates(rank).pipeline, topology.pipeline - 1
     model = build_meta_model(config)
     positions = _Positions(model)
-    stages = [_StageBlocks(model, topology.layers_of_stage(number, config.model.num_layers)) for number in range(topology.pipeline)]
-    for module in (stages[stage], *([positions] if stage == 0 else []), *([model.ln_f] if stage == last else [])):
+    stages = [
+        _StageBlocks(model, topology.layers_of_stage(number, config.model.num_layers))
+        for number in range(topology.pipeline)
+    ]
+    for module in (
+        stages[stage],
+        *([positions] if stage == 0 else []),
+        *([model.ln_f] if stage == last else []),
+    ):
         module.to_empty(device=device.torch_device)
     tied = ("wte", nn.Embedding, *model.wte.weight.shape)
     place = {"device": device.torch_device, "dtype": DTYPES[config.precision.parameters]}
 
     def mean_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy_sum(hidden.flatten(0, 1), model.wte.weight, targets.flatten(), config.model.vocab_size)
+        total = cross_entropy_sum(
+            hidden.flatten(0, 1), model.wte.weight, targets.flatten(), config.model.vocab_size
+        )
         return total / targets.numel()
 
     pipe = deepspeed.pipe
@@ -71,7 +89,8 @@ def build_pipeline(deepspeed: Any, config: ResolvedRun, device: TorchDevice, ran
                 positions,
                 *stages,
                 model.ln_f,
-                pipe.TiedLayerSpec(*tied, forward_fn=lambda wte, hidden: hidden, **place),  # the loss multiplies by it
+                # the loss multiplies by it
+                pipe.TiedLayerSpec(*tied, forward_fn=lambda wte, hidden: hidden, **place),
             ],
             num_stages=topology.pipeline,
             loss_fn=mean_loss,

@@ -1,7 +1,8 @@
 """The private interfaces of DeepSpeed that this engine uses, all in this file.
 
-They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20. ``tests/torch_gpt2/test_private_api.py``
-names one that is gone. ``PRIVATE`` says what each is for, and which public way would replace it.
+They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20.
+``tests/torch_gpt2/test_private_api.py`` names one that is gone. ``PRIVATE`` says what each is for,
+and which public way would replace it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_LINKING = "_lazy_init_hp_params_optimizer_state"
 PRIVATE = {
-    "deepspeed.comm.comm.cdb": "the communication backend that an earlier run of this process has left; publicly none: one run a process",
-    "deepspeed.utils.groups._release_process_group_references": "the groups that it has left; likewise",
-    "deepspeed.ops.__compatible_ops__": "which kernels may be compiled at first use; publicly DS_BUILD_OPS, read when"
-    " DeepSpeed is installed, not when it runs",
-    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "linking moments to"
+    "deepspeed.comm.comm.cdb": "the communication backend that an earlier run of this process has"
+    " left; publicly none: one run a process",
+    "deepspeed.utils.groups._release_process_group_references": "the groups that it has left;"
+    " likewise",
+    "deepspeed.ops.__compatible_ops__": "which kernels may be compiled at first use; publicly"
+    " DS_BUILD_OPS, read when DeepSpeed is installed, not when it runs",
+    f"deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.{_LINKING}": "linking moments to"
     " parameters again; publicly none: safe_get_full_optimizer_state trusts the first link",
-    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer._lazy_init_hp_params_optimizer_state": "likewise",
+    f"deepspeed.runtime.bf16_optimizer.BF16_Optimizer.{_LINKING}": "likewise",
 }
 """Name -> what it is used for, and what is public instead."""
 
 
 def forget_groups(deepspeed: Any) -> None:
-    """Drop what DeepSpeed remembers of process groups that an earlier run of this process has left."""
+    """Drop what DeepSpeed remembers of process groups that an earlier run of this process has
+    left.
+    """
     deepspeed.comm.comm.cdb = None
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
@@ -35,8 +41,8 @@ def leave_out_shared_memory(deepspeed: Any) -> None:
 def link_moments(optimizer: Any) -> None:
     """Let the optimizers of ZeRO 1 and 2 look for moments once more.
 
-    They look once, after the first of the parameter groups has made its first step, and must do so again when the other has
-    too. An optimizer that does not look is left alone.
+    They look once, after the first of the parameter groups has made its first step, and must do so
+    again when the other has too. An optimizer that does not look is left alone.
     """
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,17 @@ Values = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 class DeepSpeedState:
-    """The state of one rank's stage. Made before DeepSpeed cuts up the parameters, then attached."""
+    """The state of one rank's stage. Made before DeepSpeed cuts up the parameters, then
+    attached.
+    """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: ResolvedRun, world: World, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: ResolvedRun,
+        world: World,
+        device: torch.device,
+    ) -> None:
         self.parameters = parameters
         self.config = config
         self._world = world
@@ -58,10 +67,16 @@ class DeepSpeedState:
         """Fill the float32 copies of weights below float32, made by DeepSpeed of rounded ones."""
         for name, array in values:
             if name in self.parameters:
-                self._utils.safe_set_full_fp32_param(self.parameters[name], self._whole(name, array))
+                self._utils.safe_set_full_fp32_param(
+                    self.parameters[name], self._whole(name, array)
+                )
 
-    def fill_moments(self, values: Iterable[tuple[str, str, NDArray[np.float32]]], updates: int) -> None:
-        """Fill moments after the optimizer's first step; before it DeepSpeed has no place for them."""
+    def fill_moments(
+        self, values: Iterable[tuple[str, str, NDArray[np.float32]]], updates: int
+    ) -> None:
+        """Fill moments after the optimizer's first step; before it DeepSpeed has no place for
+        them.
+        """
         link_moments(self._optimizer)
         for name, part, array in values:
             if name not in self.parameters:
@@ -71,7 +86,8 @@ class DeepSpeedState:
                 self._utils.safe_set_full_optimizer_state(parameter, whole, part)
             else:
                 self._basic.state[parameter][part].copy_(whole)
-        # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels also in the groups
+        # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels
+        # also in the groups
         for holder in [*self._basic.state.values(), *self._basic.param_groups]:
             if torch.is_tensor(holder.get("step")):
                 holder["step"].fill_(float(updates))
@@ -84,7 +100,9 @@ class DeepSpeedState:
 
     def norm_of_moments(self) -> float:
         states = (self._basic.state.get(parameter, {}) for parameter in self.parameters.values())
-        found = [state[part] for state in states for part in self.parts if state.get(part) is not None]
+        found = [
+            state[part] for state in states for part in self.parts if state.get(part) is not None
+        ]
         return global_norm(found).item() if found else 0.0
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
@@ -94,16 +112,22 @@ class DeepSpeedState:
         link_moments(self._optimizer)
         found: dict[str, NDArray[np.float32]] = {}
         for part in self.parts:
-            collected = self._collect(lambda parameter, part=part: self._moment(parameter, part))  # type: ignore[misc]
+            collected = self._collect(partial(self._moment, part=part))
             found.update({f"{name}.{part}": array for name, array in collected.items()})
         return found
 
     def _weight(self, parameter: nn.Parameter) -> Tensor:
-        whole: Tensor = self._utils.safe_get_full_fp32_param(parameter) if self._sharded else parameter.detach()
+        whole: Tensor = (
+            self._utils.safe_get_full_fp32_param(parameter) if self._sharded else parameter.detach()
+        )
         return whole
 
     def _moment(self, parameter: nn.Parameter, part: str) -> Tensor:
-        state = self._utils.safe_get_full_optimizer_state(parameter, part) if self._sharded else self._basic.state[parameter][part]
+        state = (
+            self._utils.safe_get_full_optimizer_state(parameter, part)
+            if self._sharded
+            else self._basic.state[parameter][part]
+        )
         whole: Tensor = state
         return whole
 

@@ -22,7 +22,8 @@ from torch_gpt2.parallel.world import World
 
 
 def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[GPT2]:
-    """What this rank holds of the model, with weights not yet filled in: one part, or one for each of its pipeline stages.
+    """What this rank holds of the model, with weights not yet filled in: one part, or one for each
+    of its pipeline stages.
 
     Parts are cut while they have no memory, so that a rank never holds more than its own.
     """
@@ -43,7 +44,8 @@ def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[
             model.to(DTYPES[config.precision.parameters])
         parts.append(model.to_empty(device=device.torch_device))
     if len(parts) > 1 and hasattr(parts[0], "wte") and hasattr(parts[-1], "wte"):
-        parts[-1].wte.weight = parts[0].wte.weight  # first and last stage on one rank share the table
+        # first and last stage on one rank share the table
+        parts[-1].wte.weight = parts[0].wte.weight
     return parts
 
 
@@ -57,7 +59,9 @@ def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
 
 
 def seed_offset(config: ResolvedRun, world: World) -> int:
-    """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each has its own part of the sequence."""
+    """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each
+    has its own part of the sequence.
+    """
     return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
 
 
@@ -68,20 +72,27 @@ class GradientSync:
         self._world = world
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)
-        self.alone = config.parallel.zero_stage == 0 and world.topology.tensor == world.topology.pipeline == 1
+        self.alone = (
+            config.parallel.zero_stage == 0
+            and world.topology.tensor == world.topology.pipeline == 1
+        )
         self.owns = partial(owns, config.parallel, world.topology, world.at)
         """Whether this rank speaks for its part of a parameter; others may hold the same."""
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
         """Sum, in place, what ranks of the tensor and embedding groups hold in parts."""
         if self._sequence:
-            parts = [gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED]
+            parts = [
+                gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED
+            ]
             sum_over(self._world.groups[GroupKind.TENSOR], parts)
         if self._copies_of_embedding is not None and EMBEDDING in gradients:
             sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
 
     def norm(self, gradients: dict[str, Tensor]) -> float:
         """Euclidean norm over the gradients of all ranks, each element counted once."""
-        mine = [gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()]
+        mine = [
+            gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()
+        ]
         squared = float(global_norm(mine).double().square()) if mine else 0.0
         return math.sqrt(self._world.sum(squared)[0])

@@ -1,4 +1,6 @@
-"""Pipeline parallel: the layers of a stage, and torch.distributed.pipelining's schedules over the micro batches of a step."""
+"""Pipeline parallel: the layers of a stage, and torch.distributed.pipelining's schedules over the
+micro batches of a step.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ _SCHEDULES: dict[str, Any] = {
 
 
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
-    """Leave of a model what one stage holds, under the names that it has in the whole. Its forward takes and gives hidden states where
-    token ids, or what the head needs, are another stage's."""
+    """Leave of a model what one stage holds, under the names that it has in the whole. Its forward
+    takes and gives hidden states where token ids, or what the head needs, are another stage's.
+    """
     layers = topology.layers_of_stage(stage, model.config.num_layers)
     for name, _ in list(model.h.named_children()):
         if int(name) not in layers:
@@ -54,9 +57,13 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 class Pipeline:
-    """All stages of this rank, and how a step goes through them. All pipeline ranks give ``step`` and ``evaluate`` the same batch."""
+    """All stages of this rank, and how a step goes through them. All pipeline ranks give ``step``
+    and ``evaluate`` the same batch.
+    """
 
-    def __init__(self, parts: list[GPT2], config: ResolvedRun, world: World, device: TorchDevice) -> None:
+    def __init__(
+        self, parts: list[GPT2], config: ResolvedRun, world: World, device: TorchDevice
+    ) -> None:
         self._topology = world.topology
         self._count = world.topology.stages
         self._parts = dict(zip(world.topology.stages_of(world.at.pipeline), parts, strict=True))
@@ -65,16 +72,23 @@ class Pipeline:
         self._config = config
         self.has_loss = self._count - 1 in self._parts
         micro_batches = config.train.accumulation_steps
-        made = [FrugalStage(part, index, self._count, self._device, group=self._group) for index, part in self._parts.items()]
+        made = [
+            FrugalStage(part, index, self._count, self._device, group=self._group)
+            for index, part in self._parts.items()
+        ]
         kind = _SCHEDULES[config.parallel.pipeline_schedule]
         if kind is Schedule1F1B and micro_batches < world.topology.pipeline:  # too few to alternate
             kind = ScheduleGPipe
         one_stage = kind in (ScheduleGPipe, Schedule1F1B)
-        self._schedule = kind(made[0] if one_stage else made, micro_batches, loss_fn=self._loss, scale_grads=False)
+        self._schedule = kind(
+            made[0] if one_stage else made, micro_batches, loss_fn=self._loss, scale_grads=False
+        )
         self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
 
     def step(self, ids: Tensor, targets: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
-        """Gradients of ``finish(sum of the losses)`` of all micro batches; that sum of what finish returned, 0 where the head is not."""
+        """Gradients of ``finish(sum of the losses)`` of all micro batches; that sum of what finish
+        returned, 0 where the head is not.
+        """
         self._finish = finish
         losses: list[Tensor] = []
         inputs = (ids,) if 0 in self._parts else ()
@@ -97,7 +111,11 @@ class Pipeline:
             x = part(x)
             if index < self._count - 1 and index + 1 not in self._parts:
                 dist.send(x.contiguous(), self._rank_of(index + 1), group=self._group)
-        return self._parts[self._count - 1].loss_of(x, targets) if self.has_loss else torch.zeros((), device=self._device)
+        return (
+            self._parts[self._count - 1].loss_of(x, targets)
+            if self.has_loss
+            else torch.zeros((), device=self._device)
+        )
 
     def _shape(self, ids: Tensor) -> tuple[int, int, int]:
         parallel = self._config.parallel

@@ -1,7 +1,7 @@
 """The private interfaces of torch.distributed.pipelining that this backend uses.
 
-They were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names one that is gone. ``PRIVATE`` says what each
-is for, and which public way would replace it.
+They were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names one that is gone.
+``PRIVATE`` says what each is for, and which public way would replace it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 PRIVATE = {
-    "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": "buffers of messages from the stage before, one for each"
-    " micro batch; publicly none: a step keeps them all",
-    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "likewise of gradients from the stage after",
-    "torch.distributed.pipelining.PipelineStage._get_recv_ops": "the moment before a message is awaited; publicly none",
-    "torch.distributed.pipelining.PipelineStage._retrieve_recv_activations": "the moment when activations are used; publicly none",
-    "torch.distributed.pipelining.PipelineStage._retrieve_recv_grads": "the moment when gradients are used; publicly none",
+    "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": "buffers of messages from"
+    " the stage before, one for each micro batch; publicly none: a step keeps them all",
+    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "likewise of gradients"
+    " from the stage after",
+    "torch.distributed.pipelining.PipelineStage._get_recv_ops": "the moment before a message is"
+    " awaited; publicly none",
+    "torch.distributed.pipelining.PipelineStage._retrieve_recv_activations": "the moment when"
+    " activations are used; publicly none",
+    "torch.distributed.pipelining.PipelineStage._retrieve_recv_grads": "the moment when gradients"
+    " are used; publicly none",
 }
 """Name -> what it is used for, and what is public instead."""
 
 
 class FrugalStage(PipelineStage):
-    """A stage that has a buffer for a message only while it is needed: until the pass that last uses it ends.
+    """A stage that has a buffer for a message only while it is needed: until the pass that last
+    uses it ends.
 
-    torch's has one for each micro batch of a step all the time. Here a buffer is otherwise on the meta device, that is
-    shape and type alone. The signatures are those of 2.13; what is passed on is not looked at.
+    torch's has one for each micro batch of a step all the time. Here a buffer is otherwise on the
+    meta device, that is shape and type alone. The signatures are those of 2.13; what is passed on
+    is not looked at.
     """
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +49,9 @@ class FrugalStage(PipelineStage):
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
         for info in recv_infos:
             if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
+                info.buffer = torch.empty_like(
+                    info.buffer, device=self.device, requires_grad=info.buffer.requires_grad
+                )
         return super()._get_recv_ops(recv_infos)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -56,16 +64,28 @@ class FrugalStage(PipelineStage):
         self.grad_recv_info[bwd_chunk_id] = _without_memory(self.grad_recv_info[bwd_chunk_id])
         return received
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
+            # the schedule keeps it to the end of the step, and its graph would keep what was
+            # received
+            loss.detach_()
 
 
 def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same messages with buffers on the meta device; those from outside the pipeline have none."""
+    """The same messages with buffers on the meta device; those from outside the pipeline have
+    none.
+    """
     copies = tuple(copy.copy(message) for message in messages)
     for message in copies:
         if getattr(message, "buffer", None) is not None:
-            message.buffer = torch.empty_like(message.buffer, device="meta", requires_grad=message.buffer.requires_grad)
+            message.buffer = torch.empty_like(
+                message.buffer, device="meta", requires_grad=message.buffer.requires_grad
+            )
     return copies

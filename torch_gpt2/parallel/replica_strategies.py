@@ -1,7 +1,8 @@
-"""Other ways for replicas to meet than DDP, for comparing them: a parameter server, and Horovod. See parallel.strategy.
+"""Other ways for replicas to meet than DDP, for comparing them: a parameter server, and Horovod.
+See parallel.strategy.
 
-Each has what ``DataParallel`` has (torch_gpt2/parallel/data_parallel.py), and is right in every precision: the gradients and weights of
-``MasterWeights`` travel in float32.
+Each has what ``DataParallel`` has (torch_gpt2/parallel/data_parallel.py), and is right in every
+precision: the gradients and weights of ``MasterWeights`` travel in float32.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from torch_gpt2.parallel.world import World
 
 
 class ParameterServer:
-    """Rank 0 gets the sum of all gradients, updates, and hands out the weights; the optimizer's state is its alone."""
+    """Rank 0 gets the sum of all gradients, updates, and hands out the weights; the optimizer's
+    state is its alone.
+    """
 
-    def __init__(self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]
+    ) -> None:
         self.loss_sum = loss_sum
         self._world = world
         self._weights = weights
@@ -58,37 +63,47 @@ class ParameterServer:
 
 
 class SingleProcessDataParallel(DataParallel):
-    """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0 keeps weights and state."""
+    """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0
+    keeps weights and state.
+    """
 
     def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: TorchDevice) -> None:
         super().__init__([model], model.loss_sum, config, world)
-        replicas = nn.DataParallel(_ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None)
+        replicas = nn.DataParallel(
+            _ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None
+        )
         if len(replicas.device_ids) < 2:  # it would pass everything through, and say nothing
             raise ConfigError(
-                f"parallel.strategy=parameter_server in one process needs several devices, found {device.count} x {device.name};"
-                " start several processes, or set strategy=ddp"
+                "parallel.strategy=parameter_server in one process needs several devices, found"
+                f" {device.count} x {device.name}; start several processes, or set strategy=ddp"
             )
         if config.train.compile:
-            raise ConfigError("train.compile=true: torch.nn.DataParallel copies the model anew in each step; leave it out")
+            raise ConfigError(
+                "train.compile=true: torch.nn.DataParallel copies the model anew in each step;"
+                " leave it out"
+            )
         self.loss_sum = lambda ids, targets: replicas(ids, targets).sum()
 
 
 class Horovod:
     """Sums over all ranks by Horovod's all-reduce."""
 
-    def __init__(self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]
+    ) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
-                "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1 pip install 'gpt2-toolkit[horovod]'"
-                " builds it (for torch 2.13, with CMAKE_CXX_STANDARD 17 in its two CMakeLists.txt), or set strategy=ddp"
+                "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1"
+                " pip install 'gpt2-toolkit[horovod]' builds it (for torch 2.13, with"
+                " CMAKE_CXX_STANDARD 17 in its two CMakeLists.txt), or set strategy=ddp"
             )
         self._horovod: Any = importlib.import_module("horovod.torch")
         self._horovod.init()
         theirs = (self._horovod.rank(), self._horovod.size())
         if theirs != (world.rank, world.size):
             raise ConfigError(
-                f"parallel.strategy=horovod: Horovod says rank {theirs[0]} of {theirs[1]}, this is rank {world.rank} of {world.size};"
-                " start the run with horovodrun or mpirun"
+                f"parallel.strategy=horovod: Horovod says rank {theirs[0]} of {theirs[1]}, this is"
+                f" rank {world.rank} of {world.size}; start the run with horovodrun or mpirun"
             )
         self.loss_sum = loss_sum
         self._weights: Mapping[str, Tensor] | None = weights
@@ -125,9 +140,16 @@ class _ReplicaLoss(nn.Module):
 
 
 def replicate(
-    parts: list[GPT2], loss_sum: LossSum, config: ResolvedRun, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
+    parts: list[GPT2],
+    loss_sum: LossSum,
+    config: ResolvedRun,
+    world: World,
+    device: TorchDevice,
+    weights: Mapping[str, Tensor],
 ) -> DataParallel | ParameterServer | Horovod:
-    """What parallel.strategy asks for. ``weights``: the float32 tensors that the optimizer updates. Raises ConfigError."""
+    """What parallel.strategy asks for. ``weights``: the float32 tensors that the optimizer updates.
+    Raises ConfigError.
+    """
     if config.parallel.strategy == "horovod":
         return Horovod(loss_sum, config, world, weights)
     if config.parallel.strategy == "parameter_server":

@@ -1,7 +1,9 @@
-"""Tensor and sequence parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2).
+"""Tensor and sequence parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section
+3 and 2205.05198 section 4.2).
 
-Between the split regions every rank of the group has all activations (B, T, C); with sequence parallel it has (B, T / group, C) there.
-A region is entered once and left once: its input is copied or gathered, its partial results are summed or summed and scattered.
+Between the split regions every rank of the group has all activations (B, T, C); with sequence
+parallel it has (B, T / group, C) there. A region is entered once and left once: its input is copied
+or gathered, its partial results are summed or summed and scattered.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class TensorGroup:
         return out
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of it: the sum of the ranks' partial results, with sequence parallel this rank's part of it."""
+        """Out of it: the sum of the ranks' partial results, with sequence parallel this rank's part
+        of it.
+        """
         function = _Scatter if self.sequence else _Sum
         out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
@@ -117,11 +121,14 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RowLinear(Linear):
-    """Weight (out, in / group): the results are summed over the group before the bias, which every rank has whole, is added."""
+    """Weight (out, in / group): the results are summed over the group before the bias, which every
+    rank has whole, is added.
+    """
 
     def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
         like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        super().__init__(whole.in_features // tensor.size, whole.out_features, **like)  # type: ignore[arg-type]
+        local = whole.in_features // tensor.size
+        super().__init__(local, whole.out_features, **like)  # type: ignore[arg-type]
         self.tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,11 +137,14 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has all."""
+    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has
+    all.
+    """
 
     def __init__(self, whole: nn.Embedding, tensor: TensorGroup) -> None:
         like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        super().__init__(whole.num_embeddings // tensor.size, whole.embedding_dim, **like)  # type: ignore[arg-type]
+        local = whole.num_embeddings // tensor.size
+        super().__init__(local, whole.embedding_dim, **like)  # type: ignore[arg-type]
         self.tensor = tensor
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -145,9 +155,11 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
-    """Replace each parameter of a model on the meta device by this rank's part, and join the regions by communication.
+    """Replace each parameter of a model on the meta device by this rank's part, and join the
+    regions by communication.
 
-    Modules that compute in another way are built anew in the place of those of one process, under the same names.
+    Modules that compute in another way are built anew in the place of those of one process, under
+    the same names.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and role_of(f"{name}.weight") is Role.ROW:
@@ -174,16 +186,20 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
 def _loss_of(tensor: TensorGroup) -> Any:
     def loss_of(self: GPT2, hidden: Tensor, targets: Tensor) -> Tensor:
         shard = VocabularyShard(group=tensor.group, first=tensor.rank * self.wte.num_embeddings)
-        return cross_entropy_sum(hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size, shard)
+        return cross_entropy_sum(
+            hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size, shard
+        )
 
     return loss_of
 
 
 def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> None:
-    """Dropout of the heads, which are split, differs between the ranks; all else between the regions must not.
+    """Dropout of the heads, which are split, differs between the ranks; all else between the
+    regions must not.
 
-    The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make alike, and which recomputation
-    repeats: it restores that generator before it runs a block again. Compilation leaves this out: it would break at each of these lines.
+    The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make
+    alike, and which recomputation repeats: it restores that generator before it runs a block again.
+    Compilation leaves this out: it would break at each of these lines.
     """
     attend: Callable[..., Tensor] = attention.attend  # type: ignore[assignment]
 

@@ -55,7 +55,9 @@ class World(WorldBase):
 
 @contextmanager
 def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> Iterator[World]:
-    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot be reached, also later on."""
+    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot
+    be reached, also later on.
+    """
     if process.world_size == 1:
         yield World()
         return
@@ -64,14 +66,25 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
         os.environ.setdefault(name, value)
     # a little longer than the launcher waits, which knows better whom to blame
     limit = datetime.timedelta(seconds=config.runtime.stall_limit + 30)
-    backends = "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
+    backends = (
+        "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
+    )
     try:
         store = _local_store(process, limit)
-        where = {} if store is None else {"store": store, "rank": process.rank, "world_size": process.world_size}
+        where = (
+            {}
+            if store is None
+            else {"store": store, "rank": process.rank, "world_size": process.world_size}
+        )
         dist.init_process_group(backends, timeout=limit, **where)
         with exit_barrier(dist.barrier):
             topology = config.topology
-            yield World(rank=process.rank, size=process.world_size, topology=topology, groups=_make_groups(topology, process.rank))
+            yield World(
+                rank=process.rank,
+                size=process.world_size,
+                topology=topology,
+                groups=_make_groups(topology, process.rank),
+            )
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_contact(error):
             raise
@@ -79,14 +92,20 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
             raise _taken() from error
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
-            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
+            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
+            " one that failed first"
         ) from error
     dist.destroy_process_group()
 
 
-def _local_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore | None:  # type: ignore[name-defined]
-    """Where the processes of one host meet, closed to all others: torch's own store listens at all addresses. None where torch makes
-    it: for several hosts, and under torchrun, whose store serves. Raises ConfigError where the port is taken."""
+def _local_store(
+    process: Process,
+    limit: datetime.timedelta,
+) -> dist.TCPStore | None:  # type: ignore[name-defined]
+    """Where the processes of one host meet, closed to all others: torch's own store listens at all
+    addresses. None where torch makes it: for several hosts, and under torchrun, whose store serves.
+    Raises ConfigError where the port is taken.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -97,12 +116,20 @@ def _local_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore |
         except OSError as error:
             raise _taken() from error
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, process.world_size, process.rank == 0, timeout=limit, master_listen_fd=listener
+        address,
+        port,
+        process.world_size,
+        process.rank == 0,
+        timeout=limit,
+        master_listen_fd=listener,
     )
 
 
 def _taken() -> ConfigError:
-    return ConfigError(f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses it, or set MASTER_PORT")
+    return ConfigError(
+        f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses"
+        " it, or set MASTER_PORT"
+    )
 
 
 def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessGroup]:
@@ -120,4 +147,12 @@ def _is_lost_contact(error: Exception) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
-    return any(word in text for word in ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting"))
+    return any(
+        word in text
+        for word in (
+            "gloo",
+            "connection closed by peer",
+            "connection reset by peer",
+            "timed out waiting",
+        )
+    )

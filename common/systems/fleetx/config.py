@@ -8,17 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.systems.dialect import Only, Table, Theirs, To, Translation, Without, apply, number, one_of, require_all_taken
+from common.systems.dialect import (
+    Only,
+    Table,
+    Theirs,
+    To,
+    Translation,
+    Without,
+    apply,
+    number,
+    one_of,
+    require_all_taken,
+)
 
 SYSTEM = "PaddleFleetX"
 BASE = "_base_"
 MARKS = frozenset({
-    "_base_", "Global", "Engine", "Model", "Data", "Distributed", "Optimizer", "Generation", "Inference", "Offline_Eval", "Profiler",
+    "_base_", "Global", "Engine", "Model", "Data", "Distributed", "Optimizer", "Generation",
+    "Inference", "Offline_Eval", "Profiler",
     "Quantization", "Compress", "FusedPasses",
 })  # fmt: skip
 """Keys at the top that are FleetX's alone."""
 
-_QUANTIZATION = "quantization-aware training is not in this version; set enable: False, or take the section out"
+_QUANTIZATION = (
+    "quantization-aware training is not in this version; set enable: False, or take the section out"
+)
 _ORDER = "documents and windows are shuffled anew in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _EVAL = "windows of the validation part are read as those of training are"
@@ -33,11 +47,13 @@ TABLE: Table = {
     # length, log, checkpoints
     "Engine.max_steps": To("train.max_steps"),
     "Engine.run_mode": Only(("step", "epoch"), "expected step or epoch"),
-    "Engine.accumulate_steps": Without("FleetX sets it to local_batch_size / micro_batch_size, and so it is here"),
+    "Engine.accumulate_steps": Without("FleetX sets it to local_batch_size / micro_batch_size, and"
+        " so it is here"),
     "Engine.logging_freq": To("logging.interval"),
     "Engine.eval_freq": To("validation.interval"),
     "Engine.test_iters": Without("the test part is not read; --run_mode eval measures a file"),
-    "Engine.save_load.save_epoch": Without("an epoch's end is no place to save; checkpoint.interval is in steps"),
+    "Engine.save_load.save_epoch": Without("an epoch's end is no place to save; checkpoint.interval"
+        " is in steps"),
     "Engine.save_load.output_dir": To("output_dir"),
     "Engine.save_load.*": Without("the run folder holds it"),
     "Engine.mix_precision.custom_black_list": Without("precision says the type of each part"),
@@ -47,15 +63,19 @@ TABLE: Table = {
     "Model.name": Only(("GPT",), "the models here are GPT; use GPT"),
     **{
         f"Model.{name}": To(f"model.{name}")
-        for name in ("vocab_size", "hidden_size", "num_layers", "ffn_hidden_size", "initializer_range")},
+        for name in ("vocab_size", "hidden_size", "num_layers", "ffn_hidden_size",
+        "initializer_range")},
     "Model.num_attention_heads": To("model.num_heads"),
     "Model.hidden_dropout_prob": To("model.dropout"),
     "Model.attention_probs_dropout_prob": To("model.attention_dropout"),
     "Model.max_position_embeddings": To("model.max_positions"),
     "Model.type_vocab_size": Without("GPT-2 has no token types"),
-    "Model.no_recompute_layers": Only(([],), "train.recompute is for all blocks; leave no_recompute_layers empty"),
-    **{f"Model.{name}": Without(_KERNELS) for name in ("fused_linear", "fuse_attn_qkv", "use_flash_attn", "fused_softmax_with_triangular")},
-    "Model.scale_qk_by_layer_num": Without("it changes no result: what it divides by it multiplies with again"),
+    "Model.no_recompute_layers": Only(([],), "train.recompute is for all blocks; leave"
+        " no_recompute_layers empty"),
+    **{f"Model.{name}": Without(_KERNELS) for name in ("fused_linear", "fuse_attn_qkv",
+    "use_flash_attn", "fused_softmax_with_triangular")},
+    "Model.scale_qk_by_layer_num": Without("it changes no result: what it divides by it multiplies"
+        " with again"),
     "Model.sequence_parallel": To("parallel.sequence_parallel"),
     # parallel
     "Distributed.mp_degree": To("parallel.model_parallel"),
@@ -64,13 +84,16 @@ TABLE: Table = {
     "Distributed.pp_recompute_interval": Only((1,), "train.recompute is for all blocks; set 1"),
     "Distributed.schedule_mode": Without("parallel.pipeline_schedule says it"),
     "Distributed.sharding.sharding_offload": Only(
-        (False,), "set it to False, and where DeepSpeed is installed engine=deepspeed deepspeed.offload_optimizer=true"
+        (False,), "set it to False, and where DeepSpeed is installed engine=deepspeed"
+            " deepspeed.offload_optimizer=true"
     ),
     "Distributed.sharding.*": Without("communication overlaps with computing where the engine can"),
     # data
-    "Data.Train.dataset.name": Only(("GPTDataset",), "data.train takes the files of GPTDataset; use GPTDataset"),
+    "Data.Train.dataset.name": Only(("GPTDataset",), "data.train takes the files of GPTDataset; use"
+        " GPTDataset"),
     "Data.Train.dataset.input_dir": To("data.train"),
-    "Data.Train.dataset.split": To("data.split", lambda value: ",".join(map(str, value)) if isinstance(value, list) else value),
+    "Data.Train.dataset.split": To("data.split",
+    lambda value: ",".join(map(str, value)) if isinstance(value, list) else value),
     "Data.Train.dataset.max_seq_len": To("model.seq_length"),
     "Data.Train.dataset.*": Without(_ORDER),
     "Data.Train.sampler.*": Without(_ORDER),
@@ -79,20 +102,25 @@ TABLE: Table = {
     "Data.Eval.*": Without(_EVAL),
     "Data.Test.*": Without("the test part is not read"),
     # optimizer
-    "Optimizer.name": To("optimizer.name", one_of(FusedAdamW="adamw", AdamW="adamw", Adam="adam", Momentum="sgd")),
-    **{f"Optimizer.{name}": To(f"optimizer.{name}") for name in ("weight_decay", "beta1", "beta2", "epsilon")},
+    "Optimizer.name": To("optimizer.name",
+    one_of(FusedAdamW="adamw", AdamW="adamw", Adam="adam", Momentum="sgd")),
+    **{f"Optimizer.{name}": To(f"optimizer.{name}") for name in ("weight_decay", "beta1", "beta2",
+    "epsilon")},
     "Optimizer.lr.name": To("optimizer.schedule", one_of(
-        CosineAnnealingWithWarmupDecay="cosine", LinearDecayWithWarmup="linear", CosineDecay="cosine"
+        CosineAnnealingWithWarmupDecay="cosine", LinearDecayWithWarmup="linear",
+        CosineDecay="cosine"
     )),
     "Optimizer.lr.decay_steps": To("optimizer.decay_steps"),
     "Optimizer.lr.warmup_rate": To("optimizer.warmup_fraction"),
     "Optimizer.lr.max_lr": To("optimizer.learning_rate"),
     "Optimizer.lr.min_lr": To("optimizer.min_learning_rate"),
     "Optimizer.lr.use_increments": Without("the schedule counts steps"),
-    "Optimizer.grad_clip.name": Only(("ClipGradByGlobalNorm",), "the global norm is clipped; use ClipGradByGlobalNorm"),
+    "Optimizer.grad_clip.name": Only(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
+        " ClipGradByGlobalNorm"),
     "Optimizer.grad_clip.clip_norm": To("optimizer.clip_grad"),
     "Optimizer.tensor_fusion": Without(_KERNELS),
-    "Optimizer.multi_precision": Only((True,), "the optimizer keeps float32 copies of float16 weights; set True"),
+    "Optimizer.multi_precision": Only((True,), "the optimizer keeps float32 copies of float16"
+        " weights; set True"),
     # the rest
     "Quantization.enable": Only((False,), _QUANTIZATION),
     "Quantization.*": Without("it is not enabled"),
@@ -108,17 +136,21 @@ TABLE: Table = {
     "Generation.min_dec_len": To("predict.min_new_tokens"),
     "Generation.max_dec_len": To("predict.max_new_tokens"),
     "Generation.num_return_sequences": To("predict.num_sequences"),
-    "Generation.decode_strategy": To("predict.strategy", one_of(sampling="sampling", greedy_search="greedy")),
+    "Generation.decode_strategy": To("predict.strategy",
+    one_of(sampling="sampling", greedy_search="greedy")),
     "Generation.input_text": To("predict.prompt"),
     "Generation.use_cache": Without("generation always keeps keys and values"),
-    **{f"Generation.{name}": Only((1,), "beam search is not in this version; set 1") for name in ("num_beams", "num_beam_groups")},
-    **{f"Generation.{name}": Without("it is for beam search") for name in ("length_penalty", "early_stopping", "diversity_rate")},
+    **{f"Generation.{name}": Only((1,),
+    "beam search is not in this version; set 1") for name in ("num_beams", "num_beam_groups")},
+    **{f"Generation.{name}": Without("it is for beam search") for name in ("length_penalty",
+    "early_stopping", "diversity_rate")},
     **{
         f"Generation.{name}_token_id": Only((50256,), "GPT-2's end of text is 50256")
         for name in ("bos", "eos", "pad", "forced_bos", "forced_eos")
     },
     "Offline_Eval.eval_path": To("evaluation.file"),
-    "Offline_Eval.cloze_eval": To("evaluation.task", one_of(**{"True": "lambada", "False": "text"})),
+    "Offline_Eval.cloze_eval": To("evaluation.task",
+    one_of(**{"True": "lambada", "False": "text"})),
     "Offline_Eval.overlapping_eval": To("evaluation.stride"),
     "Offline_Eval.batch_size": To("evaluation.batch_size"),
     "Offline_Eval.max_seq_len": Without("model.seq_length says it"),
@@ -126,16 +158,21 @@ TABLE: Table = {
 }  # fmt: skip
 
 _BY_HAND = (
-    "Global.local_batch_size", "Engine.num_train_epochs", "Engine.eval_iters", "Engine.save_load.save_steps", "Engine.save_load.ckpt_dir",
-    "Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.scale_loss", "Model.module", "Model.use_recompute",
-    "Model.recompute_granularity", "Model.virtual_pp_degree", "Distributed.dp_degree", "Distributed.sharding.sharding_degree",
+    "Global.local_batch_size", "Engine.num_train_epochs", "Engine.eval_iters",
+    "Engine.save_load.save_steps", "Engine.save_load.ckpt_dir",
+    "Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.scale_loss", "Model.module",
+    "Model.use_recompute",
+    "Model.recompute_granularity", "Model.virtual_pp_degree", "Distributed.dp_degree",
+    "Distributed.sharding.sharding_degree",
     "Distributed.sharding.sharding_stage", "Profiler.enable", "Profiler.scheduler",
 )  # fmt: skip
 _MODULES = {"GPTModule": "resume", "GPTGenerationModule": "load", "GPTEvalModule": "load"}
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be obeyed."""
+    """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be
+    obeyed.
+    """
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("logging.style", "fleetx")
     ours.set("output_dir", "output")
@@ -148,9 +185,14 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
 
 def _layout(theirs: Theirs, ours: Translation) -> None:
     degree_key, stage_key, copies_key = (
-        "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage", "Distributed.dp_degree"
+        "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
+        "Distributed.dp_degree"
     )  # fmt: skip
-    degree, stage, copies = theirs.take(degree_key, 1), theirs.take(stage_key, 1), theirs.take(copies_key)
+    degree, stage, copies = (
+        theirs.take(degree_key, 1),
+        theirs.take(stage_key, 1),
+        theirs.take(copies_key),
+    )
     if degree > 1:
         ours.set("parallel.zero_stage", stage, theirs.where(stage_key), stage_key)
         if copies is not None and copies > 1:
@@ -158,7 +200,9 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
     if copies is not None or degree > 1:
         # dp_degree left out: FleetX gives the sharding ranks their number, and copies what is left
         if copies is not None:
-            ours.set("parallel.data_parallel", copies * degree, theirs.where(copies_key), copies_key)
+            ours.set(
+                "parallel.data_parallel", copies * degree, theirs.where(copies_key), copies_key
+            )
         else:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     key = "Model.virtual_pp_degree"
@@ -169,7 +213,9 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
 
 
 def _batch(theirs: Theirs, ours: Translation) -> None:
-    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation."""
+    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the
+    accumulation.
+    """
     key, micro = "Global.local_batch_size", theirs.peek("Global.micro_batch_size", 1)
     local = theirs.take(key)
     if local is not None:
@@ -187,7 +233,9 @@ def _batch(theirs: Theirs, ours: Translation) -> None:
     batches = theirs.take(key)
     if batches is not None:
         copies = ours.get("parallel.data_parallel", ours.get("parallel.shard_size", 1))
-        ours.set("validation.max_samples", batches * (local or micro) * copies, theirs.where(key), key)
+        ours.set(
+            "validation.max_samples", batches * (local or micro) * copies, theirs.where(key), key
+        )
 
 
 def _precision(theirs: Theirs, ours: Translation) -> None:
@@ -196,14 +244,25 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
     dtype, level = theirs.take(f"{prefix}.dtype", "float16"), theirs.take(f"{prefix}.level", "O2")
     scale = theirs.take(f"{prefix}.scale_loss")
     where = theirs.where(prefix)
-    if pure is None and f"{prefix}.enable" in theirs.names:  # release 2.4 says enable, dtype and level
+    # release 2.4 says enable, dtype and level
+    if pure is None and f"{prefix}.enable" in theirs.names:
         pure = enabled and level == "O2"
         if enabled and level == "O1":
-            ours.set("precision", {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype), where, f"{prefix}.level")
+            ours.set(
+                "precision",
+                {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype),
+                where,
+                f"{prefix}.level",
+            )
     if pure:
         for part in ("parameters", "compute", "softmax", "layer_norm"):
             ours.set(f"precision.{part}", dtype, where, f"{prefix}.use_pure_fp16")
-    if scale is not None and (pure or enabled) and dtype == "float16" and ours.get("precision") is not None:
+    if (
+        scale is not None
+        and (pure or enabled)
+        and dtype == "float16"
+        and ours.get("precision") is not None
+    ):
         ours.set("loss_scale.initial", float(scale), where, f"{prefix}.scale_loss")
         ours.set("loss_scale.hysteresis", 2)  # Paddle's GradScaler: decr_every_n_nan_or_inf
         ours.set("loss_scale.window", 1000)  # and incr_every_n_steps
@@ -217,7 +276,9 @@ def _model(theirs: Theirs, ours: Translation) -> None:
     if grain not in ("full", "full_attn", "core_attn"):
         theirs.refuse(grain_key, grain, "expected full, full_attn or core_attn")
     if recompute:
-        ours.set("train.recompute", "full" if grain == "full" else "selective", theirs.where(key), key)
+        ours.set(
+            "train.recompute", "full" if grain == "full" else "selective", theirs.where(key), key
+        )
 
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
@@ -233,7 +294,10 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
 
 
 def _profile(theirs: Theirs, ours: Translation) -> None:
-    enabled, steps = theirs.take("Profiler.enable", False), theirs.take("Profiler.scheduler", [1, 5])
+    enabled, steps = (
+        theirs.take("Profiler.enable", False),
+        theirs.take("Profiler.scheduler", [1, 5]),
+    )
     if enabled and isinstance(steps, list) and len(steps) == 2:
         ours.set("profile.start", steps[0], theirs.where("Profiler"), "Profiler.scheduler")
         ours.set("profile.stop", steps[1], theirs.where("Profiler"), "Profiler.scheduler")

@@ -13,43 +13,69 @@ from common.structured_files import read_json_mapping, shown
 from common.systems.weights import checked_model
 
 CONFIG = "config.json"
-_SIZES = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
+_SIZES = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "vocab_size": "vocab_size",
+}
 _RATES = {
-    "embedding_dropout": ("embd_pdrop", 0.1), "attention_dropout": ("attn_pdrop", 0.1), "hidden_dropout": ("resid_pdrop", 0.1),
-    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5), "initializer_range": ("initializer_range", 0.02),
+    "embedding_dropout": ("embd_pdrop", 0.1), "attention_dropout": ("attn_pdrop", 0.1),
+    "hidden_dropout": ("resid_pdrop", 0.1),
+    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "initializer_range": ("initializer_range", 0.02),
 }  # fmt: skip
 """Our key -> theirs, and their default."""
 _FIXED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,), "add_cross_attention": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,), "tie_word_embeddings": (True,),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+    "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
+    "tie_word_embeddings": (True,),
 }  # fmt: skip
-"""Settings that our model has no choice in, with the values that it computes. The first is the default, except in old files."""
+"""Settings that our model has no choice in, with the values that it computes. The first is the
+default, except in old files.
+"""
 
 
 def read_config(path: Path) -> ResolvedModel:
-    """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that computes what ours does."""
+    """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that
+    computes what ours does.
+    """
     if not os.path.lexists(path):
-        raise ConfigError(f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights")
+        raise ConfigError(
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json"
+            " beside the weights"
+        )
     fields = read_json_mapping(path, finite=False)
     positions = fields.get("n_positions") or fields.get("n_ctx")
-    missing = [name for name in _SIZES.values() if fields.get(name) is None] + ([] if positions else ["n_positions"])
+    missing = [name for name in _SIZES.values() if fields.get(name) is None] + (
+        [] if positions else ["n_positions"]
+    )
     if missing:
         raise ConfigError(
-            f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd, n_head, n_positions, vocab_size"
+            f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd,"
+            " n_head, n_positions, vocab_size"
         )
     for name, values in _FIXED.items():
         if fields.get(name, values[0]) not in values:
             raise ConfigError(
-                f"{path}: {name}={shown(fields[name])}; our model is GPT-2 with {name}={values[0]!r} alone, so it would compute otherwise"
+                f"{path}: {name}={shown(fields[name])}; our model is GPT-2 with"
+                f" {name}={values[0]!r} alone, so it would compute otherwise"
             )
     section = {ours: fields[theirs] for ours, theirs in _SIZES.items()}
-    section |= {"seq_length": positions, "max_positions": positions, "ffn_hidden_size": fields.get("n_inner") or None}
+    section |= {
+        "seq_length": positions,
+        "max_positions": positions,
+        "ffn_hidden_size": fields.get("n_inner") or None,
+    }
     section |= {ours: fields.get(theirs, default) for ours, (theirs, default) in _RATES.items()}
     return checked_model(path, section)
 
 
 def write_config(path: Path, model: ResolvedModel, dtype: str, end_of_text: int | None) -> None:
-    """Write config.json. end_of_text: of the tokenizer, as far as known; transformers would take 50256 for any vocabulary."""
+    """Write config.json. end_of_text: of the tokenizer, as far as known; transformers would take
+    50256 for any vocabulary.
+    """
     fields = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -58,7 +84,9 @@ def write_config(path: Path, model: ResolvedModel, dtype: str, end_of_text: int 
         **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
         "n_positions": model.max_positions,
         "n_ctx": model.max_positions,
-        "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size,
+        "n_inner": None
+        if model.ffn_hidden_size == 4 * model.hidden_size
+        else model.ffn_hidden_size,
         **{theirs: getattr(model, ours) for ours, (theirs, _) in _RATES.items()},
         "torch_dtype": dtype,
         "bos_token_id": end_of_text,

@@ -1,4 +1,6 @@
-"""The names that transformers has for the parameters of a GPT-2. Its Conv1D weights are (in, out)."""
+"""The names that transformers has for the parameters of a GPT-2. Its Conv1D weights are (in,
+out).
+"""
 
 import re
 

@@ -1,4 +1,5 @@
-"""Folders of Hugging Face's GPT-2: config.json, weights in safetensors or pytorch_model.bin, in shards or not, and the tokenizer's files.
+"""Folders of Hugging Face's GPT-2: config.json, weights in safetensors or pytorch_model.bin, in
+shards or not, and the tokenizer's files.
 
 GPT2-Chinese has the same, with vocab.txt.
 """
@@ -20,7 +21,12 @@ from common.tensor_files.arrays import TensorFile
 from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING
 
-FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def detects(path: Path) -> bool:
@@ -29,11 +35,15 @@ def detects(path: Path) -> bool:
 
 @contextmanager
 def open_hugging_face(path: Path) -> Iterator[Weights]:
-    """path: the folder, or a file of weights beside its config.json. Raises CheckpointError and ConfigError."""
+    """path: the folder, or a file of weights beside its config.json. Raises CheckpointError and
+    ConfigError.
+    """
     folder = path if path.is_dir() else path.parent
     file = next((path / name for name in FILES if (path / name).is_file()), path)
     if not file.is_file():
-        raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
+        raise CheckpointError(
+            f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}"
+        )
     model = read_config(folder / CONFIG)
     with open_tensors(file) as stored:
         yield _weights(path, stored, match_name_map(file, "hf", NAME_MAPS, stored), model)
@@ -41,19 +51,30 @@ def open_hugging_face(path: Path) -> Iterator[Weights]:
 
 @contextmanager
 def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
-    """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises CheckpointError."""
+    """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises
+    CheckpointError.
+    """
     with open_tensors(file) as stored:
         name_map = match_name_map(file, "hf", NAME_MAPS, stored)
-        there = 1 + max((int(found[1]) for name in stored if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1)
+        there = 1 + max(
+            (int(found[1]) for name in stored if (found := re.search(r"\bh\.(\d{1,9})\.", name))),
+            default=layers - 1,
+        )
         if there != layers:
-            raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
+            raise CheckpointError(
+                f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}"
+            )
         table, positions, inner = (
-            stored[row.theirs].shape if row.theirs in stored and len(stored[row.theirs].shape) == 2 else (1, 1)  # refused below
+            # refused below
+            stored[row.theirs].shape
+            if row.theirs in stored and len(stored[row.theirs].shape) == 2
+            else (1, 1)
             for row in name_map.rows(1)
             if row.ours in ((EMBEDDING,), ("wpe.weight",), ("h.0.mlp.c_fc.weight",))
         )
         sizes = {
-            "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0], "seq_length": positions[0],
+            "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0],
+            "seq_length": positions[0],
             "ffn_hidden_size": inner[1],
         }  # fmt: skip
         model = checked_model(file, sizes)
@@ -67,4 +88,6 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ResolvedM
     if name_map.head in tensors and table in tensors:
         ignored[name_map.head] = f"the head, which is {table}"
         check_tied(stored.path, name_map.head, tensors.pop(name_map.head), tensors[table])
-    return weights_from(stored.path, name_map, tensors, model, format="hf", path=path, ignored=ignored)
+    return weights_from(
+        stored.path, name_map, tensors, model, format="hf", path=path, ignored=ignored
+    )

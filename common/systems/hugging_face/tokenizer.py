@@ -1,5 +1,6 @@
-"""The tokenizer that goes along with weights, as the files that transformers' AutoTokenizer reads: those beside the weights, or those of
-the run, where they are still there."""
+"""The tokenizer that goes along with weights, as the files that transformers' AutoTokenizer reads:
+those beside the weights, or those of the run, where they are still there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TOKENIZER_FILES = {
     **{
         name: name
         for name in (
-            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json",
+            "special_tokens_map.json",
             "added_tokens.json",
         )
     },
@@ -30,7 +32,9 @@ TOKENIZER_FILES = {
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the files into ``folder``, if they are known. Raises StorageError, and TokenizerError for what cannot be read."""
+    """Write the files into ``folder``, if they are known. Raises StorageError, and TokenizerError
+    for what cannot be read.
+    """
     for name, file in _beside(weights).items():
         content = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         with atomic_write(folder / name) as copy:
@@ -43,7 +47,11 @@ def put_tokenizer(folder: Path, weights: Weights) -> None:
 def without_tokenizer(weights: Weights) -> dict[str, str]:
     """Why what is written lacks the tokenizer of the run, if it does."""
     vocabulary = _of_run(weights)
-    return {"tokenizer": f"files of the tokenizer: {vocabulary}"} if isinstance(vocabulary, TokenizerError) else {}
+    return (
+        {"tokenizer": f"files of the tokenizer: {vocabulary}"}
+        if isinstance(vocabulary, TokenizerError)
+        else {}
+    )
 
 
 def end_of_text(weights: Weights) -> int | None:
@@ -53,7 +61,9 @@ def end_of_text(weights: Weights) -> int | None:
         return vocabulary.eod_id
     named = 50256 if weights.model.vocab_size == 50257 else None
     with suppress(ConfigError):  # not from transformers
-        named = read_json_mapping(_folder_of(weights) / "config.json", finite=False).get("eos_token_id", named)
+        named = read_json_mapping(_folder_of(weights) / "config.json", finite=False).get(
+            "eos_token_id", named
+        )
     return named if type(named) is int and 0 <= named < weights.model.vocab_size else None
 
 
@@ -64,11 +74,17 @@ def _folder_of(weights: Weights) -> Path:
 def _beside(weights: Weights) -> dict[str, Path]:
     """Return the files beside the weights, by the names that they get."""
     source = _folder_of(weights)
-    return {name: source / theirs for theirs, name in TOKENIZER_FILES.items() if (source / theirs).is_file()}
+    return {
+        name: source / theirs
+        for theirs, name in TOKENIZER_FILES.items()
+        if (source / theirs).is_file()
+    }
 
 
 def _of_run(weights: Weights) -> BPEVocabulary | TokenizerError | None:
-    """The tokenizer of the run, or why its files do not serve; None where there was none, or files lie beside the weights."""
+    """The tokenizer of the run, or why its files do not serve; None where there was none, or files
+    lie beside the weights.
+    """
     if weights.tokenizer is None or _beside(weights):
         return None
     try:
@@ -78,28 +94,42 @@ def _of_run(weights: Weights) -> BPEVocabulary | TokenizerError | None:
 
 
 def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary:
-    """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from here. Raises TokenizerError unless the
-    files are there and their content is what the run was trained with."""
+    """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from
+    here. Raises TokenizerError unless the files are there and their content is what the run was
+    trained with.
+    """
     kind = record.get("kind", record.get("type"))
     if kind != GPT2BPETokenizer.kind:
-        raise TokenizerError(f"the run's tokenizer is {kind}; expected {GPT2BPETokenizer.kind}; copy its files there yourself")
+        raise TokenizerError(
+            f"the run's tokenizer is {kind}; expected {GPT2BPETokenizer.kind}; copy its files there"
+            " yourself"
+        )
     source, merge_file = record.get("vocab_file") or record.get("folder"), record.get("merge_file")
     if not source:
-        raise TokenizerError("data.tokenizer of the run's config names none; copy vocab.json and merges.txt there yourself")
-    files = (Path(str(source)), Path(str(merge_file))) if merge_file else files_in(Path(str(source)))
+        raise TokenizerError(
+            "data.tokenizer of the run's config names none; copy vocab.json and merges.txt there"
+            " yourself"
+        )
+    files = (
+        (Path(str(source)), Path(str(merge_file))) if merge_file else files_in(Path(str(source)))
+    )
     vocabulary = read_vocabulary(*files)
     if vocabulary.sha256 != record.get("sha256"):
         raise TokenizerError(
-            f"{files[0]}: its content (sha256 {vocabulary.sha256[:12]}) is not what the run recorded"
-            f" ({str(record.get('sha256', 'nothing'))[:12]}); copy the vocab.json and merges.txt that it was trained with there yourself"
+            f"{files[0]}: its content (sha256 {vocabulary.sha256[:12]}) is not what the run"
+            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy the vocab.json and"
+            " merges.txt that it was trained with there yourself"
         )
     return vocabulary
 
 
 def write_tokenizer(folder: Path, vocabulary: BPEVocabulary, positions: int) -> None:
-    """vocab.json, merges.txt with the header that some readers skip unseen, and tokenizer_config.json. Raises StorageError."""
+    """vocab.json, merges.txt with the header that some readers skip unseen, and
+    tokenizer_config.json. Raises StorageError.
+    """
     config = {
-        "tokenizer_class": "GPT2Tokenizer", "model_max_length": positions, "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "GPT2Tokenizer", "model_max_length": positions,
+        "add_prefix_space": False, "clean_up_tokenization_spaces": False,
         "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
     }  # fmt: skip
     merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)

@@ -1,4 +1,6 @@
-"""Megatron-LM and Megatron-Core: ``megatron`` and ``megatron_core``, with a file for each tensor and pipeline rank."""
+"""Megatron-LM and Megatron-Core: ``megatron`` and ``megatron_core``, with a file for each tensor
+and pipeline rank.
+"""
 
 from functools import partial
 

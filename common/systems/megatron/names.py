@@ -1,4 +1,6 @@
-"""The names that Megatron-LM and Megatron-Core have for the parameters. All linear weights are (out, in)."""
+"""The names that Megatron-LM and Megatron-Core have for the parameters. All linear weights are
+(out, in).
+"""
 
 from common.systems.name_map import POSITIONS, Fusion, NameMap, name_map
 from common.weights.names import EMBEDDING
@@ -32,7 +34,8 @@ def _megatron_core(norm_1: str, norm_2: str) -> NameMap:
             POSITIONS: "embedding.position_embeddings.weight",
             "ln_f": "decoder.final_layernorm",
             "ln_1": block + norm_1,
-            "attn.c_proj": f"{block}self_attention.linear_proj",  # its optimizer counts the modules as they are made
+            # its optimizer counts the modules as they are made
+            "attn.c_proj": f"{block}self_attention.linear_proj",
             "attn.qkv_proj": f"{block}self_attention.linear_qkv",
             "ln_2": block + norm_2,
             "mlp.c_fc": f"{block}mlp.linear_fc1",

@@ -1,4 +1,6 @@
-"""The state that Megatron's optimizers save, read: moments and float32 copies, in the order of its parameters."""
+"""The state that Megatron's optimizers save, read: moments and float32 copies, in the order of its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -30,37 +32,64 @@ class SavedState:
 
 
 def read_optimizer(file: TensorFile) -> SavedState:
-    """Megatron's FP32Optimizer saves what torch's optimizers do; Float16OptimizerWithFloat16Params has that inside (``state_dict`` of
-    both in megatron/optimizer/optimizer.py, since then megatron/core/optimizer/optimizer.py)."""
+    """Megatron's FP32Optimizer saves what torch's optimizers do; Float16OptimizerWithFloat16Params
+    has that inside (``state_dict`` of both in megatron/optimizer/optimizer.py, since then
+    megatron/core/optimizer/optimizer.py).
+    """
     try:
         outer = file.tree.get("optimizer")
         if outer is None:
-            return SavedState(moments={}, why_not="" if file.path.name == FILE else "in a file of each data-parallel rank: weights alone")
+            return SavedState(
+                moments={},
+                why_not=""
+                if file.path.name == FILE
+                else "in a file of each data-parallel rank: weights alone",
+            )
         inner = outer.get("optimizer") or outer.get("optimizer_state_dict") or outer
         ids = [number for group in inner["param_groups"] for number in group["params"]]
         if "state" not in inner:
-            return SavedState(moments={}, why_not="sharded by the distributed optimizer (distrib_optim.pt): weights alone" if ids else "")
+            return SavedState(
+                moments={},
+                why_not="sharded by the distributed optimizer (distrib_optim.pt): weights alone"
+                if ids
+                else "",
+            )
         groups = outer.get("fp32_from_fp16_params", outer.get("fp32_from_fp16", ()))
         copies = [copy for group in groups for copy in group]
         state = inner["state"]
-        moments = {part: [state[number][part] for number in ids] for part in _PARTS if state and part in state[ids[0]]}
-        steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)  # apex's place, and torch's
+        moments = {
+            part: [state[number][part] for number in ids]
+            for part in _PARTS
+            if state and part in state[ids[0]]
+        }
+        # apex's place, and torch's
+        steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)
         whole = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
         if not all(isinstance(tensor, FileTensor) for tensor in whole):
             raise TypeError("no tensors")
         steps = int(steps.read().reshape(-1)[0]) if isinstance(steps, FileTensor) else steps
-        return SavedState(moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler"))
+        return SavedState(
+            moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler")
+        )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        return SavedState(moments={}, why_not=f"state of the optimizer: of no form that is known ({error!r}): weights alone")
+        return SavedState(
+            moments={},
+            why_not=f"state of the optimizer: of no form that is known ({error!r}): weights alone",
+        )
 
 
-def by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequence[FileTensor]]]) -> RankTensors:
-    """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
+def by_name(
+    shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequence[FileTensor]]]
+) -> RankTensors:
+    """Name tensors that are in the optimizer's order. The names in the file are in the order of the
+    modules.
 
-    Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of the modules:
-    ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in megatron/optimizer/__init__.py, ``_get_param_groups``
-    in megatron/core/optimizer/__init__.py. The first comes first, but in releases of megatron-core whose groups are in the order of their
-    first parameters, on all but the first stage: both are read.
+    Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in
+    the order of the modules: ``_get_params_for_weight_decay_optimization`` and later
+    ``get_param_groups`` in megatron/optimizer/__init__.py, ``_get_param_groups`` in
+    megatron/core/optimizer/__init__.py. The first comes first, but in releases of megatron-core
+    whose groups are in the order of their first parameters, on all but the first stage: both are
+    read.
     """
     return [
         [_in_order(shards.folder, tensors, there) for tensors, there in zip(*stage, strict=True)]
@@ -68,23 +97,33 @@ def by_name(shards: Shards, names: RankTensors, values: Sequence[Sequence[Sequen
     ]
 
 
-def _in_order(folder: Path, names: Mapping[str, FileTensor], values: Sequence[FileTensor]) -> dict[str, FileTensor]:
+def _in_order(
+    folder: Path, names: Mapping[str, FileTensor], values: Sequence[FileTensor]
+) -> dict[str, FileTensor]:
     found: dict[str, FileTensor] = {}
     for dims in (1, 2):
         named = {name: tensor for name, tensor in names.items() if len(tensor.shape) == dims}
         there = [tensor for tensor in values if len(tensor.shape) == dims]
         if [tensor.shape for tensor in named.values()] != [tensor.shape for tensor in there]:
-            raise CheckpointError(f"{folder}: the state of the optimizer is not of these weights: other shapes, or another number of them")
+            raise CheckpointError(
+                f"{folder}: the state of the optimizer is not of these weights: other shapes, or"
+                " another number of them"
+            )
         found.update(zip(named, there, strict=True))
     return {name: found[name] for name in names if name in found}
 
 
 def run_of(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
-    """Return the run as far as Megatron's own numbers tell. Raises ConfigError if these are not numbers."""
+    """Return the run as far as Megatron's own numbers tell. Raises ConfigError if these are not
+    numbers.
+    """
     try:
         return checked_run(shards.first.path, _counted(shards, saved, step))
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{shards.first.path}: its counters or its grad_scaler are no numbers ({error}); copy it again") from None
+        raise ConfigError(
+            f"{shards.first.path}: its counters or its grad_scaler are no numbers ({error}); copy"
+            " it again"
+        ) from None
 
 
 def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
@@ -92,11 +131,16 @@ def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
     if saved.scaler is not None:
         value = saved.scaler.get("scale", getattr(args, "loss_scale", None))
         value = value.read().reshape(-1)[0] if isinstance(value, FileTensor) else value
-        scale |= {"mode": "dynamic" if "scale" in saved.scaler else "static", "value": float(np.float32(value or 1.0))}
+        scale |= {
+            "mode": "dynamic" if "scale" in saved.scaler else "static",
+            "value": float(np.float32(value or 1.0)),
+        }
         hysteresis = getattr(args, "hysteresis", None) or 2
         scale |= {
             "finite_steps": int(saved.scaler.get("growth_tracker", 0)),
-            "overflows": max(0, hysteresis - int(saved.scaler.get("hysteresis_tracker", hysteresis))),
+            "overflows": max(
+                0, hysteresis - int(saved.scaler.get("hysteresis_tracker", hysteresis))
+            ),
         }
     return new_run(
         "sgd" if "momentum_buffer" in saved.moments else "adamw",

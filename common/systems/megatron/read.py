@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-LM (``megatron``) and Megatron-Core (``megatron_core``), read in the shards of any tensor and pipeline size."""
+"""Checkpoints of Megatron-LM (``megatron``) and Megatron-Core (``megatron_core``), read in the
+shards of any tensor and pipeline size.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,15 @@ from common.systems.run_state import require_moments
 from common.systems.weights import Weight, Weights, check_tied, import_names, weights_from
 from common.tensor_files.containers import open_tensors
 
-_ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
-"""checkpoint_version -> the order of the rows of query, key and value (``fix_query_key_value_ordering`` in megatron/checkpointing.py)."""
+_ORDERS: dict[float, Fusion] = {
+    0: Fusion.BLOCKS,
+    1: Fusion.OUTPUTS,
+    2: Fusion.HEADS,
+    3: Fusion.HEADS,
+}
+"""checkpoint_version -> the order of the rows of query, key and value
+(``fix_query_key_value_ordering`` in megatron/checkpointing.py).
+"""
 
 
 def detects(path: Path, format: str = "megatron") -> bool:
@@ -38,9 +47,12 @@ def detects(path: Path, format: str = "megatron") -> bool:
         folder = find_folder(path)
         files = rank_files(folder) if folder else {}
         if not files:
-            return folder is not None and format == "megatron_core"  # its format torch_dist, refused when it is opened
+            # its format torch_dist, refused when it is opened
+            return folder is not None and format == "megatron_core"
         with open_tensors(files[min(files)]) as file:
-            return any(name.startswith("model.language_model.") for name in file) == (format == "megatron")
+            return any(name.startswith("model.language_model.") for name in file) == (
+                format == "megatron"
+            )
     except (CheckpointError, ConfigError):  # told when it is opened to be read
         return format == "megatron"
 
@@ -54,7 +66,10 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
     with open_shards(path) as shards:
         name_map = _name_map(shards, format)
         saved = [[read_optimizer(file) for file in stage] for stage in shards.files]
-        stored = [[{n: t for n, t in rank.items() if not name_map.ignores(n)} for rank in stage] for stage in model_tensors(shards)]
+        stored = [
+            [{n: t for n, t in rank.items() if not name_map.ignores(n)} for rank in stage]
+            for stage in model_tensors(shards)
+        ]
         ranks: RankTensors = stored
         ignored: dict[str, str] = {}
         if all(rank.copies for stage in saved for rank in stage):
@@ -63,14 +78,29 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         ignored |= _tied_head(shards.folder, name_map, ranks)
         tensors = _without_head(shards, ranks, name_map)
         table = name_map.global_rows[0].theirs
-        model, run, notes = read_config(shards, tensors[table].shape[0] if table in tensors and tensors[table].shape else 0)
+        model, run, notes = read_config(
+            shards, tensors[table].shape[0] if table in tensors and tensors[table].shape else 0
+        )
         ignored |= notes
-        weights = weights_from(shards.folder, name_map, tensors, model, format=format, path=path, ignored=ignored, read=read_joined)
+        weights = weights_from(
+            shards.folder,
+            name_map,
+            tensors,
+            model,
+            format=format,
+            path=path,
+            ignored=ignored,
+            read=read_joined,
+        )
         moments: dict[str, Weight] = {}
         for part in saved[0][0].moments:
-            there = by_name(shards, stored, [[rank.moments.get(part, []) for rank in stage] for stage in saved])
+            there = by_name(
+                shards, stored, [[rank.moments.get(part, []) for rank in stage] for stage in saved]
+            )
             joined = _without_head(shards, there, name_map)
-            moments |= import_names(shards.folder, name_map, joined, model, suffix=f".{part}", read=read_joined)
+            moments |= import_names(
+                shards.folder, name_map, joined, model, suffix=f".{part}", read=read_joined
+            )
         run, notes = _where_it_stood(shards, saved[0][0], run, has_moments=bool(moments))
         moments = {} if run is None else require_moments(shards.folder, moments, run, model)
         yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
@@ -96,22 +126,25 @@ def _where_it_stood(
     if run is not None:
         if step != run["state"]["step"]:
             raise CheckpointError(
-                f"{shards.first.path}: its iteration is {step}, and {MODEL_YAML} says step {run['state']['step']}: they are of two runs;"
-                f" take the section run out of {MODEL_YAML}, or copy both again"
+                f"{shards.first.path}: its iteration is {step}, and {MODEL_YAML} says step"
+                f" {run['state']['step']}: they are of two runs; take the section run out of"
+                f" {MODEL_YAML}, or copy both again"
             )
         return run, {}
     if has_moments:
         return run_of(shards, saved, step), {}
     notes = {"optimizer": saved.why_not} if saved.why_not else {}
-    return None, notes | ({"iteration": "where training stood, without the state of the optimizer"} if step else {})
+    return None, notes | (
+        {"iteration": "where training stood, without the state of the optimizer"} if step else {}
+    )
 
 
 def _in_version(shards: Shards, name_map: NameMap) -> NameMap:
     version = shards.first.tree.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in _ORDERS:
         raise ConfigError(
-            f"{shards.first.path}: checkpoint_version is {version!r}, of which the order of query, key and value is unknown;"
-            f" expected {', '.join(map(str, _ORDERS))}"
+            f"{shards.first.path}: checkpoint_version is {version!r}, of which the order of query,"
+            f" key and value is unknown; expected {', '.join(map(str, _ORDERS))}"
         )
     return name_map.fused(_ORDERS[version])
 

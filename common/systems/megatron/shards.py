@@ -1,7 +1,9 @@
-"""The files of a Megatron-LM checkpoint, one for each tensor and pipeline rank, and what they hold of each tensor, joined when it is read.
+"""The files of a Megatron-LM checkpoint, one for each tensor and pipeline rank, and what they hold
+of each tensor, joined when it is read.
 
-Layout: megatron/checkpointing.py (``get_checkpoint_name``) of Megatron-LM 2.x to 23.x, megatron/training/checkpointing.py since with
-``--ckpt-format torch``: ROOT/{iter_0000100,release}/mp_rank_TT[_PPP]/model_optim_rng.pt, and beside them the number in
+Layout: megatron/checkpointing.py (``get_checkpoint_name``) of Megatron-LM 2.x to 23.x,
+megatron/training/checkpointing.py since with ``--ckpt-format torch``:
+ROOT/{iter_0000100,release}/mp_rank_TT[_PPP]/model_optim_rng.pt, and beside them the number in
 latest_checkpointed_iteration.txt. PPP is there with pipeline stages alone.
 """
 
@@ -34,18 +36,23 @@ _FILES = (FILE, "model_rng.pt")
 """The second with the optimizer of each data-parallel rank in a file of its own."""
 _MAX_RANKS = 1000
 _OF_ALL = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings", "iteration",
-    "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size",
+    "max_position_embeddings", "iteration",
+    "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "params_dtype",
 )  # fmt: skip
 """Args that are the same on all ranks of a checkpoint."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
-"""[stage][tensor rank]: tensors by the names that the file has, without what stands before those of the model."""
+"""[stage][tensor rank]: tensors by the names that the file has, without what stands before those of
+the model.
+"""
 
 
 def find_folder(path: Path) -> Path | None:
-    """The one that holds the ranks' folders: path may be it, the root above it, or one of them or its file. None: nothing of Megatron's.
+    """The one that holds the ranks' folders: path may be it, the root above it, or one of them or
+    its file. None: nothing of Megatron's.
 
     Raises ConfigError on a tracker that names nothing.
     """
@@ -55,13 +62,23 @@ def find_folder(path: Path) -> Path | None:
         return path.parent
     tracker = path / TRACKER
     if not tracker.is_file():
-        return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None
+        return (
+            path
+            if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT)
+            else None
+        )
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
     if word != "release" and whole_number(word) is None:
-        raise ConfigError(f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder iter_... itself")
+        raise ConfigError(
+            f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder"
+            " iter_... itself"
+        )
     folder = path / (word if word == "release" else f"iter_{int(word):07d}")
     if not folder.is_dir():
-        raise CheckpointError(f"{tracker}: names {folder.name}, and no such folder is beside it; copy it there, or give another one")
+        raise CheckpointError(
+            f"{tracker}: names {folder.name}, and no such folder is beside it; copy it there, or"
+            " give another one"
+        )
     return folder
 
 
@@ -99,57 +116,84 @@ class Shards:
 def open_shards(path: Path) -> Iterator[Shards]:
     """Open the files of all ranks.
 
-    Raises CheckpointError unless they are as many as training had, and ConfigError on Megatron's newer format.
+    Raises CheckpointError unless they are as many as training had, and ConfigError on Megatron's
+    newer format.
     """
     folder = find_folder(path)
     if folder is None:
-        raise CheckpointError(f"{path}: nothing of Megatron-LM here; expected {TRACKER}, or folders mp_rank_00 with {FILE}")
+        raise CheckpointError(
+            f"{path}: nothing of Megatron-LM here; expected {TRACKER}, or folders mp_rank_00 with"
+            f" {FILE}"
+        )
     if not (paths := rank_files(folder)):
         if any((folder / name).is_file() for name in _NEW_FORMAT):
             raise ConfigError(
-                f"{folder}: is of Megatron's format torch_dist, whose pieces only its own program puts together; save it with"
-                " --ckpt-format torch, or turn it with Megatron's --ckpt-convert-format torch --ckpt-convert-save FOLDER"
+                f"{folder}: is of Megatron's format torch_dist, whose pieces only its own program"
+                " puts together; save it with --ckpt-format torch, or turn it with Megatron's"
+                " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
             )
         raise CheckpointError(f"{folder}: no mp_rank_00/{FILE} here; copy the whole folder again")
     with ExitStack() as stack:
         opened = {ranks: stack.enter_context(open_tensors(file)) for ranks, file in paths.items()}
         args = _args_of(next(iter(opened.values())))
         largest = (max(stage for stage, _ in paths) + 1, max(rank for _, rank in paths) + 1)
-        tensor = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", largest[1]))
-        stages = getattr(args, "pipeline_model_parallel_size", largest[0] if tensor == largest[1] else 1)
+        tensor = getattr(
+            args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", largest[1])
+        )
+        stages = getattr(
+            args, "pipeline_model_parallel_size", largest[0] if tensor == largest[1] else 1
+        )
         if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
-            raise CheckpointError(f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole folder again")
+            raise CheckpointError(
+                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole"
+                " folder again"
+            )
         expected = set(itertools.product(range(stages), range(tensor)))
         if expected != paths.keys():
-            absent = [f"missing mp_rank_{rank:02d}" + (f"_{stage:03d}" * (stages > 1)) for stage, rank in sorted(expected - paths.keys())]
-            more = [f"unexpected {paths[ranks].parent.name}" for ranks in sorted(paths.keys() - expected)]
+            absent = [
+                f"missing mp_rank_{rank:02d}" + (f"_{stage:03d}" * (stages > 1))
+                for stage, rank in sorted(expected - paths.keys())
+            ]
+            more = [
+                f"unexpected {paths[ranks].parent.name}"
+                for ranks in sorted(paths.keys() - expected)
+            ]
             raise CheckpointError(
-                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks: {', '.join([*absent, *more][:6])}; copy all of them"
+                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks:"
+                f" {', '.join([*absent, *more][:6])}; copy all of them"
             )
         for file in opened.values():
             if any(name.startswith("model0.") for name in file):
                 raise ConfigError(
-                    f"{file.path}: holds the parts of an interleaved pipeline (model0, model1, ...); save it with Megatron without"
-                    " --num-layers-per-virtual-pipeline-stage"
+                    f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
+                    " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
                 )
             _check_same(next(iter(opened.values())), file)
-        yield Shards(folder=folder, files=[[opened[stage, rank] for rank in range(tensor)] for stage in range(stages)])
+        yield Shards(
+            folder=folder,
+            files=[[opened[stage, rank] for rank in range(tensor)] for stage in range(stages)],
+        )
 
 
 def _check_same(first: TensorFile, file: TensorFile) -> None:
-    """Raises CheckpointError if they are of two checkpoints. Tensor ranks that changed places cannot be seen: no file says its rank."""
+    """Raises CheckpointError if they are of two checkpoints. Tensor ranks that changed places
+    cannot be seen: no file says its rank.
+    """
     one, other = (vars(_args_of(rank)) | _counters(rank) for rank in (first, file))
     for name in (*_OF_ALL, "checkpoint_version", "iteration in the file"):
         if one.get(name) != other.get(name):
             raise CheckpointError(
-                f"{file.path}: {name} is {other.get(name)}, and {first.path.parent.name} says {one.get(name)}: these files are of several"
-                " checkpoints; copy one whole"
+                f"{file.path}: {name} is {other.get(name)}, and {first.path.parent.name} says"
+                f" {one.get(name)}: these files are of several checkpoints; copy one whole"
             )
 
 
 def _counters(file: TensorFile) -> dict[str, Any]:
     tree = file.tree if isinstance(file.tree, dict) else {}
-    return {"checkpoint_version": tree.get("checkpoint_version"), "iteration in the file": tree.get("iteration", tree.get("total_iters"))}
+    return {
+        "checkpoint_version": tree.get("checkpoint_version"),
+        "iteration in the file": tree.get("iteration", tree.get("total_iters")),
+    }
 
 
 def _args_of(file: TensorFile) -> argparse.Namespace:
@@ -159,13 +203,22 @@ def _args_of(file: TensorFile) -> argparse.Namespace:
 
 def model_tensors(shards: Shards) -> RankTensors:
     return [
-        [{name.removeprefix("model."): tensor for name, tensor in file.items() if name.startswith("model.")} for file in stage]
+        [
+            {
+                name.removeprefix("model."): tensor
+                for name, tensor in file.items()
+                if name.startswith("model.")
+            }
+            for file in stage
+        ]
         for stage in shards.files
     ]
 
 
 def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]:
-    """Each tensor of the model, with its layer's number in the whole model. Raises CheckpointError where ranks do not fit together."""
+    """Each tensor of the model, with its layer's number in the whole model. Raises CheckpointError
+    where ranks do not fit together.
+    """
     rows = {row.theirs: row for row in name_map.rows(sum(map(_layers, ranks)))}
     if name_map.head is not None:
         rows[name_map.head] = name_map.global_rows[0]
@@ -174,8 +227,13 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
         for name in dict.fromkeys(name for rank in stage for name in rank):
             parts = [rank[name] for rank in stage if name in rank]
             if len(parts) < len(stage):
-                raise CheckpointError(f"{path}: {len(stage) - len(parts)} of {len(stage)} tensor ranks lack {name}; copy all files again")
-            before, layers, number, after = re.fullmatch(r"(.*?)(?:(\blayers\.)(\d+)(\..*))?", name).groups()  # type: ignore[union-attr]
+                raise CheckpointError(
+                    f"{path}: {len(stage) - len(parts)} of {len(stage)} tensor ranks lack {name};"
+                    " copy all files again"
+                )
+            before, layers, number, after = re.fullmatch(
+                r"(.*?)(?:(\blayers\.)(\d+)(\..*))?", name
+            ).groups()  # type: ignore[union-attr]
             whole = f"{before}{layers}{int(number) + first_layer}{after}" if layers else name
             row = rows.get(whole)
             joined[whole] = _join(path, whole, parts, split_dim(row.ours[0]) if row else None)
@@ -184,10 +242,17 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
 
 
 def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
-    numbers = [int(found[1]) for rank in stage for name in rank if (found := re.search(r"\blayers\.(\d+)\.", name))]
+    numbers = [
+        int(found[1])
+        for rank in stage
+        for name in rank
+        if (found := re.search(r"\blayers\.(\d+)\.", name))
+    ]
     layers = max(numbers, default=-1) + 1
     if layers > MAX_LAYERS:
-        raise CheckpointError(f"a stage with {layers} layers is none of a GPT-2; use another checkpoint")
+        raise CheckpointError(
+            f"a stage with {layers} layers is none of a GPT-2; use another checkpoint"
+        )
     return layers
 
 
@@ -195,10 +260,16 @@ def _join(path: Path, name: str, parts: Sequence[FileTensor], dim: int | None) -
     first = parts[0]
     if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
         shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise CheckpointError(f"{path}: tensor ranks hold {name} as {shown}; these files are of several checkpoints: copy one whole")
+        raise CheckpointError(
+            f"{path}: tensor ranks hold {name} as {shown}; these files are of several checkpoints:"
+            " copy one whole"
+        )
     if dim is None or len(first.shape) <= dim:
         if not all(same_bytes(part, first) for part in parts[1:]):
-            raise CheckpointError(f"{path}: tensor ranks differ in {name}, of which each has a whole copy; use another checkpoint")
+            raise CheckpointError(
+                f"{path}: tensor ranks differ in {name}, of which each has a whole copy; use"
+                " another checkpoint"
+            )
         return Joined(dtype=first.dtype, shape=first.shape, parts=(first,))
     shape = (*first.shape[:dim], len(parts) * first.shape[dim], *first.shape[dim + 1 :])
     return Joined(dtype=first.dtype, shape=shape, parts=tuple(parts), dim=dim)
@@ -213,6 +284,8 @@ class Joined(TensorKind):
 
 
 def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
-    """One of the parameters in it: each rank holds its own heads. A view of the file where one will do."""
+    """One of the parameters in it: each rank holds its own heads. A view of the file where one will
+    do.
+    """
     arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)

@@ -1,4 +1,5 @@
-"""Checkpoints of Megatron-LM and Megatron-Core, written: for each tensor and pipeline rank one file, made as a stream of its own part.
+"""Checkpoints of Megatron-LM and Megatron-Core, written: for each tensor and pipeline rank one
+file, made as a stream of its own part.
 
 What Megatron has no place for goes into model.yaml.
 """
@@ -46,13 +47,17 @@ class _Rank:
         return f"mp_rank_{self.tensor_rank:02d}" + (f"_{self.stage:03d}" if self.stages > 1 else "")
 
     def rows(self) -> list[NameRow]:
-        """Return a row for each of its tensors in the order of Megatron's modules, with layers numbered from 0."""
+        """Return a row for each of its tensors in the order of Megatron's modules, with layers
+        numbered from 0.
+        """
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
         start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, "wpe.weight")]
         blocks = [
             replace(
-                row, ours=tuple(name.format(layer=self.stage * layers + layer) for name in row.ours), theirs=row.theirs.format(layer=layer)
+                row,
+                ours=tuple(name.format(layer=self.stage * layers + layer) for name in row.ours),
+                theirs=row.theirs.format(layer=layer),
             )
             for layer in range(layers)
             for row in name_map.layer_rows
@@ -60,16 +65,25 @@ class _Rank:
         end = [row for row in name_map.global_rows if row not in start]
         if self.stage and name_map.head:
             end.append(replace(start[0], theirs=name_map.head))
-        return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
+        return [
+            *(start if self.stage == 0 else ()),
+            *blocks,
+            *(end if self.stage == self.stages - 1 else ()),
+        ]
 
 
 def write_megatron(
-    folder: Path, weights: Weights, dtype: str | None, tensor: int = 1, stages: int = 1, format: str = "megatron"
+    folder: Path,
+    weights: Weights,
+    dtype: str | None,
+    tensor: int = 1,
+    stages: int = 1,
+    format: str = "megatron",
 ) -> dict[str, int]:
     """Write into an empty folder, for ``tensor`` x ``stages`` ranks.
 
-    Raises ConfigError unless they divide heads and layers; OSError is left to the caller. Returns no checksums: each record in a file of
-    torch's has its own.
+    Raises ConfigError unless they divide heads and layers; OSError is left to the caller. Returns
+    no checksums: each record in a file of torch's has its own.
     """
     model = weights.model
     inner = model.ffn_hidden_size or 4 * model.hidden_size
@@ -79,7 +93,14 @@ def write_megatron(
     step = 0 if weights.run is None else weights.run["state"]["step"]
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
-        rank = _Rank(weights=weights, format=format, tensor=tensor, tensor_rank=tensor_rank, stages=stages, stage=stage)
+        rank = _Rank(
+            weights=weights,
+            format=format,
+            tensor=tensor,
+            tensor_rank=tensor_rank,
+            stages=stages,
+            stage=stage,
+        )
         (checkpoint / rank.name).mkdir(parents=True)
         _write_rank(checkpoint / rank.name / FILE, rank, dtype)
         fsync_folder(checkpoint / rank.name)
@@ -107,16 +128,28 @@ class _Leaves:
             whole = _padded_shape(name, source[name + part].shape, model, tensor)
             shapes[name] = local_shape(name, whole, tensor)
             makers.append(_piece(name, source[name + part], whole, wanted, self.rank))
-        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
-        self.makers[leaf.name] = lambda: row.pack([make() for make in makers], model.num_heads // tensor)
+        leaf = TensorLeaf(
+            dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
+        )
+        self.makers[leaf.name] = lambda: row.pack(
+            [make() for make in makers], model.num_heads // tensor
+        )
         return leaf
 
 
-def _padded_shape(name: str, shape: tuple[int, ...], model: ResolvedModel, tensor: int) -> tuple[int, ...]:
-    return (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *shape[1:]) if name == EMBEDDING else shape
+def _padded_shape(
+    name: str, shape: tuple[int, ...], model: ResolvedModel, tensor: int
+) -> tuple[int, ...]:
+    return (
+        (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *shape[1:])
+        if name == EMBEDDING
+        else shape
+    )
 
 
-def _piece(name: str, weight: Weight, whole: tuple[int, ...], dtype: str, rank: _Rank) -> Callable[[], NDArray[Any]]:
+def _piece(
+    name: str, weight: Weight, whole: tuple[int, ...], dtype: str, rank: _Rank
+) -> Callable[[], NDArray[Any]]:
     piece = slice_of(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
     spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
     return lambda: padded_rows(to_type(weight.load()[spans], weight.dtype, dtype), piece.shape[0])
@@ -139,11 +172,17 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors nested as Megatron-LM's modules save them; the encoder's layers are flat."""
+    """Return the tensors nested as Megatron-LM's modules save them; the encoder's layers are
+    flat.
+    """
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         encoder = "language_model.encoder."
-        path = ["language_model", "encoder", name.removeprefix(encoder)] if name.startswith(encoder) else name.split(".")
+        path = (
+            ["language_model", "encoder", name.removeprefix(encoder)]
+            if name.startswith(encoder)
+            else name.split(".")
+        )
         place = tree
         for key in path[:-1]:
             place = place.setdefault(key, {})
@@ -152,8 +191,10 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(weights: Weights, dtype: str | None) -> str:
-    """The type of the weights with which Megatron would compute; other than float32, its optimizer has float32 copies of them
-    (Float16OptimizerWithFloat16Params), and else has none (FP32Optimizer)."""
+    """The type of the weights with which Megatron would compute; other than float32, its optimizer
+    has float32 copies of them (Float16OptimizerWithFloat16Params), and else has none
+    (FP32Optimizer).
+    """
     run: Any = weights.run or {"config": {}, "engine": {"loss_scale": {}}}
     scaled = run["engine"]["loss_scale"].get("mode", "none") != "none"
     compute = run["config"].get("precision", {}).get("compute", "float16" if scaled else "float32")
@@ -161,21 +202,34 @@ def _precision(weights: Weights, dtype: str | None) -> str:
 
 
 def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
-    """Parameters are numbered group by group, those with decay first: ``optimizer.by_name`` says where that is from."""
+    """Parameters are numbered group by group, those with decay first: ``optimizer.by_name`` says
+    where that is from.
+    """
     weights = leaves.rank.weights
     run = weights.run
     assert run is not None
     config, engine = run["config"], run["engine"]
     groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
-    parts = [part for part in STATE_NAMES[config["optimizer"]["name"]] if f"{EMBEDDING}.{part}" in weights.moments]
+    parts = [
+        part
+        for part in STATE_NAMES[config["optimizer"]["name"]]
+        if f"{EMBEDDING}.{part}" in weights.moments
+    ]
     state = {
-        number: {part: leaves.add(row, None, f".{part}") for part in parts} for number, row in enumerate(itertools.chain(*groups)) if parts
+        number: {part: leaves.add(row, None, f".{part}") for part in parts}
+        for number, row in enumerate(itertools.chain(*groups))
+        if parts
     }
     first_of = itertools.accumulate(map(len, groups), initial=0)
     inner = {
         "state": state,
         "param_groups": [
-            _group(config["optimizer"], engine["optimizer_steps"], decayed, list(range(first, first + len(group))))
+            _group(
+                config["optimizer"],
+                engine["optimizer_steps"],
+                decayed,
+                list(range(first, first + len(group))),
+            )
             for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
         ],
     }
@@ -193,7 +247,9 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
         }
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
-    outer["fp32_from_fp16_params"] = [[leaves.add(row, "float32") for row in group] for group in groups]
+    outer["fp32_from_fp16_params"] = [
+        [leaves.add(row, "float32") for row in group] for group in groups
+    ]
     return outer
 
 
@@ -202,29 +258,41 @@ def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]
     rate = config.get("learning_rate", 0.0)
     group: dict[str, Any] = {
         "lr": rate, "max_lr": rate, "min_lr": config.get("min_learning_rate", 0.0),
-        "weight_decay": config.get("weight_decay", 0.0) * decayed, "wd_mult": float(decayed), "lr_mult": 1.0,
+        "weight_decay": config.get("weight_decay", 0.0) * decayed, "wd_mult": float(decayed),
+        "lr_mult": 1.0,
         "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
     }  # fmt: skip
     if config["name"] == "sgd":
         group |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
     else:
-        group |= {"betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)), "eps": config.get("epsilon", 1e-8)}
+        group |= {
+            "betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)),
+            "eps": config.get("epsilon", 1e-8),
+        }
         group |= {"bias_correction": True, "step": steps}
     return group | {"params": numbers}
 
 
 def _scheduler(run: Any) -> dict[str, Any]:
-    """Megatron counts its schedule in samples. Nothing where the run's config is not known (``OptimizerParamScheduler.state_dict``)."""
-    config, batch = run["config"]["optimizer"], run["config"].get("train", {}).get("global_batch_size")
+    """Megatron counts its schedule in samples. Nothing where the run's config is not known
+    (``OptimizerParamScheduler.state_dict``).
+    """
+    config, batch = (
+        run["config"]["optimizer"],
+        run["config"].get("train", {}).get("global_batch_size"),
+    )
     needed = ("decay_steps", "learning_rate", "min_learning_rate", "schedule", "weight_decay")
     if batch is None or any(config.get(name) is None for name in needed):
         return {}
     decay = config["weight_decay"]
     return {
         "opt_param_scheduler": {
-            "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"], "lr_decay_style": config["schedule"],
-            "lr_warmup_steps": (config.get("warmup_steps") or 0) * batch, "lr_decay_steps": config["decay_steps"] * batch,
-            "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
+            "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"],
+            "lr_decay_style": config["schedule"],
+            "lr_warmup_steps": (config.get("warmup_steps") or 0) * batch,
+            "lr_decay_steps": config["decay_steps"] * batch,
+            "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay,
+            "wd_incr_style": "constant",
             "wd_incr_steps": 0,
         }
     }  # fmt: skip

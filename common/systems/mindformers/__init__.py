@@ -20,6 +20,8 @@ def _format(name: str, title: str) -> WeightFormat:
 SYSTEM = System(
     weight_formats={
         "mindformers": _format("mindformers", "a checkpoint of MindFormers (.ckpt)"),
-        "mindformers_r0.3": _format("mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"),
+        "mindformers_r0.3": _format(
+            "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
+        ),
     }
 )

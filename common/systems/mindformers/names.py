@@ -29,6 +29,8 @@ def _names(block: str, norm: str) -> NameMap:
 
 NAME_MAPS = {
     "mindformers": (_names("backbone.blocks.{layer}.", "backbone.layernorm"),),
-    "mindformers_r0.3": (_names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),),
+    "mindformers_r0.3": (
+        _names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),
+    ),
 }
 """Format -> the names that it is written and read with."""

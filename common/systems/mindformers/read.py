@@ -1,4 +1,6 @@
-"""MindFormers' ``.ckpt`` with a YAML beside it that says heads and vocabulary; its names before release 0.6 were others."""
+"""MindFormers' ``.ckpt`` with a YAML beside it that says heads and vocabulary; its names before
+release 0.6 were others.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from common.weights.names import EMBEDDING
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
 _COUNTERS = (
-    "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step", "last_overflow_iterator_step",
+    "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step",
+    "last_overflow_iterator_step",
     "learning_rate",
 )  # fmt: skip
-"""Numbers that MindSpore writes beside the parameters: those of the trainer, the optimizers and the loss scale."""
+"""Numbers that MindSpore writes beside the parameters: those of the trainer, the optimizers and the
+loss scale.
+"""
 
 
 def detects(path: Path, format: str = "mindformers") -> bool:
@@ -33,14 +38,20 @@ def detects(path: Path, format: str = "mindformers") -> bool:
         return False
     try:
         with open_tensors(files[0]) as stored:
-            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
+            return any(name.startswith("gpt2.") for name in stored) == (
+                format == "mindformers_r0.3"
+            )
     except CheckpointError:  # told when it is opened to be read
         return format == "mindformers"
 
 
 def files_of(path: Path) -> list[Path]:
     """The .ckpt files that a path means: the file, or those of a folder."""
-    return ([path] if path.suffix == ".ckpt" else []) if path.is_file() else sorted(file for file in path.glob("*.ckpt") if file.is_file())
+    return (
+        ([path] if path.suffix == ".ckpt" else [])
+        if path.is_file()
+        else sorted(file for file in path.glob("*.ckpt") if file.is_file())
+    )
 
 
 @contextmanager
@@ -54,25 +65,45 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
     with open_tensors(file) as stored:
         name_map = match_name_map(file, format, NAME_MAPS[format], stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
-        counters = {name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes}
-        rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
-        groups = {part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in MOMENTS.items()}
-        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
+        counters = {
+            name: float(stored[name].read().reshape(-1)[0])
+            for name in _COUNTERS
+            if name in stored and stored[name].nbytes
+        }
+        rest = {
+            name: tensor
+            for name, tensor in stored.items()
+            if name not in ignored and name not in _COUNTERS
+        }
+        groups = {
+            part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)}
+            for part, prefix in MOMENTS.items()
+        }
+        weights = weights_from(
+            file, name_map, rest, model, format=format, path=path, ignored=ignored
+        )
         notes: dict[str, str] = {}
         moments: dict[str, Weight] = {}
         for part, tensors in groups.items():
             if tensors:
-                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+                moments |= import_names(
+                    file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}"
+                )
         if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
             raise CheckpointError(
-                f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says {run['engine']['optimizer_steps']} updates:"
-                f" they are of two runs; take the section run out of {MODEL_YAML}, or copy both again"
+                f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says"
+                f" {run['engine']['optimizer_steps']} updates: they are of two runs; take the"
+                f" section run out of {MODEL_YAML}, or copy both again"
             )
         if run is None and moments:
             run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
-            notes["position in the data"] = "not in the file: who goes on from here reads from the first sample"
+            notes["position in the data"] = (
+                "not in the file: who goes on from here reads from the first sample"
+            )
         elif run is None:
-            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+            notes |= dict.fromkeys(
+                counters, "where training stood, without the state of the optimizer"
+            )
         moments = {} if run is None else require_moments(file, moments, run, model)
         yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
@@ -83,8 +114,14 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[s
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
     updates = int(counters.get("global_step", counters.get("step_num", 0)))
     value = counters.get("scale_sense", counters.get("loss_scale"))
-    scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
-    return new_run(optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale)
+    scale = (
+        NO_SCALE
+        if value is None
+        else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
+    )
+    return new_run(
+        optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale
+    )
 
 
 _HEAD_WIDTH = 64
@@ -92,7 +129,9 @@ _HEAD_WIDTH = 64
 
 
 def missing_config(path: Path, format: str) -> str | None:
-    """Return a shell command that writes the sizes beside the weights; None where they are. Raises CheckpointError."""
+    """Return a shell command that writes the sizes beside the weights; None where they are. Raises
+    CheckpointError.
+    """
     file = files_of(path)[0]
     target = file.parent / MODEL_YAML
     if target.is_file():
@@ -108,9 +147,17 @@ def _sizes(file: Path, format: str) -> dict[str, Any]:
         layers = 0
         while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
             layers += 1
-        shapes = {row.ours[0]: stored[row.theirs].shape for row in name_map.rows(1) if row.theirs in stored}
+        shapes = {
+            row.ours[0]: stored[row.theirs].shape
+            for row in name_map.rows(1)
+            if row.theirs in stored
+        }
         vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
         inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": max(1, hidden // _HEAD_WIDTH)}
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": max(1, hidden // _HEAD_WIDTH),
+    }
     sizes |= {"seq_length": shapes.get(POSITIONS, (0, 0))[0], "vocab_size": vocabulary}
     return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})

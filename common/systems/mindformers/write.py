@@ -1,4 +1,6 @@
-"""MindFormers' ``.ckpt``, written as a stream, with the model.yaml that the file has no place for."""
+"""MindFormers' ``.ckpt``, written as a stream, with the model.yaml that the file has no place
+for.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from common.weights.names import EMBEDDING
 FILE = "gpt2.ckpt"
 
 
-def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
-    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
+def write_mindformers(
+    folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers"
+) -> dict[str, int]:
+    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to
+    the caller.
+    """
     checksum = write_file(folder / FILE, weights, dtype, format)
     write_model_yaml(folder, weights)
     return {FILE: checksum}
@@ -29,11 +35,19 @@ def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "m
     tensors = export_names(name_map, weights.tensors, weights.model, dtype)
     for part, prefix in MOMENTS.items():
         if f"{EMBEDDING}.{part}" in weights.moments:
-            tensors |= export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
+            tensors |= export_names(
+                name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}"
+            )
     if weights.run is not None:
         engine = weights.run["engine"]
-        counters = {"global_step": np.array([engine["optimizer_steps"]], np.int32), "step_num": np.array(weights.run["state"]["step"])}
+        counters = {
+            "global_step": np.array([engine["optimizer_steps"]], np.int32),
+            "step_num": np.array(weights.run["state"]["step"]),
+        }
         if "value" in engine["loss_scale"]:
             counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
-        tensors |= {name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy) for name, array in counters.items()}
+        tensors |= {
+            name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy)
+            for name, array in counters.items()
+        }
     return stream_mindspore(path, tensors, arrays_of(tensors))

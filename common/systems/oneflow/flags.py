@@ -1,6 +1,7 @@
 """OneFlow-Benchmark's command line and ONEFLOW_GPT_* variables in our words.
 
-Flags and defaults: OneFlow-Benchmark before fe1e78e, GPT/oneflow_gpt/config.py and GPT/examples/pretrain.sh.
+Flags and defaults: OneFlow-Benchmark before fe1e78e, GPT/oneflow_gpt/config.py and
+GPT/examples/pretrain.sh.
 """
 
 from __future__ import annotations
@@ -8,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.systems.dialect import Only, Table, Theirs, To, Translation, Without, apply, number, one_of, require_all_taken, whole
+from common.systems.dialect import (
+    Only,
+    Table,
+    Theirs,
+    To,
+    Translation,
+    Without,
+    apply,
+    number,
+    one_of,
+    require_all_taken,
+    whole,
+)
 
 SYSTEM = "OneFlow"
 PROGRAM = "oneflow_gpt.training"
@@ -17,7 +30,8 @@ _KERNELS = "the fastest kernels that the device has are taken"
 _LAUNCHED = "the launcher says it"
 
 TABLE: Table = {
-    **{name: To(f"model.{name}") for name in ("num_layers", "hidden_size", "seq_length", "vocab_size")},
+    **{name: To(f"model.{name}") for name in ("num_layers", "hidden_size", "seq_length",
+    "vocab_size")},
     "num_attention_heads": To("model.num_heads"),
     "make_vocab_size_divisible_by": To("model.vocab_multiple"),
     "attention_dropout": To("model.attention_dropout", number),
@@ -31,7 +45,8 @@ TABLE: Table = {
     "optimizer": To("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
     "learning_rate": To("optimizer.learning_rate", number),
     "min_lr": To("optimizer.min_learning_rate", number),
-    "lr_decay_style": To("optimizer.schedule", one_of(cosine="cosine", linear="linear", constant="constant")),
+    "lr_decay_style": To("optimizer.schedule",
+    one_of(cosine="cosine", linear="linear", constant="constant")),
     "lr_decay_iters": To("optimizer.decay_steps"),
     "lr_warmup_iters": To("optimizer.warmup_steps"),
     "lr_warmup_fraction": To("optimizer.warmup_fraction", number),
@@ -46,19 +61,24 @@ TABLE: Table = {
     "tensor_model_parallel_size": To("parallel.model_parallel"),
     "pipeline_model_parallel_size": To("parallel.pipeline_stage"),
     "dataset": To("data.train"),
-    "split": To("data.split", lambda value: ",".join(map(str, value)) if isinstance(value, list) else str(value)),
+    "split": To("data.split",
+    lambda value: ",".join(map(str, value)) if isinstance(value, list) else str(value)),
     "seed": To("seed"),
     "log_interval": To("logging.interval"),
     "save_interval": To("checkpoint.interval"),
     "log": Without("the run folder holds the log"),
     "metric_print_format": Only(("normal", "table"), "expected normal or table"),
     "save_last": Without("the last step is always saved"),
-    "save_init": Only((), "the first checkpoint is that of checkpoint.interval; leave the flag out"),
-    "profile_transformer_layer": Without("profile.start and profile.stop say which steps are traced"),
+    "save_init": Only((),
+    "the first checkpoint is that of checkpoint.interval; leave the flag out"),
+    "profile_transformer_layer": Without("profile.start and profile.stop say which steps are"
+        " traced"),
     "use_external_dataset": Without("data.train is read anyway"),
-    **{name: Without(_LAUNCHED) for name in ("num_gpus_per_node", "num_nodes", "node_ips", "ctrl_port", "use_rdma")},
+    **{name: Without(_LAUNCHED) for name in ("num_gpus_per_node", "num_nodes", "node_ips",
+    "ctrl_port", "use_rdma")},
     **{name: Without(_KERNELS) for name in (
-        "no_scale_tril_softmax_dropout_fusion", "no_bias_gelu_fusion", "no_bias_dropout_fusion", "multihead_attention_fusion",
+        "no_scale_tril_softmax_dropout_fusion", "no_bias_gelu_fusion", "no_bias_dropout_fusion",
+        "multihead_attention_fusion",
         "no_query_key_layer_scaling",
     )},
 }  # fmt: skip
@@ -74,8 +94,10 @@ VARIABLES = {
     **{
         f"ONEFLOW_GPT_{name.upper()}": name
         for name in (
-            "seq_length", "num_layers", "hidden_size", "num_attention_heads", "micro_batch_size", "global_batch_size",
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_accumulation_steps", "num_gpus_per_node", "num_nodes",
+            "seq_length", "num_layers", "hidden_size", "num_attention_heads", "micro_batch_size",
+            "global_batch_size",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_accumulation_steps",
+            "num_gpus_per_node", "num_nodes",
             "node_ips", "train_iters", "log_interval", "save_interval",
         )
     },
@@ -84,12 +106,16 @@ VARIABLES = {
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for what cannot be obeyed."""
+    """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for what
+    cannot be obeyed.
+    """
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("output_dir", "output")
     for key, value in (
-        ("model.dropout", 0.1), ("model.vocab_size", 50257), ("model.seq_length", 1024), ("optimizer.learning_rate", 1e-3),
-        ("optimizer.schedule", "linear"), ("optimizer.weight_decay", 0.01), ("data.split", "969,30,1"), ("seed", 12345),
+        ("model.dropout", 0.1), ("model.vocab_size", 50257), ("model.seq_length", 1024),
+        ("optimizer.learning_rate", 1e-3),
+        ("optimizer.schedule", "linear"), ("optimizer.weight_decay", 0.01),
+        ("data.split", "969,30,1"), ("seed", 12345),
         ("loss_scale.initial", 2.0**32), ("logging.interval", 100),
     ):  # fmt: skip
         ours.set(key, value)  # OneFlow's own defaults, where they are not ours
@@ -98,12 +124,21 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
         ours.set("loss_scale.initial", float(scale), theirs.where("loss_scale"), "loss_scale")
         if theirs.take("initial_loss_scale") is not None:
-            ours.note("initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static")
+            ours.note(
+                "initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static"
+            )
     samples, batch = theirs.take("train_samples"), theirs.peek("global_batch_size")
     if samples is not None:
         if batch is None:
-            theirs.refuse("train_samples", samples, "give --global-batch-size too, or --train-iters")
-        ours.set("train.max_steps", max(1, samples // batch), theirs.where("train_samples"), "train_samples")
+            theirs.refuse(
+                "train_samples", samples, "give --global-batch-size too, or --train-iters"
+            )
+        ours.set(
+            "train.max_steps",
+            max(1, samples // batch),
+            theirs.where("train_samples"),
+            "train_samples",
+        )
     save, load = theirs.take("save"), theirs.take("load")
     if save is not None:
         ours.set("output_dir", str(save), theirs.where("save"), "save")

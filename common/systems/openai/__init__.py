@@ -5,6 +5,11 @@ from common.systems.weight_format import System, WeightFormat
 
 SYSTEM = System(
     weight_formats={
-        "openai": WeightFormat(title="a TensorFlow checkpoint of OpenAI's GPT-2", detects=detects, open=open_openai, holds_run=False)
+        "openai": WeightFormat(
+            title="a TensorFlow checkpoint of OpenAI's GPT-2",
+            detects=detects,
+            open=open_openai,
+            holds_run=False,
+        )
     }
 )

@@ -1,4 +1,6 @@
-"""OpenAI's own folders of GPT-2: hparams.json, a TensorFlow checkpoint, encoder.json and vocab.bpe; those of gpt-2-simple are the same."""
+"""OpenAI's own folders of GPT-2: hparams.json, a TensorFlow checkpoint, encoder.json and vocab.bpe;
+those of gpt-2-simple are the same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
 
 CONFIG = "hparams.json"
-_SIZES = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "seq_length": "n_ctx", "vocab_size": "n_vocab"}
+_SIZES = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "seq_length": "n_ctx",
+    "vocab_size": "n_vocab",
+}
 _STATE = re.compile(r"(?!model/).*|.*/Adam(_\d+)?")
 """Counters, powers of beta and slots of an optimizer, that training leaves beside the model."""
 
@@ -35,33 +43,55 @@ def open_openai(path: Path) -> Iterator[Weights]:
     model = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
         name_map = match_name_map(file, "openai", NAME_MAPS, stored)
-        ignored = {name: "state of the training" for name in [*stored, *stored.plain] if _STATE.fullmatch(name)}
-        tensors = {name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored}
-        yield weights_from(file, name_map, tensors, model, format="openai", path=path, ignored=ignored)
+        ignored = {
+            name: "state of the training"
+            for name in [*stored, *stored.plain]
+            if _STATE.fullmatch(name)
+        }
+        tensors = {
+            name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored
+        }
+        yield weights_from(
+            file, name_map, tensors, model, format="openai", path=path, ignored=ignored
+        )
 
 
 def _find(folder: Path) -> Path:
     """The checkpoint of the folder, or of several that which ``checkpoint`` says is the latest."""
     found = sorted(folder.glob("*.index"))
     if len(found) > 1 and (folder / "checkpoint").is_file():
-        text = read_bytes(folder / "checkpoint", limit=MAX_JSON_BYTES, error=CheckpointError).decode("utf-8", "replace")
+        text = read_bytes(
+            folder / "checkpoint", limit=MAX_JSON_BYTES, error=CheckpointError
+        ).decode("utf-8", "replace")
         latest = re.search(r'^model_checkpoint_path: "(?:.*/)?(.*)"', text, re.MULTILINE)
         found = [file for file in found if latest and file.name == f"{latest[1]}.index"] or found
     if len(found) != 1:
-        raise CheckpointError(f"{folder}: holds {len(found)} checkpoints (files .index); give the path of one")
+        raise CheckpointError(
+            f"{folder}: holds {len(found)} checkpoints (files .index); give the path of one"
+        )
     return found[0]
 
 
 def _without_width(tensor: FileTensor) -> FileTensor:
     """A convolution of width 1 as the matrix that it is."""
-    return replace(tensor, shape=tensor.shape[1:]) if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor
+    return (
+        replace(tensor, shape=tensor.shape[1:])
+        if len(tensor.shape) == 3 and tensor.shape[0] == 1
+        else tensor
+    )
 
 
 def read_config(path: Path) -> ResolvedModel:
     """Return the sizes that hparams.json says. Raises ConfigError."""
     if not os.path.lexists(path):
-        raise ConfigError(f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json beside the weights")
+        raise ConfigError(
+            f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json"
+            " beside the weights"
+        )
     fields = read_json_mapping(path)
     if missing := [name for name in _SIZES.values() if fields.get(name) is None]:
-        raise ConfigError(f"{path}: no sizes of a GPT-2: {', '.join(missing)} missing; expected {', '.join(_SIZES.values())}")
+        raise ConfigError(
+            f"{path}: no sizes of a GPT-2: {', '.join(missing)} missing; expected"
+            f" {', '.join(_SIZES.values())}"
+        )
     return checked_model(path, {ours: fields[theirs] for ours, theirs in _SIZES.items()})

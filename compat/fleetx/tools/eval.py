@@ -1,4 +1,6 @@
-"""PaddleFleetX's ``python tools/eval.py -c CONFIG -o Section.key=value``: measure a checkpoint on Offline_Eval.eval_path."""
+"""PaddleFleetX's ``python tools/eval.py -c CONFIG -o Section.key=value``: measure a checkpoint on
+Offline_Eval.eval_path.
+"""
 
 import sys
 from pathlib import Path

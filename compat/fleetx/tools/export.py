@@ -1,4 +1,6 @@
-"""PaddleFleetX's ``python tools/export.py -c CONFIG -o Section.key=value``: write the weights of a checkpoint as one file."""
+"""PaddleFleetX's ``python tools/export.py -c CONFIG -o Section.key=value``: write the weights of a
+checkpoint as one file.
+"""
 
 import sys
 from pathlib import Path

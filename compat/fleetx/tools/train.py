@@ -1,4 +1,6 @@
-"""PaddleFleetX's ``python tools/train.py -c CONFIG -o Section.key=value``: train what the file says."""
+"""PaddleFleetX's ``python tools/train.py -c CONFIG -o Section.key=value``: train what the file
+says.
+"""
 
 import sys
 from pathlib import Path

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster.environment import ALONE, Process, announced_world_size, find_process, first_node, torch_variables
+from common.cluster.environment import (
+    ALONE,
+    Process,
+    announced_world_size,
+    find_process,
+    first_node,
+    torch_variables,
+)
 from common.errors import ConfigError, DataError
 
 TORCHRUN = {
@@ -79,52 +86,182 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ({}, ALONE),
         (
             TORCHRUN,
-            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501, launcher="torchrun"),
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                master="10.0.0.1",
+                port=29501,
+                launcher="torchrun",
+            ),
         ),
         (
             {**TORCHRUN, "DEVICE_ID": "6"},  # the container's, not the rank's
-            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501, launcher="torchrun"),
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                master="10.0.0.1",
+                port=29501,
+                launcher="torchrun",
+            ),
         ),
         (
-            {**TORCHRUN, "DEVICE_ID": "6", "RANK_ID": "5", "RANK_SIZE": "8", "GPT2_LAUNCHER_PID": "77"},
-            Process(rank=5, world_size=8, local_rank=1, local_world_size=4, device_id=6, master="10.0.0.1", port=29501, launcher="launch"),
+            {
+                **TORCHRUN,
+                "DEVICE_ID": "6",
+                "RANK_ID": "5",
+                "RANK_SIZE": "8",
+                "GPT2_LAUNCHER_PID": "77",
+            },
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                device_id=6,
+                master="10.0.0.1",
+                port=29501,
+                launcher="launch",
+            ),
         ),
         (
             MSRUN,
-            Process(rank=3, world_size=4, local_rank=3, local_world_size=4, device_id=3, master="127.0.0.1", port=8118, launcher="msrun"),
+            Process(
+                rank=3,
+                world_size=4,
+                local_rank=3,
+                local_world_size=4,
+                device_id=3,
+                master="127.0.0.1",
+                port=8118,
+                launcher="msrun",
+            ),
         ),
         (
             {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "DEVICE_ID": "1"},
-            Process(rank=3, world_size=4, local_rank=1, local_world_size=2, device_id=1, master="10.0.0.1", port=8118, launcher="msrun"),
+            Process(
+                rank=3,
+                world_size=4,
+                local_rank=1,
+                local_world_size=2,
+                device_id=1,
+                master="10.0.0.1",
+                port=8118,
+                launcher="msrun",
+            ),
         ),
         (
             OPEN_MPI,
-            Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun"),
+            Process(
+                rank=1,
+                world_size=2,
+                local_rank=1,
+                local_world_size=2,
+                master="127.0.0.1",
+                port=29500,
+                launcher="mpirun",
+            ),
         ),
         (
-            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
-            Process(rank=1, world_size=2, local_rank=0, local_world_size=1, master="a", port=1234, launcher="mpirun"),
+            {
+                **OPEN_MPI,
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1234",
+            },
+            Process(
+                rank=1,
+                world_size=2,
+                local_rank=0,
+                local_world_size=1,
+                master="a",
+                port=1234,
+                launcher="mpirun",
+            ),
         ),
-        (HYDRA, Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun")),
-        (MVAPICH, Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun")),
+        (
+            HYDRA,
+            Process(
+                rank=1,
+                world_size=2,
+                local_rank=1,
+                local_world_size=2,
+                master="127.0.0.1",
+                port=29500,
+                launcher="mpirun",
+            ),
+        ),
+        (
+            MVAPICH,
+            Process(
+                rank=1,
+                world_size=2,
+                local_rank=1,
+                local_world_size=2,
+                master="127.0.0.1",
+                port=29500,
+                launcher="mpirun",
+            ),
+        ),
         (BATCH_SCRIPT, ALONE),
-        ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),  # the batch step's own number
+        # the batch step's own number
+        ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),
         (
             SRUN,
-            Process(rank=3, world_size=5, local_rank=1, local_world_size=2, master="gnode20", port=61440 + 200507 % 4095, launcher="srun"),
+            Process(
+                rank=3,
+                world_size=5,
+                local_rank=1,
+                local_world_size=2,
+                master="gnode20",
+                port=61440 + 200507 % 4095,
+                launcher="srun",
+            ),
         ),
         (
             {**SRUN, "PMI_RANK": "3", "PMI_SIZE": "5"},  # srun --mpi=pmi2
-            Process(rank=3, world_size=5, local_rank=1, local_world_size=2, master="gnode20", port=61440 + 200507 % 4095, launcher="srun"),
+            Process(
+                rank=3,
+                world_size=5,
+                local_rank=1,
+                local_world_size=2,
+                master="gnode20",
+                port=61440 + 200507 % 4095,
+                launcher="srun",
+            ),
         ),
         (
             {**SRUN, **OPEN_MPI},
-            Process(rank=1, world_size=2, local_rank=1, local_world_size=2, master="127.0.0.1", port=29500, launcher="mpirun"),
+            Process(
+                rank=1,
+                world_size=2,
+                local_rank=1,
+                local_world_size=2,
+                master="127.0.0.1",
+                port=29500,
+                launcher="mpirun",
+            ),
         ),
         (
-            {**ASCEND, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job", "ASCEND_DEVICE_ID": "1"},
+            {
+                **ASCEND,
+                "MA_NUM_HOSTS": "2",
+                "VC_WORKER_HOSTS": "job-0.job,job-1.job",
+                "ASCEND_DEVICE_ID": "1",
+            },
             Process(
-                rank=9, world_size=16, local_rank=1, local_world_size=8, device_id=1, master="job-0.job", port=29500, launcher="rank table"
+                rank=9,
+                world_size=16,
+                local_rank=1,
+                local_world_size=8,
+                device_id=1,
+                master="job-0.job",
+                port=29500,
+                launcher="rank table",
             ),
         ),
     ],
@@ -134,10 +271,19 @@ def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
 
 
 def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
-    """Pods are listed 1, 0; rank 9 is the second device of pod 1, on 10.19.1.79, and rank 0 lies on pod 0's 10.19.1.142."""
+    """Pods are listed 1, 0; rank 9 is the second device of pod 1, on 10.19.1.79, and rank 0 lies on
+    pod 0's 10.19.1.142.
+    """
     table = str(samples / TABLE)
     expected = Process(
-        rank=9, world_size=16, local_rank=1, local_world_size=8, device_id=1, master="10.19.1.142", port=29500, launcher="rank table"
+        rank=9,
+        world_size=16,
+        local_rank=1,
+        local_world_size=8,
+        device_id=1,
+        master="10.19.1.142",
+        port=29500,
+        launcher="rank table",
     )
     assert find_process({"RANK_TABLE_FILE": table, "RANK_ID": "9"}) == expected
     assert find_process({"RANK_TABLE_FILE": table, **ASCEND, "DEVICE_ID": "1"}) == expected
@@ -152,15 +298,27 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many: expected the number of processes"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: expected a number, 0 or more"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but there are 2 processes: expected 0 to 1"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected the number of processes, 1 or more"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "0"},
+            "WORLD_SIZE=0: expected the number of processes, 1 or more",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "4"},
+            "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3",
+        ),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in all"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
         ({"RANK_ID": "1"}, "RANK_ID=1, but RANK_SIZE is not set"),
         ({"RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_ID is not set"),
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
-        ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of processes"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
+        (
+            {**MSRUN, "MS_WORKER_NUM": ""},
+            "MS_WORKER_NUM is not set: expected the number of processes",
+        ),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "mpirun -x MASTER_ADDR=HOST_OF_RANK_0",
+        ),
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: expected a number"),
         ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
     ],
@@ -181,7 +339,9 @@ def test_what_contradicts_the_rank_table_is_refused(samples: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             find_process(environ)
         assert message in str(caught.value)
-    with pytest.raises(ConfigError, match=r"RANK_SIZE: 8 and the ranks in RANK_TABLE_FILE=.*: 16 differ"):
+    with pytest.raises(
+        ConfigError, match=r"RANK_SIZE: 8 and the ranks in RANK_TABLE_FILE=.*: 16 differ"
+    ):
         announced_world_size({**table, "RANK_SIZE": "8"})
     with pytest.raises(DataError, match="there is no such file"):
         find_process({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"})
@@ -204,7 +364,13 @@ def test_the_first_node_of_slurms_notation(nodes: str, first: str) -> None:
 
 
 def test_variables_for_torch() -> None:
-    process = Process(rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501)
-    assert torch_variables(process) == {name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")}
-    with pytest.raises(ConfigError, match="rank 1 of 2 does not know where to meet the others; set MASTER_ADDR"):
+    process = Process(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501
+    )
+    assert torch_variables(process) == {
+        name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")
+    }
+    with pytest.raises(
+        ConfigError, match="rank 1 of 2 does not know where to meet the others; set MASTER_ADDR"
+    ):
         torch_variables(Process(rank=1, world_size=2))

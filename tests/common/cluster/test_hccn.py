@@ -14,7 +14,10 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An hccn_tool on PATH that answers as the driver's; its /etc/hccn.conf is absent."""
     path = tmp_path / "bin" / "hccn_tool"
     path.parent.mkdir()
-    path.write_text('#!/bin/sh\n[ "$1 $3 $4" = "-i -ip -g" ] || exit 9\nprintf "ipaddr:192.168.7.%s\\nnetmask:255.255.255.0\\n" "$2"\n')
+    path.write_text(
+        '#!/bin/sh\n[ "$1 $3 $4" = "-i -ip -g" ] || exit 9\nprintf'
+        ' "ipaddr:192.168.7.%s\\nnetmask:255.255.255.0\\n" "$2"\n'
+    )
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     monkeypatch.setattr(module, "DEFAULT_CONF", tmp_path / "etc.conf")
@@ -24,12 +27,19 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_file_of_eight_devices(samples: Path) -> None:
     lines = (samples / "hccn_paddle_8p.conf").read_text().split()
     expected = {int(line[8]): line[10:] for line in lines if line.startswith("address_")}
-    assert device_addresses(range(8), samples / "hccn_paddle_8p.conf") == expected and len(expected) == 8
+    assert (
+        device_addresses(range(8), samples / "hccn_paddle_8p.conf") == expected
+        and len(expected) == 8
+    )
 
 
 def test_a_gap_is_named(samples: Path) -> None:
     assert device_addresses([1], samples / "hccn_hixl_gap.conf") == {1: "192.168.1.11"}
-    with pytest.raises(DataError, match=r"hccn_hixl_gap\.conf: no line address_0=\.\.\.; devices with an address there: 1; add the line"):
+    with pytest.raises(
+        DataError,
+        match=r"hccn_hixl_gap\.conf: no line address_0=\.\.\.; devices with an address there: 1;"
+        r" add the line",
+    ):
         device_addresses([0, 1], samples / "hccn_hixl_gap.conf")
 
 
@@ -45,7 +55,10 @@ def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:
     [
         ("address_0=1.2.3", r"conf, line 1: address_0: '1\.2\.3' is no IP address"),
         ("\n address_0 = ", "conf, line 2: address_0: '' is no IP address"),
-        ("address_0=10.0.0.1\naddress_0=10.0.0.2", r"conf, line 2: address_0 has two addresses, 10\.0\.0\.1 and 10\.0\.0\.2; keep one"),
+        (
+            "address_0=10.0.0.1\naddress_0=10.0.0.2",
+            r"conf, line 2: address_0 has two addresses, 10\.0\.0\.1 and 10\.0\.0\.2; keep one",
+        ),
         ("", "no line address_0=.*; devices with an address there: none"),
         ("#address_0=10.0.0.1", "no line address_0="),
     ],
@@ -64,11 +77,19 @@ def test_a_file_that_is_named_goes_before_the_tool(tool: Path, samples: Path) ->
     assert device_addresses([1], samples / "hccn_hixl_gap.conf") == {1: "192.168.1.11"}
 
 
-def test_when_the_tool_fails_for_one_device_the_file_serves_all(tool: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tool.write_text('#!/bin/sh\n[ "$2" = 0 ] && echo ipaddr:192.168.7.0 && exit 0\necho "no such chip" >&2; exit 3\n')
+def test_when_the_tool_fails_for_one_device_the_file_serves_all(
+    tool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool.write_text(
+        '#!/bin/sh\n[ "$2" = 0 ] && echo ipaddr:192.168.7.0 && exit 0\necho "no such chip" >&2;'
+        " exit 3\n"
+    )
     module.DEFAULT_CONF.write_text("address_0=10.9.0.0\naddress_1=10.9.0.1\n")
     assert device_addresses([0, 1]) == {0: "10.9.0.0", 1: "10.9.0.1"}
-    assert "`hccn_tool -i 1 -ip -g` ended with code 3 and no line `ipaddr:ADDRESS`: no such chip; reading" in caplog.text
+    assert (
+        "`hccn_tool -i 1 -ip -g` ended with code 3 and no line `ipaddr:ADDRESS`: no such chip;"
+        " reading" in caplog.text
+    )
 
 
 def test_an_address_from_a_tool_that_failed_is_not_taken(tool: Path) -> None:
@@ -79,14 +100,18 @@ def test_an_address_from_a_tool_that_failed_is_not_taken(tool: Path) -> None:
 
 def test_neither_tool_nor_file(tool: Path) -> None:
     tool.write_text("#!/bin/sh\nexit 0\n")
-    with pytest.raises(DataError, match=r"ended with code 0 .*, and .*etc\.conf: no such file; .*--hccn_conf"):
+    with pytest.raises(
+        DataError, match=r"ended with code 0 .*, and .*etc\.conf: no such file; .*--hccn_conf"
+    ):
         device_addresses([0])
     tool.unlink()
     with pytest.raises(DataError, match=r"hccn_tool is not on PATH, and .*etc\.conf: no such file"):
         device_addresses([0])
 
 
-def test_a_tool_without_an_answer_is_not_waited_for(tool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tool_without_an_answer_is_not_waited_for(
+    tool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(module, "_TOOL_SECONDS", 0.1)
     module.DEFAULT_CONF.write_text("address_0_before=10.9.9.9\naddress_0=10.9.0.0\n")

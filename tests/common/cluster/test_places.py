@@ -52,35 +52,60 @@ def test_ranks_of_a_server_of_the_table(tutorial: RankTable, start: int, end: in
     assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [
         (start + number, number, number) for number in range(8)
     ]
-    assert places.own_host == f"10.155.111.{140 + start // 8}" and places.master == "10.155.111.140" and places.world_size == 32
+    assert (
+        places.own_host == f"10.155.111.{140 + start // 8}"
+        and places.master == "10.155.111.140"
+        and places.world_size == 32
+    )
 
 
 def test_devices_4_to_7_in_both_forms(tmp_path: Path) -> None:
-    table = read_table(write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4))
-    expected = tuple(RankPlacement(rank=rank, device_id=4 + rank, local_rank=rank, host="10.155.111.140") for rank in range(4))
-    by_devices, by_ranks = find_places(range(4, 8), table=table), find_places(range(4), rank_size=4, table=table)
-    assert by_devices == by_ranks == Placement(all=expected, own_host="10.155.111.140", master="127.0.0.1")
+    table = read_table(
+        write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4)
+    )
+    expected = tuple(
+        RankPlacement(rank=rank, device_id=4 + rank, local_rank=rank, host="10.155.111.140")
+        for rank in range(4)
+    )
+    by_devices, by_ranks = (
+        find_places(range(4, 8), table=table),
+        find_places(range(4), rank_size=4, table=table),
+    )
+    assert (
+        by_devices
+        == by_ranks
+        == Placement(all=expected, own_host="10.155.111.140", master="127.0.0.1")
+    )
 
 
 def test_the_tables_own_order_of_ranks_wins(samples: Path) -> None:
     """In ModelArts' table of two pods the second is listed first."""
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
     places = find_places(range(8, 16), rank_size=16, table=table)
-    assert [place.device_id for place in places.own] == [device.device_id for device in table.servers[1].devices]
+    assert [place.device_id for place in places.own] == [
+        device.device_id for device in table.servers[1].devices
+    ]
     assert places.hosts == tuple(server.server_id for server in table.servers)
 
 
 def test_without_a_table() -> None:
     one = find_places(range(4, 6))
-    assert [(place.rank, place.device_id, place.host) for place in one.all] == [(0, 4, "127.0.0.1"), (1, 5, "127.0.0.1")]
+    assert [(place.rank, place.device_id, place.host) for place in one.all] == [
+        (0, 4, "127.0.0.1"),
+        (1, 5, "127.0.0.1"),
+    ]
     by_devices = find_places(range(4, 6), master="10.0.0.1", nodes=3, node_rank=2)
-    assert [(place.rank, place.device_id, place.local_rank, place.host) for place in by_devices.own] == [
+    assert [
+        (place.rank, place.device_id, place.local_rank, place.host) for place in by_devices.own
+    ] == [
         (4, 4, 0, "node 2"),
         (5, 5, 1, "node 2"),
     ]
     assert by_devices.world_size == 6 and by_devices.hosts == ("10.0.0.1", "node 1", "node 2")
     by_ranks = find_places(range(8, 16), rank_size=32, master="10.0.0.1")
-    assert [(place.rank, place.device_id) for place in by_ranks.own] == [(8 + number, number) for number in range(8)]
+    assert [(place.rank, place.device_id) for place in by_ranks.own] == [
+        (8 + number, number) for number in range(8)
+    ]
 
 
 def test_version_2_names_no_machines(samples: Path) -> None:
@@ -96,12 +121,19 @@ def test_version_2_names_no_machines(samples: Path) -> None:
     [
         (range(8), 16, "RANK_SIZE=16, but the rank table holds 32 ranks"),
         (range(8), None, "the rank table is of 4 servers, so the range must be of ranks"),
-        (range(4, 12), 32, "not those of one server of the rank table: 10.155.111.140 has 0-7; 10.155.111.141 has 8-15"),
+        (
+            range(4, 12),
+            32,
+            "not those of one server of the rank table: 10.155.111.140 has 0-7; 10.155.111.141 has"
+            " 8-15",
+        ),
         (range(4), 32, "start all ranks of a server at once"),
         (range(24, 40), 32, r"the ranks \[24,40\) go past RANK_SIZE=32"),
     ],
 )
-def test_ranges_that_the_table_contradicts(tutorial: RankTable, numbers: range, rank_size: int | None, message: str) -> None:
+def test_ranges_that_the_table_contradicts(
+    tutorial: RankTable, numbers: range, rank_size: int | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         find_places(numbers, rank_size=rank_size, table=tutorial)
 
@@ -109,7 +141,9 @@ def test_ranges_that_the_table_contradicts(tutorial: RankTable, numbers: range, 
 def test_devices_that_the_table_does_not_hold(tmp_path: Path) -> None:
     table = read_table(write_tutorial_table(tmp_path / "table.json", servers=1))
     with pytest.raises(
-        ConfigError, match=r"holds, devices 0-7; make a table of these devices with tools/hccl_tools.py --device_num '\[0,4\)'"
+        ConfigError,
+        match=r"holds, devices 0-7; make a table of these devices with tools/hccl_tools.py"
+        r" --device_num '\[0,4\)'",
     ):
         find_places(range(4), table=table)
 
@@ -120,9 +154,19 @@ def test_devices_that_the_table_does_not_hold(tmp_path: Path) -> None:
         (range(8, 16), 16, {}, "2 hosts have to meet: give --master IP:PORT"),
         (range(8), 12, {}, "are no equal part of RANK_SIZE=12"),
         (range(4, 12), 16, {}, "are no equal part of RANK_SIZE=16"),
-        (range(8, 16), 16, {"master": "a", "node_rank": 0}, "--node_rank 0, but the ranks .* of 16 make it 1"),
+        (
+            range(8, 16),
+            16,
+            {"master": "a", "node_rank": 0},
+            "--node_rank 0, but the ranks .* of 16 make it 1",
+        ),
         (range(8), None, {"master": "a", "nodes": 2}, "--nnodes 2 needs --node_rank"),
-        (range(8), None, {"master": "a", "nodes": 2, "node_rank": 2}, "--node_rank 2 is not among --nnodes 2"),
+        (
+            range(8),
+            None,
+            {"master": "a", "nodes": 2, "node_rank": 2},
+            "--node_rank 2 is not among --nnodes 2",
+        ),
         (range(8), None, {"node_rank": 0}, "--node_rank 0 needs --nnodes"),
         (range(8), None, {"nodes": 0}, "--nnodes 0: expected 1 or more"),
         (range(8), None, {"nodes": 2, "node_rank": 1}, "give --master IP:PORT"),
@@ -131,7 +175,9 @@ def test_devices_that_the_table_does_not_hold(tmp_path: Path) -> None:
         (range(8), None, {"nodes": 10**8}, "800000000 ranks are more than"),
     ],
 )
-def test_contradictions_without_a_table(numbers: range, rank_size: int | None, more: dict[str, int], message: str) -> None:
+def test_contradictions_without_a_table(
+    numbers: range, rank_size: int | None, more: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         find_places(numbers, rank_size=rank_size, **more)  # type: ignore[arg-type]
 

@@ -1,4 +1,6 @@
-"""Variables and commands of ranks, read back by a shell; interfaces, against what the ip command says."""
+"""Variables and commands of ranks, read back by a shell; interfaces, against what the ip command
+says.
+"""
 
 import ipaddress
 import json
@@ -27,7 +29,9 @@ from common.processes import addresses as own_addresses
 from common.processes.addresses import interface_of, is_own
 
 
-def variables(places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str) -> dict[str, str]:  # type: ignore[no-untyped-def]
+def variables(
+    places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str
+) -> dict[str, str]:  # type: ignore[no-untyped-def]
     meeting = make_rendezvous(places, port=None, table=table, backend=backend, environ=environ)
     return rank_variables(places.own[number], places, meeting, cores=3, environ=environ)
 
@@ -54,7 +58,13 @@ def test_both_frameworks_are_told_the_same() -> None:
 
 def test_a_rank_finds_itself_by_them() -> None:
     process = find_process({**variables(find_places(range(4, 6)), 1), "GPT2_LAUNCHER_PID": "1"})
-    assert (process.rank, process.world_size, process.local_rank, process.local_world_size, process.device_id) == (1, 2, 1, 2, 5)
+    assert (
+        process.rank,
+        process.world_size,
+        process.local_rank,
+        process.local_world_size,
+        process.device_id,
+    ) == (1, 2, 1, 2, 5)
     assert process.master == "127.0.0.1" and process.launcher == "launch"
 
 
@@ -70,7 +80,10 @@ def test_a_free_port_on_one_host_and_a_known_one_on_several() -> None:
         free.bind(("127.0.0.1", second))
     assert first > 1023
     several = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=0)
-    assert variables(several, 0)["MASTER_PORT"] == "29500" and variables(several, 0, MASTER_PORT="4000")["MASTER_PORT"] == "4000"
+    assert (
+        variables(several, 0)["MASTER_PORT"] == "29500"
+        and variables(several, 0, MASTER_PORT="4000")["MASTER_PORT"] == "4000"
+    )
 
 
 def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
@@ -80,15 +93,24 @@ def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
     assert found.items() >= {**ours, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}.items()
     meeting = make_rendezvous(places, port=4000, table=None, backend="mindspore", environ={})
     assert scheduler_variables(places, meeting).items() >= {**ours, "MS_ROLE": "MS_SCHED"}.items()
-    for alone in (variables(find_places(range(1)), 0, backend="mindspore"), variables(places, 0, backend="mindspore", table=Path("/t"))):
+    for alone in (
+        variables(find_places(range(1)), 0, backend="mindspore"),
+        variables(places, 0, backend="mindspore", table=Path("/t")),
+    ):
         assert not any(name.startswith("MS_") for name in alone)
 
 
 def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
     places = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1)
     found = variables(places, 0)
-    assert found["HCCL_IF_IP"] == "127.0.0.1" and found["GLOO_SOCKET_IFNAME"] == "lo" and found["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert found["RANK"] == "2" and found["LOCAL_RANK"] == "0" and found["MASTER_ADDR"] == "127.0.0.1"
+    assert (
+        found["HCCL_IF_IP"] == "127.0.0.1"
+        and found["GLOO_SOCKET_IFNAME"] == "lo"
+        and found["NCCL_SOCKET_IFNAME"] == "=lo"
+    )
+    assert (
+        found["RANK"] == "2" and found["LOCAL_RANK"] == "0" and found["MASTER_ADDR"] == "127.0.0.1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,27 +123,50 @@ def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
     ],
 )
 def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], routes: dict[str, str], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    addresses: dict[str, list[str]],
+    routes: dict[str, str],
+    expected: str,
 ) -> None:
     """Debian's /etc/hosts has 127.0.1.1 for the name of the machine."""
-    held = [(ipaddress.ip_address(address), name) for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))]
-    monkeypatch.setattr(own_addresses, "_addresses", lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, []))
+    held = [
+        (ipaddress.ip_address(address), name)
+        for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))
+    ]
+    monkeypatch.setattr(
+        own_addresses,
+        "_addresses",
+        lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, []),
+    )
     monkeypatch.setattr(own_addresses, "_interfaces", lambda: held)
     monkeypatch.setattr(own_addresses, "_route_to", routes.get)
     hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
     places = Placement(
-        all=tuple(RankPlacement(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts)),
+        all=tuple(
+            RankPlacement(rank=rank, device_id=0, local_rank=0, host=host)
+            for rank, host in enumerate(hosts)
+        ),
         own_host="nodea",
         master="nodea",
     )
     found = variables(places, 0)
-    assert (found["HCCL_IF_IP"], found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == (expected, "eth0", "=eth0")
+    assert (found["HCCL_IF_IP"], found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == (
+        expected,
+        "eth0",
+        "=eth0",
+    )
     assert found["MASTER_ADDR"] == "nodea"
 
 
-def test_where_nothing_but_loopback_is_known_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_addresses, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else [])
-    monkeypatch.setattr(own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")])
+def test_where_nothing_but_loopback_is_known_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        own_addresses, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else []
+    )
+    monkeypatch.setattr(
+        own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")]
+    )
     monkeypatch.setattr(own_addresses, "_route_to", lambda address: "127.0.0.1")
     for node_rank in (0, 1):
         found = variables(find_places(range(1), master="nodea", nodes=2, node_rank=node_rank), 0)
@@ -130,7 +175,9 @@ def test_where_nothing_but_loopback_is_known_nothing_is_told(monkeypatch: pytest
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command, to compare with, is absent")
 def test_interfaces_are_those_of_the_ip_command() -> None:
-    for link in json.loads(subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout):
+    for link in json.loads(
+        subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout
+    ):
         for address in link.get("addr_info", []):
             assert interface_of(address["local"]) == link["ifname"], address
     assert interface_of("192.0.2.254") is None and not is_own("192.0.2.254")
@@ -150,7 +197,15 @@ def test_the_shell_text_is_what_a_shell_reads_back() -> None:
 
 def test_the_command() -> None:
     command = rank_command(Path("/a/b.yaml"), "eval", ["seed=1"])
-    assert command == (sys.executable, str(ROOT / "run_gpt2.py"), "--config", "/a/b.yaml", "--run_mode", "eval", "seed=1")
+    assert command == (
+        sys.executable,
+        str(ROOT / "run_gpt2.py"),
+        "--config",
+        "/a/b.yaml",
+        "--run_mode",
+        "eval",
+        "seed=1",
+    )
     assert os.access(command[1], os.R_OK)
 
 

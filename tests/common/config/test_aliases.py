@@ -1,4 +1,6 @@
-"""Keys of other systems that say what a key of ours says: combined, refused where they contradict."""
+"""Keys of other systems that say what a key of ours says: combined, refused where they
+contradict.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,13 @@ from common.errors import ConfigError
 
 TREE: dict[str, Any] = {
     "output_dir": "out",
-    "model": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "seq_length": 16,
+        "vocab_size": 100,
+    },
     "optimizer": {"learning_rate": 0.1},
 }
 
@@ -33,18 +41,32 @@ def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> Non
     ("theirs", "ours"),
     [
         ({"parallel": {"micro_batch_num": 4}}, {"train": {"accumulation_steps": 4}}),
-        ({"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 4}}, {"train": {"accumulation_steps": 4}}),
+        (
+            {"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 4}},
+            {"train": {"accumulation_steps": 4}},
+        ),
         ({"parallel": {"enable_parallel_optimizer": True}}, {"parallel": {"zero_stage": 1}}),
-        ({"parallel": {"enable_parallel_optimizer": True, "zero_stage": 3}}, {"parallel": {"zero_stage": 3}}),
+        (
+            {"parallel": {"enable_parallel_optimizer": True, "zero_stage": 3}},
+            {"parallel": {"zero_stage": 3}},
+        ),
         ({"parallel": {"enable_parallel_optimizer": False}}, {}),
         (
-            {"parallel": {"zero_stage": 1, "parallel_optimizer_config": {"gradient_accumulation_shard": True}}},
+            {
+                "parallel": {
+                    "zero_stage": 1,
+                    "parallel_optimizer_config": {"gradient_accumulation_shard": True},
+                }
+            },
             {"parallel": {"zero_stage": 2}},
         ),
         ({"context": {"device_target": "Ascend"}}, {"device": "npu"}),
         ({"context": {"device_target": "CPU"}, "device": "auto"}, {"device": "cpu"}),
         ({"parallel": {"gradients_mean": True}}, {}),
-        ({"parallel": {"gradients_mean": False, "parallel_mode": 1}}, {"parallel": {"parallel_mode": 1}}),
+        (
+            {"parallel": {"gradients_mean": False, "parallel_mode": 1}},
+            {"parallel": {"parallel_mode": 1}},
+        ),
     ],
 )
 def test_an_alias_says_what_our_key_says(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -54,7 +76,11 @@ def test_an_alias_says_what_our_key_says(theirs: dict[str, Any], ours: dict[str,
 def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
     """They were keys of the schema once, so manifests and config.yaml of older runs have them."""
     old = build().model_dump()
-    old["parallel"] |= {"micro_batch_num": None, "enable_parallel_optimizer": None, "gradients_mean": True}
+    old["parallel"] |= {
+        "micro_batch_num": None,
+        "enable_parallel_optimizer": None,
+        "gradients_mean": True,
+    }
     old["parallel"]["parallel_optimizer_config"]["gradient_accumulation_shard"] = False
     old["context"]["device_target"] = None
     assert build_config(old) == build()
@@ -69,11 +95,13 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
         ),
         (
             {"parallel": {"enable_parallel_optimizer": False, "zero_stage": 1}},
-            "parallel.zero_stage=1 and parallel.enable_parallel_optimizer=false contradict each other; keep one",
+            "parallel.zero_stage=1 and parallel.enable_parallel_optimizer=false contradict each"
+            " other; keep one",
         ),
         (
             {"parallel": {"parallel_optimizer_config": {"gradient_accumulation_shard": True}}},
-            "gradient_accumulation_shard=true contradict each other; set parallel.enable_parallel_optimizer=true",
+            "gradient_accumulation_shard=true contradict each other; set"
+            " parallel.enable_parallel_optimizer=true",
         ),
         (
             {"device": "cpu", "context": {"device_target": "GPU"}},
@@ -81,15 +109,25 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
         ),
         (
             {"parallel": {"gradients_mean": False}},
-            "gradients_mean=false do not go together: gradients are of the mean over the global batch",
+            "gradients_mean=false do not go together: gradients are of the mean over the global"
+            " batch",
         ),
         (
             {"parallel": {"gradients_mean": False, "parallel_mode": 0}},
             "parallel.parallel_mode=0 and parallel.gradients_mean=false do not go together",
         ),
-        ({"parallel": {"enable_parallel_optimizer": 1}}, "enable_parallel_optimizer: expected true or false, found 1"),
-        ({"context": {"device_target": "TPU"}}, "device_target: expected Ascend or GPU or CPU, found 'TPU'"),
-        ({"parallel": {"micro_batch_num": "x"}}, "train.accumulation_steps: input should be a valid integer"),
+        (
+            {"parallel": {"enable_parallel_optimizer": 1}},
+            "enable_parallel_optimizer: expected true or false, found 1",
+        ),
+        (
+            {"context": {"device_target": "TPU"}},
+            "device_target: expected Ascend or GPU or CPU, found 'TPU'",
+        ),
+        (
+            {"parallel": {"micro_batch_num": "x"}},
+            "train.accumulation_steps: input should be a valid integer",
+        ),
     ],
 )
 def test_contradictions_are_refused(sections: dict[str, Any], message: str) -> None:
@@ -101,12 +139,17 @@ def test_both_places_are_named(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("parallel:\n  micro_batch_num: 4\n")
     main = tmp_path / "main.yaml"
     main.write_text(
-        "base: base.yaml\noutput_dir: out\nmodel: {num_layers: 2, hidden_size: 8, num_heads: 2, seq_length: 16, vocab_size: 100}\n"
-        "optimizer: {learning_rate: 0.1}\ntrain: {accumulation_steps: 2}\n"
+        "base: base.yaml\noutput_dir: out\nmodel: {num_layers: 2, hidden_size: 8, num_heads: 2,"
+        " seq_length: 16, vocab_size: 100}\noptimizer: {learning_rate: 0.1}\ntrain:"
+        " {accumulation_steps: 2}\n"
     )
-    with pytest.raises(ConfigError, match=r"main\.yaml:5 and .*base\.yaml:2: train\.accumulation_steps=2 and"):
+    with pytest.raises(
+        ConfigError, match=r"main\.yaml:5 and .*base\.yaml:2: train\.accumulation_steps=2 and"
+    ):
         load_config(main)
-    with pytest.raises(ConfigError, match=r"^command line and .*base\.yaml:2: train\.accumulation_steps=3 and"):
+    with pytest.raises(
+        ConfigError, match=r"^command line and .*base\.yaml:2: train\.accumulation_steps=3 and"
+    ):
         load_config(main, ["train.accumulation_steps=3"])
     assert load_config(main, ["train.accumulation_steps=4"]).train.accumulation_steps == 4
 
@@ -114,4 +157,6 @@ def test_both_places_are_named(tmp_path: Path) -> None:
 def test_an_alias_is_explained_by_our_key() -> None:
     for asked in ("parallel.micro_batch_num", "micro_batch_num"):
         text = explain_key(asked)
-        assert text.startswith(f"{asked}: Another name for train.accumulation_steps.\n\ntrain.accumulation_steps\n")
+        assert text.startswith(
+            f"{asked}: Another name for train.accumulation_steps.\n\ntrain.accumulation_steps\n"
+        )

@@ -1,4 +1,6 @@
-"""Names of other systems: the table leads to keys that exist, and nothing is guessed across sections."""
+"""Names of other systems: the table leads to keys that exist, and nothing is guessed across
+sections.
+"""
 
 import re
 from pathlib import Path
@@ -37,8 +39,8 @@ def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
     """Those that are written key=value."""
     path = tmp_path / "run.yaml"
     path.write_text(
-        "output_dir: out\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8, vocab_size: 9}\n"
-        "optimizer: {learning_rate: 1.0}\n"
+        "output_dir: out\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8,"
+        " vocab_size: 9}\noptimizer: {learning_rate: 1.0}\n"
     )
     words = {target for target in TABLE.values() if re.fullmatch(r"[\w.]+=\w+", target)}
     assert words >= {"precision=fp16", "predict.strategy=sampling", "parallel.zero_stage=3"}
@@ -88,12 +90,25 @@ def test_the_hint_is_the_right_key(typed: str, right: str) -> None:
     assert hint(typed) == f"; did you mean {right}?"
 
 
-@pytest.mark.parametrize("typed", ["run_mode", "trainer", "only_save_strategy", "wandb_log", "moe_config", "Quantization", "run_modes"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "run_mode",
+        "trainer",
+        "only_save_strategy",
+        "wandb_log",
+        "moe_config",
+        "Quantization",
+        "run_modes",
+    ],
+)
 def test_what_has_no_key_gets_no_guess(typed: str) -> None:
     assert "did you mean" not in hint(typed)
 
 
-@pytest.mark.parametrize("typed", ["frobnicate", "train.frobnicate", "Globe", "data.dat", "interval_of_hashes", "x"])
+@pytest.mark.parametrize(
+    "typed", ["frobnicate", "train.frobnicate", "Globe", "data.dat", "interval_of_hashes", "x"]
+)
 def test_nothing_is_guessed(typed: str) -> None:
     assert hint(typed) == ""
 
@@ -128,10 +143,15 @@ def test_a_flag_becomes_a_word(name: str, value: str, word: str | None) -> None:
         (["--lr", "1e-3"], "--lr: did you mean optimizer.learning_rate=1e-3?"),
         (["--max_steps", "5"], "--max_steps: did you mean train.max_steps=5?"),
         (["--max_steps=5"], "--max_steps=5: did you mean train.max_steps=5?"),
-        (["--do_sample", "--run_mode=plan"], "--do_sample: did you mean predict.strategy=sampling?"),
+        (
+            ["--do_sample", "--run_mode=plan"],
+            "--do_sample: did you mean predict.strategy=sampling?",
+        ),
     ],
 )
-def test_the_command_line_suggests_the_word(words: list[str], suggested: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_suggests_the_word(
+    words: list[str], suggested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         parse_arguments(["--config", "x.yaml", "--run_mode", "plan", *words])
     assert stop.value.code == 2
@@ -142,7 +162,9 @@ def test_a_key_is_explained() -> None:
     text = explain_key("optimizer.learning_rate")
     assert text.splitlines()[0] == "optimizer.learning_rate"
     assert "above 0" in text and "Peak learning rate." in text and "must be given" in text
-    assert explain_key("lr").endswith("\n" + text) and "lr is here: optimizer.learning_rate" in explain_key("lr")
+    assert explain_key("lr").endswith(
+        "\n" + text
+    ) and "lr is here: optimizer.learning_rate" in explain_key("lr")
     assert explain_key("learning_rate") == text
     assert "cosine, linear, polynomial, constant" in explain_key("optimizer.schedule")
     assert "at least 0, at most 3" in explain_key("parallel.zero_stage")
@@ -155,9 +177,14 @@ def test_everything_can_be_explained(key: str) -> None:
 
 
 def test_what_is_no_key_cannot_be_explained() -> None:
-    with pytest.raises(ConfigError, match=r"--explain train.max_step: unknown key; did you mean train.max_steps\?"):
+    with pytest.raises(
+        ConfigError, match=r"--explain train.max_step: unknown key; did you mean train.max_steps\?"
+    ):
         explain_key("train.max_step")
-    with pytest.raises(ConfigError, match=r"--explain moe_config: unknown key; mixture of experts is not in this version"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--explain moe_config: unknown key; mixture of experts is not in this version",
+    ):
         explain_key("moe_config")
 
 

@@ -15,24 +15,41 @@ model: {num_layers: 2, hidden_size: 8, num_heads: 2, seq_length: 16, vocab_size:
 optimizer: {learning_rate: 6e-4}
 """
 TRAIN = "train: {max_steps: 3, micro_batch_size: 2}\n"
-BOMB = "x0: &x0 [y, y, y, y, y, y, y, y, y]\n" + "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 10))
+BOMB = "x0: &x0 [y, y, y, y, y, y, y, y, y]\n" + "".join(
+    f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (BOMB, r"values once aliases are followed"),
-        ("seed: !!timestamp x", r"run\.yaml:6:7: not valid YAML: the tag !!timestamp is not supported"),
-        ("seed: !!bool maybe", r"run\.yaml:6:7: not valid YAML: 'maybe' does not fit its tag !!bool"),
+        (
+            "seed: !!timestamp x",
+            r"run\.yaml:6:7: not valid YAML: the tag !!timestamp is not supported",
+        ),
+        (
+            "seed: !!bool maybe",
+            r"run\.yaml:6:7: not valid YAML: 'maybe' does not fit its tag !!bool",
+        ),
         ("seed: !!float ''", "'' does not fit its tag !!float"),
         ("seed: !!map [1]", "the tag !!map does not fit its value"),
-        ("parallel_config: 5", r"run\.yaml:6: parallel_config: expected keys and values, found a number"),
+        (
+            "parallel_config: 5",
+            r"run\.yaml:6: parallel_config: expected keys and values, found a number",
+        ),
         ("parallel_config: [1, 2]", "parallel_config: expected keys and values, found a list"),
-        ("parallel: null\nparallel_config: {data_parallel: 2}", r"run\.yaml:6: parallel: expected keys and values, found null"),
+        (
+            "parallel: null\nparallel_config: {data_parallel: 2}",
+            r"run\.yaml:6: parallel: expected keys and values, found null",
+        ),
         (r'base: "a\0b"', "a null byte cannot be part of a path"),
         ("base: loop.yaml", r"loop\.yaml: cannot be read: Too many levels of symbolic links"),
         ("base: /dev/zero", "/dev/zero: is a device"),
-        (f"base: [{', '.join(['a.yaml'] * 65)}]", "base: expected a list of at most 64 files, found 65 entries"),
+        (
+            f"base: [{', '.join(['a.yaml'] * 65)}]",
+            "base: expected a list of at most 64 files, found 65 entries",
+        ),
     ],
     ids=str,
 )
@@ -56,7 +73,10 @@ def test_another_name_with_a_number_that_is_none(tmp_path: Path) -> None:
 def test_a_section_that_another_name_points_into_is_no_section(tmp_path: Path, train: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(train + "recompute_config: {recompute: true}\n" + MINIMAL)
-    with pytest.raises(ConfigError, match=r"run\.yaml:1: train: expected keys and values, found (a number|text|a list)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.yaml:1: train: expected keys and values, found (a number|text|a list)",
+    ):
         load_config(path)
 
 
@@ -84,9 +104,15 @@ def test_bases_in_a_long_chain(tmp_path: Path) -> None:
 
 
 def test_a_base_of_two_files_is_not_changed_by_the_first(tmp_path: Path) -> None:
-    """The second of two files with one base wins with what it says itself, and with what the base says."""
-    (tmp_path / "base.yaml").write_text(MINIMAL + "train: {max_steps: 3, micro_batch_size: 2, accumulation_steps: 4}\n")
-    (tmp_path / "a.yaml").write_text("base: base.yaml\ntrain: {micro_batch_size: 5, max_steps: 7}\n")
+    """The second of two files with one base wins with what it says itself, and with what the base
+    says.
+    """
+    (tmp_path / "base.yaml").write_text(
+        MINIMAL + "train: {max_steps: 3, micro_batch_size: 2, accumulation_steps: 4}\n"
+    )
+    (tmp_path / "a.yaml").write_text(
+        "base: base.yaml\ntrain: {micro_batch_size: 5, max_steps: 7}\n"
+    )
     (tmp_path / "b.yaml").write_text("base: base.yaml\ntrain: {max_steps: 9}\n")
     (tmp_path / "main.yaml").write_text("base: [a.yaml, b.yaml]\n")
     train = load_config(tmp_path / "main.yaml").train

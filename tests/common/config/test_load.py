@@ -35,7 +35,12 @@ def test_numbers_without_a_dot_are_numbers(config_file: Path) -> None:
     assert load_config(config_file).optimizer.learning_rate == 6e-4
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12) | st.booleans() | st.none())
+@given(
+    st.floats(allow_nan=False, allow_infinity=False)
+    | st.integers(-(10**12), 10**12)
+    | st.booleans()
+    | st.none()
+)
 def test_scalars_read_back_as_json_writes_them(value: object) -> None:
     import json
 
@@ -48,7 +53,9 @@ def test_yes_and_no_are_text() -> None:
 
 
 def test_dump_reads_back_equal(config_file: Path) -> None:
-    config = load_config(config_file, ["data.train=[0.3,a,0.7,b]", "precision=bf16", "predict.prompt=a: b"])
+    config = load_config(
+        config_file, ["data.train=[0.3,a,0.7,b]", "precision=bf16", "predict.prompt=a: b"]
+    )
     config_file.write_text(dump_config(config))
     assert load_config(config_file) == config
 
@@ -56,11 +63,18 @@ def test_dump_reads_back_equal(config_file: Path) -> None:
 def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "a.yaml").write_text(MINIMAL + "seed: 1\n")
-    (tmp_path / "parts" / "b.yaml").write_text("base: a.yaml\nseed: 2\ntrain: {micro_batch_size: 5}\n")
+    (tmp_path / "parts" / "b.yaml").write_text(
+        "base: a.yaml\nseed: 2\ntrain: {micro_batch_size: 5}\n"
+    )
     main = tmp_path / "main.yaml"
     main.write_text("base: [parts/a.yaml, parts/b.yaml]\noutput_dir: mine\n")
     config = load_config(main, ["train.max_steps=9"])
-    assert (config.seed, config.output_dir, config.train.micro_batch_size, config.train.max_steps) == (2, "mine", 5, 9)
+    assert (
+        config.seed,
+        config.output_dir,
+        config.train.micro_batch_size,
+        config.train.max_steps,
+    ) == (2, "mine", 5, 9)
     assert config.model.hidden_size == 8
 
 
@@ -72,7 +86,10 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
         ("learning_rate=3", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("optimizer.lr=3", "did you mean optimizer.learning_rate?"),
         ("parallel.mp_degree=2", "did you mean parallel.model_parallel?"),
-        ("model.num_layers=two", "command line: model.num_layers: input should be a valid integer, found 'two'"),
+        (
+            "model.num_layers=two",
+            "command line: model.num_layers: input should be a valid integer, found 'two'",
+        ),
         ("model.num_layers=0", "greater than 0, found 0"),
         ("precision=fp8", "'fp8' is no preset; choose float32, bf16 or fp16"),
         ("precision.compute=int8", "precision.compute"),
@@ -95,16 +112,26 @@ def test_a_path_holds_no_null_byte(config_file: Path) -> None:
 
 def test_errors_name_file_and_line(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "data:\n  shufle: true\n")
-    assert error_of(config_file) == f"{config_file}:7: data.shufle: unknown key; did you mean data.shuffle?"
+    assert (
+        error_of(config_file)
+        == f"{config_file}:7: data.shufle: unknown key; did you mean data.shuffle?"
+    )
 
 
 def test_a_key_given_twice_is_refused(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
-    assert error_of(config_file) == f"{config_file}:7:1: not valid YAML: the key 'seed' is given twice (first in line 6); keep one"
+    assert (
+        error_of(config_file)
+        == f"{config_file}:7:1: not valid YAML: the key 'seed' is given twice (first in line 6);"
+        " keep one"
+    )
 
 
 def test_all_faults_are_told_at_once(config_file: Path) -> None:
-    assert len(error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5").splitlines()) == 3
+    assert (
+        len(error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5").splitlines())
+        == 3
+    )
 
 
 def test_missing_key_file_and_broken_yaml(tmp_path: Path) -> None:
@@ -126,35 +153,56 @@ def test_bases_in_a_circle(tmp_path: Path) -> None:
 
 def test_python_objects_are_never_built(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("output_dir: !!python/object/apply:os.system ['touch " + str(tmp_path / "owned") + "']\n")
+    path.write_text(
+        "output_dir: !!python/object/apply:os.system ['touch " + str(tmp_path / "owned") + "']\n"
+    )
     assert "not valid YAML" in error_of(path)
     assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"), [("42", ["42"]), ("Once: upon [a", ["Once: upon [a"]), ('["a", "b"]', ["a", "b"]), ("true", ["true"])]
+    ("text", "kept"),
+    [
+        ("42", ["42"]),
+        ("Once: upon [a", ["Once: upon [a"]),
+        ('["a", "b"]', ["a", "b"]),
+        ("true", ["true"]),
+    ],
 )
 def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) -> None:
     assert load_config(config_file, [f"predict.prompt={text}"]).predict.prompt == kept
 
 
-@pytest.mark.parametrize(("text", "kept"), [("true", "latest"), ("false", "never"), ("auto", "auto"), ("output/x", "output/x")])
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("true", "latest"), ("false", "never"), ("auto", "auto"), ("output/x", "output/x")],
+)
 def test_resume_words(config_file: Path, text: str, kept: str) -> None:
     assert load_config(config_file, [f"checkpoint.resume={text}"]).checkpoint.resume == kept
 
 
-@pytest.mark.parametrize("text", ["08", "1e5", ".5e3", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"])
+@pytest.mark.parametrize(
+    "text", ["08", "1e5", ".5e3", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"]
+)
 def test_text_survives_being_dumped(config_file: Path, text: str) -> None:
     config = load_config(config_file)
-    config = config.model_copy(update={"output_dir": text, "predict": config.predict.model_copy(update={"prompt": [text]})})
+    config = config.model_copy(
+        update={"output_dir": text, "predict": config.predict.model_copy(update={"prompt": [text]})}
+    )
     config_file.write_text(dump_config(config), encoding="utf-8")
     assert load_config(config_file) == config
 
 
 def test_one_key_of_a_shorthand_refines_it(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "precision: bf16\ndata: {tokenizer: vocab}\n")
-    config = load_config(config_file, ["precision.softmax=bfloat16", "data.tokenizer.backend=tiktoken"])
-    assert (config.precision.compute, config.precision.softmax, config.precision.layer_norm) == ("bfloat16", "bfloat16", "float32")
+    config = load_config(
+        config_file, ["precision.softmax=bfloat16", "data.tokenizer.backend=tiktoken"]
+    )
+    assert (config.precision.compute, config.precision.softmax, config.precision.layer_norm) == (
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    )
     assert config.data.tokenizer is not None
     assert (config.data.tokenizer.folder, config.data.tokenizer.backend) == ("vocab", "tiktoken")
     main = config_file.with_name("main.yaml")
@@ -200,7 +248,12 @@ def test_split_as_list_or_text(config_file: Path) -> None:
 
 
 def test_seed_precisions_are_mappings(config_file: Path) -> None:
-    config_file.write_text(MINIMAL + yaml.safe_dump({"precision": {"parameters": "fp16", "compute": "fp16", "softmax": "fp16"}}))
+    config_file.write_text(
+        MINIMAL
+        + yaml.safe_dump(
+            {"precision": {"parameters": "fp16", "compute": "fp16", "softmax": "fp16"}}
+        )
+    )
     precision = load_config(config_file).precision
     assert (precision.parameters, precision.compute, precision.softmax, precision.layer_norm) == (
         "float16",

@@ -1,5 +1,6 @@
-"""Shipped configs: flattened into golden files, so that a changed default shows as one line of diff; and held against the
-numbers of the systems they come from."""
+"""Shipped configs: flattened into golden files, so that a changed default shows as one line of
+diff; and held against the numbers of the systems they come from.
+"""
 
 import os
 import re
@@ -48,7 +49,9 @@ EXPECTED = {
     "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
     "run_gpt2_345m_modelzoo": Expected(354_823_168, (4, 1, 2), 4, 1, 16, 16_384, (1.5e-4, 1.5e-5)),
-    "run_gpt2_345m_modelzoo_without_mp": Expected(354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)),
+    "run_gpt2_345m_modelzoo_without_mp": Expected(
+        354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)
+    ),
     "run_gpt2_774m": Expected(774_030_080, (1, 1, 1), 8, 60, 480, 491_520, (2.5e-4, 2.5e-5)),
     "run_gpt2_1558m": Expected(1_557_611_200, (1, 1, 1), 4, 240, 960, 983_040, (2e-4, 2e-5)),
     "run_gpt2_1.3b_modelzoo": Expected(1_313_626_112, (2, 2, 2), 8, 2, 32, 32_768, (2e-4, 2e-5)),
@@ -86,7 +89,13 @@ SHAPES = {
     "run_gpt2_chinese_82m": (10, 768, 12, 1024, 1024, 13317),
 }
 
-MIXED = {"parameters": "float16", "compute": "float16", "reduction": "float32", "softmax": "float32", "layer_norm": "float32"}
+MIXED = {
+    "parameters": "float16",
+    "compute": "float16",
+    "reduction": "float32",
+    "softmax": "float32",
+    "layer_norm": "float32",
+}
 
 # What all presets of one source share, by the name of its file in task_config/.
 SOURCES: dict[str, dict[str, Any]] = {
@@ -94,48 +103,68 @@ SOURCES: dict[str, dict[str, Any]] = {
         "backend": "torch", "seed": 1234, "precision": MIXED,
         "model.embedding_dropout": 0.0, "model.attention_dropout": 0.0, "model.hidden_dropout": 0.0,
         "train.max_steps": 500_000, "parallel.zero_stage": 0,
-        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
-        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine",
+        "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01,
+        "optimizer.clip_grad": 1.0,
     },
     "fleetx": {
-        "backend": "torch", "seed": 1024, "precision": MIXED | {"softmax": "float16", "layer_norm": "float16"},
+        "backend": "torch", "seed": 1024,
+        "precision": MIXED | {"softmax": "float16", "layer_norm": "float16"},
         "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
         "train.max_steps": 500_000, "loss_scale.mode": "dynamic", "loss_scale.initial": 32768.0,
-        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 360_000,
-        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine",
+        "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 360_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01,
+        "optimizer.clip_grad": 1.0,
     },
     "oneflow": {
         "backend": "torch", "seed": 12345, "precision": MIXED | {"parameters": "float32"},
         "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
-        "train.max_steps": 500_000, "train.recompute": "full", "loss_scale.mode": "dynamic", "loss_scale.initial": 2.0**32,
+        "train.max_steps": 500_000, "train.recompute": "full", "loss_scale.mode": "dynamic",
+        "loss_scale.initial": 2.0**32,
         "loss_scale.window": 1000, "parallel.zero_stage": 0,
-        "optimizer.name": "adamw", "optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
-        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "optimizer.clip_grad": 1.0,
+        "optimizer.name": "adamw", "optimizer.schedule": "cosine",
+        "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01,
+        "optimizer.clip_grad": 1.0,
     },
     "mindformers": {
         "backend": "mindspore", "seed": 0, "precision": MIXED | {"softmax": "float16"},
         "model.embedding_dropout": 0.0, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
-        "train.recompute": "full", "train.mp_comm_recompute": True, "train.parallel_optimizer_comm_recompute": False,
-        "loss_scale.mode": "dynamic", "loss_scale.initial": 2.0**32, "loss_scale.factor": 2.0, "loss_scale.window": 1000,
+        "train.recompute": "full", "train.mp_comm_recompute": True,
+        "train.parallel_optimizer_comm_recompute": False,
+        "loss_scale.mode": "dynamic", "loss_scale.initial": 2.0**32, "loss_scale.factor": 2.0,
+        "loss_scale.window": 1000,
         "parallel.zero_stage": 1, "context.mode": "graph",
-        "optimizer.name": "adamw", "optimizer.schedule": "polynomial", "optimizer.power": 1.0, "optimizer.warmup_steps": 2000,
-        "optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.weight_decay": 0.1, "optimizer.clip_grad": 1.0,
+        "optimizer.name": "adamw", "optimizer.schedule": "polynomial", "optimizer.power": 1.0,
+        "optimizer.warmup_steps": 2000,
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.weight_decay": 0.1,
+        "optimizer.clip_grad": 1.0,
     },
     "chinese": {
-        "backend": "torch", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
-        "train.recompute": "none", "data.tokenizer": None, "optimizer.name": "adamw", "optimizer.schedule": "linear",
-        "optimizer.warmup_steps": 2000, "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0,
+        "backend": "torch", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1,
+        "model.hidden_dropout": 0.1,
+        "train.recompute": "none", "data.tokenizer": None, "optimizer.name": "adamw",
+        "optimizer.schedule": "linear",
+        "optimizer.warmup_steps": 2000, "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0,
+        "optimizer.clip_grad": 1.0,
     },
 }  # fmt: skip
 
 # Where presets of one source differ, apart from batch, layout and learning rate.
 MODELZOO_SCALE = {
-    "loss_scale.mode": "dynamic", "loss_scale.initial": 4096.0, "loss_scale.window": 500, "loss_scale.hysteresis": 2,
+    "loss_scale.mode": "dynamic", "loss_scale.initial": 4096.0, "loss_scale.window": 500,
+    "loss_scale.hysteresis": 2,
     "loss_scale.minimum": 1.0, "train.recompute": "full",
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "run_gpt2_345m_modelzoo": MODELZOO_SCALE,
-    "run_gpt2_345m_modelzoo_without_mp": {"loss_scale.mode": "static", "loss_scale.initial": 65536.0, "train.recompute": "none"},
+    "run_gpt2_345m_modelzoo_without_mp": {
+        "loss_scale.mode": "static",
+        "loss_scale.initial": 65536.0,
+        "train.recompute": "none",
+    },
     "run_gpt2_1.3b_modelzoo": MODELZOO_SCALE,
     "run_gpt2_2.7b": MODELZOO_SCALE,
     "run_gpt2_3.7b": MODELZOO_SCALE,
@@ -144,8 +173,14 @@ OWN: dict[str, dict[str, Any]] = {
     "run_gpt2_6.7b": {"train.recompute": "full", "parallel.zero_stage": 2},
     "run_gpt2_175b": {"train.recompute": "full", "parallel.zero_stage": 0},
     "run_gpt2_13b": {"train.recompute_slice_activation": True, "context.max_device_memory": "31GB"},
-    "run_gpt2_13b_dp4_mp8": {"train.recompute_slice_activation": False, "context.max_device_memory": "30GB"},
-    "run_gpt2_52b": {"train.recompute_slice_activation": False, "context.max_device_memory": "30GB"},
+    "run_gpt2_13b_dp4_mp8": {
+        "train.recompute_slice_activation": False,
+        "context.max_device_memory": "30GB",
+    },
+    "run_gpt2_52b": {
+        "train.recompute_slice_activation": False,
+        "context.max_device_memory": "30GB",
+    },
     "run_gpt2_chinese_106m": {"precision": MIXED, "train.max_epochs": 800.0},
     "run_gpt2_chinese_82m": {"precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0},
 }
@@ -153,7 +188,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 @cache
 def resolved(name: str, *overrides: str) -> RunConfig:
-    return resolve_config(load_config(FOLDER / f"{name}.yaml", overrides), world_size=EXPECTED[name].devices)
+    return resolve_config(
+        load_config(FOLDER / f"{name}.yaml", overrides), world_size=EXPECTED[name].devices
+    )
 
 
 def files_of(path: Path) -> Iterator[Path]:
@@ -165,16 +202,25 @@ def files_of(path: Path) -> Iterator[Path]:
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Of one parameter: weight, float32 gradient, two float32 moments and, of a float16 weight, a float32 copy."""
+    """Of one parameter: weight, float32 gradient, two float32 moments and, of a float16 weight, a
+    float32 copy.
+    """
     parallel, half = config.parallel, config.precision.parameters == "float16"
     ranks = parallel.data_parallel or 1
     gradient, optimizer = 4, 12 if half else 8
-    return (2 if half else 4) + gradient / (ranks if parallel.zero_stage >= 2 else 1) + optimizer / (ranks if parallel.zero_stage else 1)
+    return (
+        (2 if half else 4)
+        + gradient / (ranks if parallel.zero_stage >= 2 else 1)
+        + optimizer / (ranks if parallel.zero_stage else 1)
+    )
 
 
 def values_of(config: RunConfig, dotted: set[str]) -> dict[str, Any]:
     tree = config.model_dump()
-    return {key: tree[key.partition(".")[0]][key.partition(".")[2]] if "." in key else tree[key] for key in dotted}
+    return {
+        key: tree[key.partition(".")[0]][key.partition(".")[2]] if "." in key else tree[key]
+        for key in dotted
+    }
 
 
 def test_the_table_names_every_preset() -> None:
@@ -198,16 +244,34 @@ def test_json_schema_is_up_to_date() -> None:
     path = ROOT / "configs" / "schema.json"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(config_schema())
-    assert path.read_text() == config_schema(), "python tools/config_schema.py > configs/schema.json"
+    assert path.read_text() == config_schema(), (
+        "python tools/config_schema.py > configs/schema.json"
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_shape_and_parameter_count_are_the_published_ones(name: str) -> None:
     model = resolved(name).model
-    layers, hidden, heads, window, positions, vocabulary = SHAPES[max((key for key in SHAPES if name.startswith(key)), key=len)]
-    assert (model.num_layers, model.hidden_size, model.num_heads, model.seq_length) == (layers, hidden, heads, window)
-    assert (model.max_positions, model.vocab_size, model.ffn_hidden_size) == (positions, vocabulary, 4 * hidden)
-    closed_form = vocabulary * hidden + positions * hidden + layers * (12 * hidden * hidden + 13 * hidden) + 2 * hidden
+    layers, hidden, heads, window, positions, vocabulary = SHAPES[
+        max((key for key in SHAPES if name.startswith(key)), key=len)
+    ]
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.seq_length) == (
+        layers,
+        hidden,
+        heads,
+        window,
+    )
+    assert (model.max_positions, model.vocab_size, model.ffn_hidden_size) == (
+        positions,
+        vocabulary,
+        4 * hidden,
+    )
+    closed_form = (
+        vocabulary * hidden
+        + positions * hidden
+        + layers * (12 * hidden * hidden + 13 * hidden)
+        + 2 * hidden
+    )
     assert count_parameters(model) == closed_form == EXPECTED[name].parameters
 
 
@@ -216,7 +280,11 @@ def test_batch_and_layout_are_those_of_the_source(name: str) -> None:
     expected, config = EXPECTED[name], resolved(name)
     train, parallel, model = config.train, config.parallel, config.model
     data, tensor, pipeline = expected.layout
-    assert (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage) == expected.layout
+    assert (
+        parallel.data_parallel,
+        parallel.model_parallel,
+        parallel.pipeline_stage,
+    ) == expected.layout
     assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == (
         expected.micro,
         expected.accumulation,
@@ -239,16 +307,26 @@ def test_a_parallel_preset_refuses_another_number_of_devices(name: str) -> None:
     if config.parallel.data_parallel is None:
         assert resolve_config(config).parallel.data_parallel == 1
         return
-    with pytest.raises(ConfigError, match=f"= {EXPECTED[name].devices} processes, but 1 are running"):
+    with pytest.raises(
+        ConfigError, match=f"= {EXPECTED[name].devices} processes, but 1 are running"
+    ):
         resolve_config(config)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_hyper_parameters_are_those_of_the_source(name: str) -> None:
     config = resolved(name)
-    assert (config.optimizer.learning_rate, config.optimizer.min_learning_rate) == EXPECTED[name].learning_rate
-    sources = [path.stem for path in files_of(FOLDER / f"{name}.yaml") if path.parent.name == "task_config" and path.stem != "runner"]
-    wanted = {key: value for source in sources for key, value in SOURCES[source].items()} | OWN.get(name, {})
+    assert (config.optimizer.learning_rate, config.optimizer.min_learning_rate) == EXPECTED[
+        name
+    ].learning_rate
+    sources = [
+        path.stem
+        for path in files_of(FOLDER / f"{name}.yaml")
+        if path.parent.name == "task_config" and path.stem != "runner"
+    ]
+    wanted = {key: value for source in sources for key, value in SOURCES[source].items()} | OWN.get(
+        name, {}
+    )
     assert values_of(config, set(wanted)) == wanted
 
 
@@ -260,7 +338,9 @@ def test_presets_work_on_either_backend_unless_their_source_is_mindspore(name: s
 
 
 def test_slicing_recomputed_activations_is_for_mindspore() -> None:
-    with pytest.raises(ConfigError, match=r"train\.recompute_slice_activation=True is for backend mindspore"):
+    with pytest.raises(
+        ConfigError, match=r"train\.recompute_slice_activation=True is for backend mindspore"
+    ):
         resolved("run_gpt2_13b", "backend=torch")
 
 
@@ -278,22 +358,39 @@ def test_editors_find_the_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
-    """``#   label = expression = result`` in a preset and its bases; the preset's own lines win, as its keys do."""
+    """``#   label = expression = result`` in a preset and its bases; the preset's own lines win, as
+    its keys do.
+    """
     lines: dict[str, tuple[str, float]] = {}
     for path in files_of(FOLDER / f"{name}.yaml"):
-        for label, expression, result in re.findall(r"^#   ([a-z ]*?) *= (.+?) = ([\d.,]*\d)", path.read_text(), re.MULTILINE):
+        for label, expression, result in re.findall(
+            r"^#   ([a-z ]*?) *= (.+?) = ([\d.,]*\d)", path.read_text(), re.MULTILINE
+        ):
             lines[label] = (expression, float(result.replace(",", "")))
     for label, (expression, result) in lines.items():
-        formula = re.sub(r"[A-Za-z]{2,}", " ", expression).replace(",", "").replace(" x ", " * ").replace("^", "**")
+        formula = (
+            re.sub(r"[A-Za-z]{2,}", " ", expression)
+            .replace(",", "")
+            .replace(" x ", " * ")
+            .replace("^", "**")
+        )
         value = eval(formula, {"__builtins__": {}})
-        assert result == (round(value / 1e9, 1) if label == "memory" else value), f"{label} = {expression} = {result}"
+        assert result == (round(value / 1e9, 1) if label == "memory" else value), (
+            f"{label} = {expression} = {result}"
+        )
     config, expected = resolved(name), EXPECTED[name]
     assert lines["parameters"][1] == expected.parameters
     assert lines["one step"][1] == expected.tokens
     assert lines.get("devices", ("", 1))[1] == expected.devices
     assert lines.get("batch", ("", expected.global_batch))[1] == config.train.global_batch_size
     if "memory" in lines:
-        assert lines["memory"][1] == round(state_bytes(config) * expected.parameters / (expected.layout[1] * expected.layout[2]) / 1e9, 1)
+        assert lines["memory"][1] == round(
+            state_bytes(config)
+            * expected.parameters
+            / (expected.layout[1] * expected.layout[2])
+            / 1e9,
+            1,
+        )
 
 
 def test_every_field_is_documented() -> None:
@@ -302,7 +399,9 @@ def test_every_field_is_documented() -> None:
     def undocumented(model: type, prefix: str = "") -> list[str]:
         keys = schema_keys()
         return [
-            f"{prefix}{name}" for name, field in model.model_fields.items() if not field.description and not keys.get(f"{prefix}{name}")
+            f"{prefix}{name}"
+            for name, field in model.model_fields.items()
+            if not field.description and not keys.get(f"{prefix}{name}")
         ]
 
     missing = undocumented(RunConfig)

@@ -1,4 +1,6 @@
-"""Weights from format to format: against transformers, MindSpore's own loading, and bit for bit there and back."""
+"""Weights from format to format: against transformers, MindSpore's own loading, and bit for bit
+there and back.
+"""
 
 import errno
 import importlib.util
@@ -37,17 +39,29 @@ from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9,
+    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96,
+    max_positions=9,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.3,
 )  # fmt: skip
-SIZES = {"n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 9, "vocab_size": 101, "n_inner": 96, "initializer_range": 0.3}
+SIZES = {
+    "n_layer": 2,
+    "n_embd": 24,
+    "n_head": 4,
+    "n_positions": 9,
+    "vocab_size": 101,
+    "n_inner": 96,
+    "initializer_range": 0.3,
+}
 QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 REASON = "nothing computes the logits of mindformers: the tensors alone were compared"
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
 def ours_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.array(values)) for name, values in CheckpointReader(folder).weights(MODEL)}
+    return {
+        name: torch.from_numpy(np.array(values))
+        for name, values in CheckpointReader(folder).weights(MODEL)
+    }
 
 
 def theirs(**more: Any) -> Any:
@@ -73,7 +87,11 @@ def save(model: Any, folder: Path, form: str) -> Path:
         model.config.save_pretrained(folder)
         state = model.state_dict()
         if form == "old bin":  # as the files of 2019: no prefix, masks, no head
-            state = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
+            state = {
+                name.removeprefix("transformer."): tensor
+                for name, tensor in state.items()
+                if name != "lm_head.weight"
+            }
             state |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 9, 9) for layer in range(2)}
         torch.save(state, folder / "pytorch_model.bin")
     return folder
@@ -86,7 +104,9 @@ def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form
     assert detect(source) == "hf"
     ours = run(source, tmp_path / "ours", "torch_gpt2")
     with torch.no_grad():
-        np.testing.assert_array_equal(hugging_face_model(MODEL, ours_of(ours))(IDS).logits, model(IDS).logits)
+        np.testing.assert_array_equal(
+            hugging_face_model(MODEL, ours_of(ours))(IDS).logits, model(IDS).logits
+        )
 
 
 def test_transformers_opens_what_comes_back(tmp_path: Path) -> None:
@@ -94,18 +114,34 @@ def test_transformers_opens_what_comes_back(tmp_path: Path) -> None:
     source = save(model, tmp_path / "hf", "safetensors")
     (source / "merges.txt").write_text("#version: 0.2\n")
     through = run(run(source, tmp_path / "ours", "mindspore"), tmp_path / "mf", "mindformers")
-    found = transformers.GPT2LMHeadModel.from_pretrained(run(through, tmp_path / "again", "hf")).eval()
+    found = transformers.GPT2LMHeadModel.from_pretrained(
+        run(through, tmp_path / "again", "hf")
+    ).eval()
     with torch.no_grad():
         assert torch.equal(found(IDS).logits, model(IDS).logits)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(found.generate(IDS[:, :5], **options), model.generate(IDS[:, :5], **options))
-    assert (run(source, tmp_path / "direct", "hf") / "merges.txt").is_file(), "the tokenizer goes along"
-    kept = {"n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon", "initializer_range"}
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "again")]
+    assert (run(source, tmp_path / "direct", "hf") / "merges.txt").is_file(), (
+        "the tokenizer goes along"
+    )
+    kept = {
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_positions",
+        "vocab_size",
+        "layer_norm_epsilon",
+        "initializer_range",
+    }
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "again")
+    ]
     assert {name: configs[0][name] for name in kept} == {name: configs[1][name] for name in kept}
 
 
-def test_the_command_line_of_mindformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_of_mindformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = theirs()
     file = save(model, tmp_path / "hf", "bin") / "pytorch_model.bin"
     target = tmp_path / "gpt2.ckpt"
@@ -116,15 +152,23 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: pytest.CaptureF
         query = found["backbone.blocks.1.attention.dense1.weight"].read()
     state = model.state_dict()
     np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
-    for layers, fault in (("1", "has 2 blocks, and --layers says 1; say --layers 2"), ("24", "--layers says 24; say --layers 2")):
+    for layers, fault in (
+        ("1", "has 2 blocks, and --layers says 1; say --layers 2"),
+        ("24", "--layers says 24; say --layers 2"),
+    ):
         before = target.read_bytes()
         assert main(["--layers", layers, *words]) == CheckpointError.exit_code
         assert fault in capsys.readouterr().err and target.read_bytes() == before
 
 
-def test_mindspore_loads_it_into_a_cell_with_these_names(tmp_path: Path, mindspore: ModuleType) -> None:
+def test_mindspore_loads_it_into_a_cell_with_these_names(
+    tmp_path: Path, mindspore: ModuleType
+) -> None:
     ms = mindspore
-    target = run(save(theirs(), tmp_path / "hf", "safetensors"), tmp_path / "mf", "mindformers") / "gpt2.ckpt"
+    target = (
+        run(save(theirs(), tmp_path / "hf", "safetensors"), tmp_path / "mf", "mindformers")
+        / "gpt2.ckpt"
+    )
     cell = ms.nn.Cell()
     shapes = {
         "backbone.embedding.word_embedding.embedding_table": (101, 24),
@@ -133,7 +177,11 @@ def test_mindspore_loads_it_into_a_cell_with_these_names(tmp_path: Path, mindspo
         "backbone.layernorm.gamma": (24,),
     }
     for number, (name, shape) in enumerate(shapes.items()):
-        cell.insert_param_to_cell(f"p{number}", ms.Parameter(ms.ops.zeros(shape, ms.float32), name=name), check_name_contain_dot=False)
+        cell.insert_param_to_cell(
+            f"p{number}",
+            ms.Parameter(ms.ops.zeros(shape, ms.float32), name=name),
+            check_name_contain_dot=False,
+        )
     loaded = ms.load_checkpoint(str(target))
     assert len(loaded) == 16 * 2 + 4
     missing, _ = ms.load_param_into_net(cell, loaded, strict_load=True)
@@ -149,7 +197,10 @@ def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
         return generator.standard_normal(shape).astype(dtype)
 
     arrays = {name: values(shape) for name, shape in parameter_shapes(model).items()}
-    tensors = {name: Weight(dtype=dtype, shape=array.shape, load=lambda array=array: array) for name, array in arrays.items()}
+    tensors = {
+        name: Weight(dtype=dtype, shape=array.shape, load=lambda array=array: array)
+        for name, array in arrays.items()
+    }
     return Weights(path=Path("made.here"), format="random", model=model, tensors=tensors)
 
 
@@ -161,24 +212,51 @@ def layouts(draw: st.DrawFn) -> tuple[ModelConfig, list[tuple[str, int, int]]]:
     """An odd model, and formats with the tensor and pipeline ranks that divide it."""
     layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     model = ModelConfig(
-        num_layers=layers, hidden_size=heads * draw(st.integers(1, 5)), num_heads=heads, seq_length=1,
+        num_layers=layers, hidden_size=heads * draw(st.integers(1, 5)), num_heads=heads,
+        seq_length=1,
         max_positions=draw(st.integers(1, 9)), vocab_size=draw(st.integers(1, 40)),
-        ffn_hidden_size=draw(st.sampled_from([1, 5, 7, 12, 24])), vocab_multiple=draw(st.sampled_from([1, 8, 128])),
+        ffn_hidden_size=draw(st.sampled_from([1, 5, 7, 12, 24])),
+        vocab_multiple=draw(st.sampled_from([1, 8, 128])),
         embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
-    tensors = [ranks for ranks in range(1, 5) if not heads % ranks and not (model.ffn_hidden_size or 0) % ranks]
+    tensors = [
+        ranks
+        for ranks in range(1, 5)
+        if not heads % ranks and not (model.ffn_hidden_size or 0) % ranks
+    ]
     stages = [ranks for ranks in range(1, 5) if not layers % ranks]
     way = []
-    for name in draw(st.lists(st.sampled_from([*FORMATS_OF_ANY_TYPE, "megatron", "megatron_core"]), min_size=2, max_size=4)):
+    for name in draw(
+        st.lists(
+            st.sampled_from([*FORMATS_OF_ANY_TYPE, "megatron", "megatron_core"]),
+            min_size=2,
+            max_size=4,
+        )
+    ):
         sharded = FORMATS[name].write_shards is not None
-        way.append((name, draw(st.sampled_from(tensors)) if sharded else 1, draw(st.sampled_from(stages)) if sharded else 1))
+        way.append(
+            (
+                name,
+                draw(st.sampled_from(tensors)) if sharded else 1,
+                draw(st.sampled_from(stages)) if sharded else 1,
+            )
+        )
     return model, way
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layout=layouts(), dtype=st.sampled_from(["float32", "float16", "bfloat16"]), seed=st.integers(0, 99))
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    layout=layouts(),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
 def test_there_and_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, layout: tuple[ModelConfig, list[tuple[str, int, int]]], dtype: str, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    layout: tuple[ModelConfig, list[tuple[str, int, int]]],
+    dtype: str,
+    seed: int,
 ) -> None:
     model, way = layout
     if dtype == "float32":  # the only type of our own folders
@@ -192,7 +270,9 @@ def test_there_and_back_bit_for_bit(
         run(source, target, other, source_format=one, model_parallel=tensor, pipeline_stage=stages)
     with FORMATS[way[-1][0]].open(folder / str(len(way) - 1)) as found:
         assert found.tensors.keys() == weights.tensors.keys()
-        assert found.model.num_heads == model.num_heads and found.model.vocab_size == model.vocab_size
+        assert (
+            found.model.num_heads == model.num_heads and found.model.vocab_size == model.vocab_size
+        )
         for name, tensor in found.tensors.items():
             assert tensor.dtype == dtype
             np.testing.assert_array_equal(tensor.load(), weights.tensors[name].load(), err_msg=name)
@@ -201,9 +281,13 @@ def test_there_and_back_bit_for_bit(
 def test_types_are_rounded_as_torch_does(tmp_path: Path) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     for dtype in ("bfloat16", "float16"):
-        found = transformers.GPT2LMHeadModel.from_pretrained(run(source, tmp_path / dtype, "hf", dtype=dtype))
+        found = transformers.GPT2LMHeadModel.from_pretrained(
+            run(source, tmp_path / dtype, "hf", dtype=dtype)
+        )
         expected = theirs().to(getattr(torch, dtype)).state_dict()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+        assert all(
+            torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items()
+        )
     with pytest.raises(ConfigError, match="our own folders hold float32"):
         run(source, tmp_path / "x", "torch_gpt2", dtype="float16")
 
@@ -213,7 +297,14 @@ def test_rows_of_padding_are_left_out(tmp_path: Path) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 97}))
-    result = convert(source, tmp_path / "mf", source_format=None, target_format="mindformers", dtype=None, verify=True)
+    result = convert(
+        source,
+        tmp_path / "mf",
+        source_format=None,
+        target_format="mindformers",
+        dtype=None,
+        verify=True,
+    )
     assert result.ignored == {"transformer.wte.weight[97:101]": "rows that pad the vocabulary"}
     with open_tensors(tmp_path / "mf" / "gpt2.ckpt") as found:
         assert found["backbone.embedding.word_embedding.embedding_table"].shape == (97, 24)
@@ -224,22 +315,43 @@ class Evil:
         return os.system, ("touch executed",)
 
 
-def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = theirs()
     good = save(model, tmp_path / "good", "safetensors")
 
-    def fails(error: type[Exception], match: str, source: Path, to: str = "mindformers", **more: Any) -> None:
+    def fails(
+        error: type[Exception], match: str, source: Path, to: str = "mindformers", **more: Any
+    ) -> None:
         with pytest.raises(error, match=match):
             run(source, tmp_path / "out", to, **more)
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
     (tmp_path / "nothing").mkdir()
-    fails(ConfigError, r"nothing: no weights of a known format here; say --from", tmp_path / "nothing")
+    fails(
+        ConfigError, r"nothing: no weights of a known format here; say --from", tmp_path / "nothing"
+    )
     for more in ({}, {"source_format": "hf"}):
-        fails(ConfigError, rf"^goood: does not exist in {tmp_path}; did you mean good\?$", Path("goood"), **more)
-        fails(ConfigError, rf"^gpt2: does not exist in {tmp_path}; give a path; nothing is downloaded$", Path("gpt2"), **more)
-        fails(ConfigError, rf"^a/b: does not exist, nor does the folder {tmp_path}/a;", Path("a/b"), **more)
+        fails(
+            ConfigError,
+            rf"^goood: does not exist in {tmp_path}; did you mean good\?$",
+            Path("goood"),
+            **more,
+        )
+        fails(
+            ConfigError,
+            rf"^gpt2: does not exist in {tmp_path}; give a path; nothing is downloaded$",
+            Path("gpt2"),
+            **more,
+        )
+        fails(
+            ConfigError,
+            rf"^a/b: does not exist, nor does the folder {tmp_path}/a;",
+            Path("a/b"),
+            **more,
+        )
     with pytest.raises(ConfigError, match=r"goood: does not exist in .*; did you mean good\?"):
         convert_as_mindformers_did(2, Path("goood"), tmp_path / "out")
     cut = save(model, tmp_path / "cut", "safetensors")
@@ -252,17 +364,31 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     config = json.loads((good / "config.json").read_text())
     for name, (changes, match) in {
         "layers": ({"n_layer": 3}, r"missing transformer.h.2.ln_1.weight \[24\]"),
-        "width": ({"n_embd": 12}, r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]"),
+        "width": (
+            {"n_embd": 12},
+            r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]",
+        ),
         "other": ({"activation_function": "relu"}, r"activation_function='relu'; our model"),
-        "heads": ({"n_head": "four"}, r"num_heads='four' of the model: Input should be a valid integer"),
+        "heads": (
+            {"n_head": "four"},
+            r"num_heads='four' of the model: Input should be a valid integer",
+        ),
         "more heads": ({"n_head": 5}, r"5 heads do not divide a width of 24"),
         "giant": ({"n_layer": 10**9}, r"1000000000 blocks; expected 10000 at most"),
-        "missing": (None, r"no config of a GPT-2: n_layer, n_embd, n_head, vocab_size, n_positions missing"),
+        "missing": (
+            None,
+            r"no config of a GPT-2: n_layer, n_embd, n_head, vocab_size, n_positions missing",
+        ),
     }.items():
         folder = save(model, tmp_path / name, "safetensors")
         (folder / "config.json").write_text(json.dumps(config | changes if changes else {}))
         fails((ConfigError, CheckpointError), match, folder)  # type: ignore[arg-type]
-    fails(ConfigError, r"good/typo.safetensors: does not exist in .*model.safetensors", good / "typo.safetensors", source_format="hf")
+    fails(
+        ConfigError,
+        r"good/typo.safetensors: does not exist in .*model.safetensors",
+        good / "typo.safetensors",
+        source_format="hf",
+    )
     untied = save(theirs(tie_word_embeddings=False), tmp_path / "untied", "bin")
     (untied / "config.json").write_text(json.dumps(config))
     fails(CheckpointError, "lm_head.weight differs from the embedding", untied)
@@ -270,11 +396,17 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
         torch.int8: (None, "are int8, as a quantized model's"),
         None: ("float16", "weight of .* would be infinite"),
     }.items():
-        state = {name: (tensor * 1e6).to(dtype) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        state = {
+            name: (tensor * 1e6).to(dtype)
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"
+        }
         torch.save(state, evil / "pytorch_model.bin")
         fails(CheckpointError, match, evil, dtype=to)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("common.systems.model_yaml.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(
+        "common.systems.model_yaml.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full)
+    )
     fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
@@ -286,7 +418,8 @@ def test_bad_input_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: 
 def test_values_that_are_no_numbers_travel_bit_for_bit(tmp_path: Path) -> None:
     model = theirs()
     words = model.transformer.wte.weight.data.view(torch.int32)
-    words[0, :4] = torch.tensor([0x7FC12345, 0x7F800001, -8388608, -(2**31)], dtype=torch.int32)  # NaNs, -infinity, -0
+    # NaNs, -infinity, -0
+    words[0, :4] = torch.tensor([0x7FC12345, 0x7F800001, -8388608, -(2**31)], dtype=torch.int32)
     folder = save(model, tmp_path / "source", "bin")  # with lm_head
     for target in ("torch_gpt2", "mindformers", "hf"):
         folder = run(folder, tmp_path / target, target)
@@ -301,20 +434,41 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "link 目标").mkdir()
     for name in ("dangling", "link"):
         run(source, tmp_path / name, "mindformers")
-        assert (tmp_path / name).is_symlink() and (tmp_path / f"{name} 目标" / "gpt2.ckpt").is_file()
+        assert (tmp_path / name).is_symlink() and (
+            tmp_path / f"{name} 目标" / "gpt2.ckpt"
+        ).is_file()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match="the folder that you are in"):
         run(source, Path(), "hf")
-    with pytest.raises(ConfigError, match=r"model.safetensors is both an input and an output.*another --mindspore_path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.safetensors is both an input and an output.*another --mindspore_path",
+    ):
         convert_as_mindformers_did(2, source / "model.safetensors", source / "model.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "dangling 目标", "here", "hf", "link", "link 目标"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dangling",
+        "dangling 目标",
+        "here",
+        "hf",
+        "link",
+        "link 目标",
+    ]
 
 
-def test_what_a_scheduler_stops_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_scheduler_stops_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
-    monkeypatch.setattr(sys, "argv", ["x", "--input", str(source), "--output", str(tmp_path / "out"), "--to", "mindformers"])
-    monkeypatch.setattr("common.systems.mindformers.write.write_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["x", "--input", str(source), "--output", str(tmp_path / "out"), "--to", "mindformers"],
+    )
+    monkeypatch.setattr(
+        "common.systems.mindformers.write.write_file",
+        lambda *_: os.kill(os.getpid(), signal.SIGTERM),
+    )
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as stopped:
@@ -337,31 +491,70 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         write_manifest(folder, manifest)
         return sums
 
-    monkeypatch.setitem(FORMATS, "torch_gpt2", type(FORMATS["torch_gpt2"])(**(vars(FORMATS["torch_gpt2"]) | {"write": flipped})))
+    monkeypatch.setitem(
+        FORMATS,
+        "torch_gpt2",
+        type(FORMATS["torch_gpt2"])(**(vars(FORMATS["torch_gpt2"]) | {"write": flipped})),
+    )
     with pytest.raises(CheckpointError, match=r"read back, ln_f.bias differs"):
         run(source, tmp_path / "ours", "torch_gpt2")
     assert not (tmp_path / "ours").exists()
 
 
-def test_verify_computes_the_logits_of_both_sides(tmp_path: Path, mindspore: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_computes_the_logits_of_both_sides(
+    tmp_path: Path, mindspore: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     """transformers' against those of either backend; where nothing runs a format, that is said."""
     source = save(theirs(), tmp_path / "hf", "safetensors")
     for target in ("torch_gpt2", "mindspore", "mindformers"):
-        assert main(["--input", str(source), "--output", str(tmp_path / target), "--to", target, "--verify"]) == 0
+        assert (
+            main(
+                [
+                    "--input",
+                    str(source),
+                    "--output",
+                    str(tmp_path / target),
+                    "--to",
+                    target,
+                    "--verify",
+                ]
+            )
+            == 0
+        )
         told = capsys.readouterr().out
         logits = json.loads((tmp_path / target / "conversion.json").read_text())["logits"]
         if target == "mindformers":
             assert logits == {"compared": False, "reason": REASON} and REASON in told
         else:
-            assert 0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"] and "logits: they differ by" in told
+            assert (
+                0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"]
+                and "logits: they differ by" in told
+            )
     assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
 
 
 def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else find(name, *more))
-    assert main(["--input", str(source), "--output", str(tmp_path / "ours"), "--to", "torch_gpt2", "--verify"]) == 0
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "transformers" else find(name, *more),
+    )
+    assert (
+        main(
+            [
+                "--input",
+                str(source),
+                "--output",
+                str(tmp_path / "ours"),
+                "--to",
+                "torch_gpt2",
+                "--verify",
+            ]
+        )
+        == 0
+    )
     reason = json.loads((tmp_path / "ours" / "conversion.json").read_text())["logits"]["reason"]
     assert reason == "transformers, which computes the logits of hf, is not installed"
 
@@ -369,12 +562,15 @@ def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("width", "heads", "said"),
     [
-        (192, 6, None), (192, 3, None), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (768, 12, None),
+        (192, 6, None), (192, 3, None), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6"
+            " or 3;"), (768, 12, None),
         (768, 16, "has 12;"), (512, 32, "has 8 or 4;"),
         (10, 2, None), (128, 1, "has 8 or 4 or 2;"), (5120, 40, None),
     ],
 )  # fmt: skip
-def test_unusual_heads_are_said_at_any_width(monkeypatch: pytest.MonkeyPatch, width: int, heads: int, said: str | None) -> None:
+def test_unusual_heads_are_said_at_any_width(
+    monkeypatch: pytest.MonkeyPatch, width: int, heads: int, said: str | None
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr("common.conversion.heads.LOG", types.SimpleNamespace(warning=lines.append))
     warn_of_heads(Path("x"), MODEL.model_copy(update={"hidden_size": width, "num_heads": heads}))
@@ -384,19 +580,40 @@ def test_unusual_heads_are_said_at_any_width(monkeypatch: pytest.MonkeyPatch, wi
 def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     for wrong in (1.001, np.nan):
-        runners = {"hf": lambda folder, model, ids: np.ones((2, 9, 101)), "torch_gpt2": lambda *_, wrong=wrong: np.full((2, 9, 101), wrong)}
+        runners = {
+            "hf": lambda folder, model, ids: np.ones((2, 9, 101)),
+            "torch_gpt2": lambda *_, wrong=wrong: np.full((2, 9, 101), wrong),
+        }
         with pytest.raises(CheckpointError, match=r"its logits .torch_gpt2. differ by"):
-            convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners)
+            convert(
+                source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners
+            )
         assert not (tmp_path / "ours").exists()
-    with pytest.raises(CheckpointError, match="the framework that runs hf fails with it: 3; convert without --verify"):
-        convert(source, tmp_path / "ours", target_format="torch_gpt2", verify=True, runners=runners | {"hf": lambda *_: {}[3]})
+    with pytest.raises(
+        CheckpointError,
+        match="the framework that runs hf fails with it: 3; convert without --verify",
+    ):
+        convert(
+            source,
+            tmp_path / "ours",
+            target_format="torch_gpt2",
+            verify=True,
+            runners=runners | {"hf": lambda *_: {}[3]},
+        )
     alone = convert(
-        source / "model.safetensors", tmp_path / "ours", source_format="hf", target_format="torch_gpt2", verify=True, runners=runners
+        source / "model.safetensors",
+        tmp_path / "ours",
+        source_format="hf",
+        target_format="torch_gpt2",
+        verify=True,
+        runners=runners,
     )
     assert alone.logits is not None and "prefer another file" in alone.logits["reason"]
 
 
-def test_the_command_line_of_mindformers_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_of_mindformers_takes_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--layers", "2", "--torch_path", "a", "--mindspore_path", "b"]
     for more in (["--verify"], ["--dtype", "float16"], ["--to", "hf"], ["--model_parallel", "2"]):
         with pytest.raises(SystemExit):

@@ -1,4 +1,6 @@
-"""Weights of other systems where a checkpoint is expected: the commands that the error prints are run, and their result fits."""
+"""Weights of other systems where a checkpoint is expected: the commands that the error prints are
+run, and their result fits.
+"""
 
 import re
 import shlex
@@ -17,7 +19,14 @@ from common.training.checkpoint import NoCheckpointError, read_manifest, require
 from common.weights.names import parameter_shapes
 from tools.convert_weight import main
 
-SIZES = {"num_layers": 2, "hidden_size": 64, "num_heads": 1, "seq_length": 9, "vocab_size": 101, "ffn_hidden_size": 96}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_heads": 1,
+    "seq_length": 9,
+    "vocab_size": 101,
+    "ffn_hidden_size": 96,
+}
 
 
 @pytest.fixture
@@ -26,10 +35,20 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     model = checked_model(Path("here"), SIZES)
     random = np.random.default_rng(0)
-    arrays = {name: random.normal(size=shape).astype(np.float32) for name, shape in parameter_shapes(model).items()}
-    tensors = {name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array) for name, array in arrays.items()}
+    arrays = {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in parameter_shapes(model).items()
+    }
+    tensors = {
+        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+        for name, array in arrays.items()
+    }
     Path("ours").mkdir()
-    write_project(Path("ours"), Weights(path=Path("ours"), format="torch_gpt2", model=model, tensors=tensors), None)
+    write_project(
+        Path("ours"),
+        Weights(path=Path("ours"), format="torch_gpt2", model=model, tensors=tensors),
+        None,
+    )
     return Path("ours")
 
 
@@ -46,7 +65,10 @@ def obey(message: str) -> Path:
     for line in message.splitlines()[1:-1]:
         words = shlex.split(line)
         if words[0] == "python":
-            assert Path(words[1]).parts[-2:] == ("tools", "convert_weight.py") and Path(words[1]).is_file()
+            assert (
+                Path(words[1]).parts[-2:] == ("tools", "convert_weight.py")
+                and Path(words[1]).is_file()
+            )
             assert main(words[2:]) == 0, message
         else:
             subprocess.run(["bash", "-c", line], check=True)
@@ -71,18 +93,26 @@ def test_the_command_converts_it(ours: Path, format: str, kind: str) -> None:
     assert f"it is {kind}; convert it first:\n" in message
     target = obey(message)
     model = read_manifest(require_checkpoint(target, ""))["config"]["model"]
-    assert {key: model[key] for key in SIZES} == SIZES and (target / "model.safetensors").read_bytes() == (
-        ours / "model.safetensors"
-    ).read_bytes()
-    assert f"--output {target}_2" in fault_of("their folder"), "what is there already is not replaced"
+    assert {key: model[key] for key in SIZES} == SIZES and (
+        target / "model.safetensors"
+    ).read_bytes() == (ours / "model.safetensors").read_bytes()
+    assert f"--output {target}_2" in fault_of("their folder"), (
+        "what is there already is not replaced"
+    )
 
 
 @pytest.mark.parametrize("name", ["old.ckpt", "its folder"])
 def test_a_ckpt_without_sizes(ours: Path, name: str) -> None:
-    """As MindFormers' own command makes it of pytorch_model.bin: the shapes tell all but the heads."""
+    """As MindFormers' own command makes it of pytorch_model.bin: the shapes tell all but the
+    heads.
+    """
     convert(ours, Path("hf"), target_format="hf")
     Path("its folder").mkdir()
-    convert_as_mindformers_did(2, Path("hf/model.safetensors"), Path("old.ckpt" if name == "old.ckpt" else "its folder/gpt2.ckpt"))
+    convert_as_mindformers_did(
+        2,
+        Path("hf/model.safetensors"),
+        Path("old.ckpt" if name == "old.ckpt" else "its folder/gpt2.ckpt"),
+    )
     message = fault_of(name)
     assert f"without the {MODEL_YAML} that tells the number of heads" in message
     model = read_manifest(obey(message))["config"]["model"]
@@ -92,25 +122,39 @@ def test_a_ckpt_without_sizes(ours: Path, name: str) -> None:
 def test_a_file_in_place_of_its_folder(ours: Path) -> None:
     convert(ours, Path("hf"), target_format="hf")
     assert "--input hf --output output/hf_converted" in fault_of("hf/model.safetensors")
-    assert "it is a file of a checkpoint; give the folder ours" in fault_of("ours/model.safetensors")
+    assert "it is a file of a checkpoint; give the folder ours" in fault_of(
+        "ours/model.safetensors"
+    )
 
 
 def test_the_key_that_named_it(ours: Path) -> None:
     convert(ours, Path("hf"), target_format="hf")
-    assert fault_of("hf", "checkpoint.load=hf").endswith("then give checkpoint.load=output/hf_converted")
+    assert fault_of("hf", "checkpoint.load=hf").endswith(
+        "then give checkpoint.load=output/hf_converted"
+    )
     # weights alone are nothing to resume
-    assert fault_of("hf", "checkpoint.resume=hf").endswith("then give checkpoint.init_from=output/hf_converted")
+    assert fault_of("hf", "checkpoint.resume=hf").endswith(
+        "then give checkpoint.init_from=output/hf_converted"
+    )
     assert fault_of("hf", "the run in output_dir").endswith("and give output/hf_converted instead")
 
 
-@pytest.mark.parametrize(("name", "is_model"), [("gpt2", True), ("openai-community/gpt2", True), ("there/gpt2", False), ("a.bin", False)])
-def test_a_name_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_model: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_model"),
+    [("gpt2", True), ("openai-community/gpt2", True), ("there/gpt2", False), ("a.bin", False)],
+)
+def test_a_name_that_is_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_model: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     message = fault_of(name)
     assert f"there is no such file or folder (looked in {tmp_path})" in message
     assert ("Nothing is downloaded by name" in message) == is_model
-    assert ("--input gpt2 --output output/gpt2_converted\nthen give checkpoint.init_from=output/gpt2_converted" in message) == is_model
+    assert (
+        "--input gpt2 --output output/gpt2_converted\nthen give"
+        " checkpoint.init_from=output/gpt2_converted" in message
+    ) == is_model
     assert "downloaded" not in fault_of(name, "the run in output_dir, or checkpoint.load")
 
 

@@ -1,4 +1,6 @@
-"""A run that was converted goes on as if it had not been; and what MindSpore's own optimizers save is understood."""
+"""A run that was converted goes on as if it had not been; and what MindSpore's own optimizers save
+is understood.
+"""
 
 import json
 from pathlib import Path
@@ -31,9 +33,21 @@ def make_config(folder: Path, prefix: Path, **sections: dict[str, Any]) -> RunCo
     tree: dict[str, Any] = {
         "output_dir": str(folder),
         "device": "cpu",
-        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "seq_length": 16, "vocab_size": 101, "hidden_dropout": 0.1},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+            "hidden_dropout": 0.1,
+        },
         "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1},
+        "optimizer": {
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "decay_steps": 6,
+            "weight_decay": 0.1,
+        },
         "data": {"train": str(prefix), "split": "100,0,0"},
         "logging": {"tensorboard": False, "plot": False},
     }
@@ -43,7 +57,10 @@ def make_config(folder: Path, prefix: Path, **sections: dict[str, Any]) -> RunCo
 
 
 SGD = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.1, "schedule": "constant"}
-FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2}}
+FLOAT16 = {
+    "precision": {"compute": "float16"},
+    "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2},
+}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,9 @@ FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic"
         (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
     ],
 )
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]) -> None:
+def test_a_run_goes_on_bit_for_bit(
+    tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]
+) -> None:
     """Moments, step, schedule, loss scale, place in the data and dropout masks."""
     torch_gpt2.train.train(make_config(tmp_path / "whole", corpus_prefix, **sections))
     half = {**sections, "train": {"max_steps": 3}}
@@ -68,11 +87,25 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, corpus_prefix: Path, way: lis
     torch_gpt2.train.train(make_config(tmp_path / "resumed", corpus_prefix, **resumed))
 
     def steps(folder: str) -> list[Any]:
-        kept = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "sample_hash")
-        return [[row.get(name) for name in kept] for row in read_metrics(tmp_path / folder / "metrics.jsonl") if row["step"] > 3]
+        kept = (
+            "step",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "loss_scale",
+            "consumed_samples",
+            "sample_hash",
+        )
+        return [
+            [row.get(name) for name in kept]
+            for row in read_metrics(tmp_path / folder / "metrics.jsonl")
+            if row["step"] > 3
+        ]
 
     assert steps("resumed") == steps("whole") and len(steps("whole")) == 3
-    assert read_metrics(tmp_path / "resumed" / "metrics.jsonl")[0]["step"] == 4, "it did not begin anew"
+    assert read_metrics(tmp_path / "resumed" / "metrics.jsonl")[0]["step"] == 4, (
+        "it did not begin anew"
+    )
     ends = [require_checkpoint(tmp_path / folder, "") for folder in ("whole", "resumed")]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
@@ -88,7 +121,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Pa
 def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch_gpt2.train.train(make_config(tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}))
+    torch_gpt2.train.train(
+        make_config(
+            tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}
+        )
+    )
     assert "training does not begin there: to go on from it say checkpoint.resume" in caplog.text
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
 
@@ -100,38 +137,65 @@ def test_weights_alone(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "36 parameters" in (told := capsys.readouterr().out)
         and "and the run at step 2 with 72 tensors of the optimizer, read back and equal" in told
     )
-    assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "alone"), "--weights_only"]) == 0
+    assert (
+        main([*words, "--to", "mindformers", "--output", str(tmp_path / "alone"), "--weights_only"])
+        == 0
+    )
     assert "left out: 72 x state of the optimizer" in capsys.readouterr().out
     assert main([*words, "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
     assert "left out: run, where training stood" in capsys.readouterr().out
-    with open_tensors(tmp_path / "run" / "gpt2.ckpt") as run, open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone:
+    with (
+        open_tensors(tmp_path / "run" / "gpt2.ckpt") as run,
+        open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone,
+    ):
         assert len(alone) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
 
 
-def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:
+def test_a_checkpoint_of_mindspore_itself(
+    tmp_path: Path, mindspore: ModuleType, trained: Path
+) -> None:
     """Its optimizers name their state, and save_checkpoint its counters."""
     ms = mindspore
     ours = convert(trained, tmp_path / "ours", target_format="mindformers", weights_only=True)
     assert ours.step is None
     loaded = ms.load_checkpoint(str(tmp_path / "ours" / "gpt2.ckpt"))
     optimizer = ms.nn.AdamWeightDecay(list(loaded.values()), learning_rate=0.1)
-    gradients = tuple(ms.Tensor(np.random.default_rng(0).standard_normal(value.shape).astype(np.float32)) for value in loaded.values())
+    gradients = tuple(
+        ms.Tensor(np.random.default_rng(0).standard_normal(value.shape).astype(np.float32))
+        for value in loaded.values()
+    )
     optimizer(gradients)
     folder = tmp_path / "theirs"
     folder.mkdir()
-    ms.save_checkpoint(optimizer, str(folder / "x.ckpt"), append_dict={"step_num": 7, "epoch_num": 1, "loss_scale": 512.0})
+    ms.save_checkpoint(
+        optimizer,
+        str(folder / "x.ckpt"),
+        append_dict={"step_num": 7, "epoch_num": 1, "loss_scale": 512.0},
+    )
     (folder / "model.yaml").write_bytes((tmp_path / "ours" / "model.yaml").read_bytes())
     result = convert(folder, tmp_path / "back", target_format="mindspore", verify=True)
-    assert result.step == 7 and "reads from the first sample" in result.ignored["position in the data"]
+    assert (
+        result.step == 7 and "reads from the first sample" in result.ignored["position in the data"]
+    )
     manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
-    assert manifest["engine"]["optimizer_steps"] == 1 and manifest["engine"]["loss_scale"]["value"] == 512
+    assert (
+        manifest["engine"]["optimizer_steps"] == 1
+        and manifest["engine"]["loss_scale"]["value"] == 512
+    )
     with open_tensors(tmp_path / "back" / "optimizer.safetensors") as found:
-        names = {parameter.name: gradient.asnumpy() for parameter, gradient in zip(loaded.values(), gradients, strict=True)}
+        names = {
+            parameter.name: gradient.asnumpy()
+            for parameter, gradient in zip(loaded.values(), gradients, strict=True)
+        }
         np.testing.assert_allclose(
-            found["h.1.mlp.c_fc.weight.exp_avg"].read(), 0.1 * names["backbone.blocks.1.output.mapping.weight"].T, rtol=1e-5
+            found["h.1.mlp.c_fc.weight.exp_avg"].read(),
+            0.1 * names["backbone.blocks.1.output.mapping.weight"].T,
+            rtol=1e-5,
         )
         np.testing.assert_allclose(
-            found["h.0.attn.k_proj.bias.exp_avg_sq"].read(), 0.001 * names["backbone.blocks.0.attention.dense2.bias"] ** 2, rtol=1e-4
+            found["h.0.attn.k_proj.bias.exp_avg_sq"].read(),
+            0.001 * names["backbone.blocks.0.attention.dense2.bias"] ** 2,
+            rtol=1e-4,
         )
 
 
@@ -149,7 +213,9 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
     manifest = json.loads((require_checkpoint(trained, "") / "manifest.json").read_text())
     write_manifest(tmp_path / "ours", manifest | {"files": {}, "config": {"model": [1]}})
     with pytest.raises(
-        CheckpointError, match=r"manifest.json: broken manifest: config.model: Input should be a valid dictionary, found \[1\]"
+        CheckpointError,
+        match=r"manifest.json: broken manifest: config.model: Input should be a valid dictionary,"
+        r" found \[1\]",
     ):
         convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
     for change, match in (
@@ -160,18 +226,36 @@ def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path)
         (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | change}))
         fails(match, ConfigError)
     engine = config["run"]["engine"] | {"optimizer_steps": 5}
-    (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}}))
+    (folder / "model.yaml").write_text(
+        yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}})
+    )
     fails("global_step is 2.0, and model.yaml says 5 updates")
     (folder / "model.yaml").write_text(yaml.safe_dump(config))
     with open_tensors(folder / "gpt2.ckpt") as found:
-        kept = {name: tensor for name, tensor in found.items() if name != "adam_v.backbone.layernorm.beta"}
-        kinds = {name: TensorKind(dtype=tensor.dtype, shape=tensor.shape) for name, tensor in kept.items()}
-        stream_mindspore(tmp_path / "cut.ckpt", kinds, (np.array(tensor.read()) for tensor in kept.values()))
+        kept = {
+            name: tensor
+            for name, tensor in found.items()
+            if name != "adam_v.backbone.layernorm.beta"
+        }
+        kinds = {
+            name: TensorKind(dtype=tensor.dtype, shape=tensor.shape)
+            for name, tensor in kept.items()
+        }
+        stream_mindspore(
+            tmp_path / "cut.ckpt", kinds, (np.array(tensor.read()) for tensor in kept.values())
+        )
     (tmp_path / "cut.ckpt").replace(folder / "gpt2.ckpt")
     fails(r"missing adam_v.backbone.layernorm.beta \[16\]")
 
 
 def test_every_format_that_holds_a_run_is_tested_here() -> None:
     assert {name for name, format in FORMATS.items() if format.holds_run} == {
-        *("torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3", "megatron", "megatron_core"),
+        *(
+            "torch_gpt2",
+            "mindspore",
+            "mindformers",
+            "mindformers_r0.3",
+            "megatron",
+            "megatron_core",
+        ),
     }

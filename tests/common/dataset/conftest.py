@@ -18,12 +18,21 @@ WritePair = Callable[..., Path]
 
 @pytest.fixture
 def write_pair(tmp_path: Path) -> WritePair:
-    """write_pair(lengths, name="data", dtype="uint16") -> prefix; token i of the file is i, modulo 60,000."""
+    """write_pair(lengths, name="data", dtype="uint16") -> prefix; token i of the file is i, modulo
+    60,000.
+    """
 
-    def write(lengths: Sequence[int], name: str = "data", dtype: str = "uint16", documents: Sequence[int] | None = None) -> Path:
+    def write(
+        lengths: Sequence[int],
+        name: str = "data",
+        dtype: str = "uint16",
+        documents: Sequence[int] | None = None,
+    ) -> Path:
         tokens = np.arange(sum(lengths)) % 60_000
         with IndexedWriter(tmp_path / name, dtype) as writer:
-            writer.append(tokens, np.array(lengths), None if documents is None else np.array(documents))
+            writer.append(
+                tokens, np.array(lengths), None if documents is None else np.array(documents)
+            )
         return tmp_path / name
 
     return write
@@ -39,7 +48,9 @@ class ByteTokenizer:
         data = [text if isinstance(text, bytes) else text.encode() for text in texts]
         offsets = np.zeros(len(data) + 1, dtype=np.int64)
         np.cumsum([len(text) for text in data], out=offsets[1:])
-        return PackedIds(ids=np.frombuffer(b"".join(data), dtype=np.uint8).astype(np.int32), offsets=offsets)
+        return PackedIds(
+            ids=np.frombuffer(b"".join(data), dtype=np.uint8).astype(np.int32), offsets=offsets
+        )
 
 
 @pytest.fixture
@@ -54,14 +65,20 @@ Preprocess = Callable[..., list[str]]
 
 @pytest.fixture
 def read_back(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Preprocess:
-    """read_back(file or files, **options) -> the documents of the one pair that preprocessing writes, as text."""
+    """read_back(file or files, **options) -> the documents of the one pair that preprocessing
+    writes, as text.
+    """
 
     def run(inputs: Path | Sequence[Path], **options: object) -> list[str]:
         files = (inputs,) if isinstance(inputs, Path) else tuple(inputs)
-        settings = PreprocessOptions(inputs=files, output_prefix=tmp_path / "out", tokenizer=byte_tokenizer, **options)
+        settings = PreprocessOptions(
+            inputs=files, output_prefix=tmp_path / "out", tokenizer=byte_tokenizer, **options
+        )
         (prefix,) = preprocess(settings).prefixes
         data = IndexedDataset(prefix)
         texts = [data[n].astype(np.int32) for n in range(len(data))]
-        return [bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts]
+        return [
+            bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts
+        ]
 
     return run

@@ -1,4 +1,6 @@
-"""Blends: counts within 1 of their share at every point, and a pure function of the sample number."""
+"""Blends: counts within 1 of their share at every point, and a pure function of the sample
+number.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def test_interleaving_stays_within_one_of_every_share(counts) -> None:
 def test_quantising_stays_within_one(weights) -> None:
     counts = quantise(weights, 100_000, ["x"] * len(weights))
     assert sum(counts) == 100_000
-    assert all(abs(count - weight / math.fsum(weights) * 100_000) < 1 for count, weight in zip(counts, weights, strict=True))
+    assert all(
+        abs(count - weight / math.fsum(weights) * 100_000) < 1
+        for count, weight in zip(counts, weights, strict=True)
+    )
 
 
 def blend_of(write_pair, weights, period=10_000):
     options = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 4, "seed": 3}
-    datasets = [GPTDataset(write_pair([9] * (10 + 7 * n), name=f"set{n}"), **options) for n in range(len(weights))]
+    datasets = [
+        GPTDataset(write_pair([9] * (10 + 7 * n), name=f"set{n}"), **options)
+        for n in range(len(weights))
+    ]
     return Blend(datasets, weights, period)
 
 
@@ -54,7 +62,10 @@ def test_each_data_set_is_read_in_its_own_order(write_pair, period) -> None:
     some = np.array([999, 3, 500])
     assert (blend.read(some) == rows[some]).all()
     n = blend.samples_per_epoch
-    assert all((inner[:n][numbers[:n] == k] < d.samples_per_epoch).all() for k, d in enumerate(blend.datasets))
+    assert all(
+        (inner[:n][numbers[:n] == k] < d.samples_per_epoch).all()
+        for k, d in enumerate(blend.datasets)
+    )
     assert inner[n] == blend.datasets[numbers[n]].samples_per_epoch
 
 
@@ -80,12 +91,23 @@ def test_parse_blend() -> None:
 def test_bad_weights_name_their_data_set(write_pair, weight) -> None:
     paths = [str(write_pair([90], name=name)) for name in ("a", "b")]
     with pytest.raises(DataError, match=r"weight of .*b is"):
-        open_samples(["1", paths[0], weight, paths[1]], split="train", split_weights=(1, 0, 0), seq_length=4, seed=1)
+        open_samples(
+            ["1", paths[0], weight, paths[1]],
+            split="train",
+            split_weights=(1, 0, 0),
+            seq_length=4,
+            seed=1,
+        )
 
 
 def test_weights_whose_sum_no_float_holds_are_refused(write_pair) -> None:
     with pytest.raises(DataError, match="add up to more than a float holds"):
-        open_samples(["1e308", str(write_pair([50])), "1e308", str(write_pair([50], "b"))], split="train", seq_length=8, seed=1)
+        open_samples(
+            ["1e308", str(write_pair([50])), "1e308", str(write_pair([50], "b"))],
+            split="train",
+            seq_length=8,
+            seed=1,
+        )
 
 
 def test_open_samples(write_pair) -> None:

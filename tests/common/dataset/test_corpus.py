@@ -49,7 +49,9 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
         corpus = open_corpus(path)
     assert (corpus.format, corpus.gzipped) == (expected, zipped)
     lies = (expected is TEXT) == (name != "a.txt" and name != "a.bin")
-    assert [record.levelno for record in caplog.records] == [logging.WARNING if lies else logging.INFO]
+    assert [record.levelno for record in caplog.records] == [
+        logging.WARNING if lies else logging.INFO
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,22 +79,34 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         open_corpus(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     for special in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(DataError, match=r"is a device, a pipe or a socket.*write its content to a file first"):
+        with pytest.raises(
+            DataError, match=r"is a device, a pipe or a socket.*write its content to a file first"
+        ):
             open_corpus(special)
 
 
-def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20) -> list[str]:
+def documents(
+    path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20
+) -> list[str]:
     found = []
     for block in read_blocks(open_corpus(path), rule, ("text",), block_bytes):
         found += documents_of(block, ("text",))[0].texts
     return found
 
 
-PARAGRAPH = st.text(st.sampled_from("ab é中\U0001f600.,"), min_size=1, max_size=12).filter(lambda text: not text.isspace())
+PARAGRAPH = st.text(st.sampled_from("ab é中\U0001f600.,"), min_size=1, max_size=12).filter(
+    lambda text: not text.isspace()
+)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(PARAGRAPH, min_size=1, max_size=12), block_bytes=st.integers(1, 60), windows=st.booleans())
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(PARAGRAPH, min_size=1, max_size=12),
+    block_bytes=st.integers(1, 60),
+    windows=st.booleans(),
+)
 def test_every_format_gives_the_same_documents(tmp_path, texts, block_bytes, windows) -> None:
     files = {
         "a.json": json.dumps(texts, ensure_ascii=False),
@@ -113,7 +127,9 @@ def test_every_format_gives_the_same_documents(tmp_path, texts, block_bytes, win
     for rule, separators in plain.items():
         for separator in separators:
             content = separator.join(texts) + separator
-            (tmp_path / "e.txt").write_bytes((content.replace("\n", "\r\n") if windows else content).encode())
+            (tmp_path / "e.txt").write_bytes(
+                (content.replace("\n", "\r\n") if windows else content).encode()
+            )
             assert documents(tmp_path / "e.txt", rule, block_bytes) == texts
 
 

@@ -1,4 +1,6 @@
-"""FleetX's token files: against numpy, which wrote the originals, against the same tokens in a .bin/.idx pair, and broken."""
+"""FleetX's token files: against numpy, which wrote the originals, against the same tokens in a
+.bin/.idx pair, and broken.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +31,66 @@ def write(folder: Path, name: str = "data", ids: Any = TOKENS, **arrays: Any) ->
     return folder / name
 
 
-DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=9), max_size=4), min_size=1, max_size=8).filter(any)
+DOCUMENTS = st.lists(
+    st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=9), max_size=4),
+    min_size=1,
+    max_size=8,
+).filter(any)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([301, 65534, 65535]))
 def test_bytes_equal_numpys(tmp_path, documents, vocab_size) -> None:
     sequences = [sequence for document in documents for sequence in document]
-    flat = np.array([token for sequence in sequences for token in sequence], dtype=np.uint16 if vocab_size < 65535 else np.int32)
+    flat = np.array(
+        [token for sequence in sequences for token in sequence],
+        dtype=np.uint16 if vocab_size < 65535 else np.int32,
+    )
     docs = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    theirs = write(tmp_path, "theirs", flat, lens=np.array([len(sequence) for sequence in sequences], dtype=np.int32), docs=docs)
+    theirs = write(
+        tmp_path,
+        "theirs",
+        flat,
+        lens=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+        docs=docs,
+    )
     with FleetXWriter(tmp_path / "ours", fleetx_dtype(vocab_size)) as writer:
         for document in documents:
-            tokens = np.array([token for sequence in document for token in sequence], dtype=np.int64)
-            writer.append(tokens, np.array([len(sequence) for sequence in document]), np.array([len(document)]))
+            tokens = np.array(
+                [token for sequence in document for token in sequence], dtype=np.int64
+            )
+            writer.append(
+                tokens,
+                np.array([len(sequence) for sequence in document]),
+                np.array([len(document)]),
+            )
     assert (tmp_path / "ours_ids.npy").read_bytes() == (tmp_path / "theirs_ids.npy").read_bytes()
     with np.load(tmp_path / "ours_idx.npz") as ours, np.load(f"{theirs}_idx.npz") as expected:
         for name in ("lens", "docs"):
             assert ours[name].dtype == expected[name].dtype
             assert ours[name].tolist() == expected[name].tolist()
     data = FleetXDataset(tmp_path / "ours")
-    assert data.document_offsets().tolist() == np.cumsum([0, *(sum(map(len, document)) for document in documents)]).tolist()
+    assert (
+        data.document_offsets().tolist()
+        == np.cumsum([0, *(sum(map(len, document)) for document in documents)]).tolist()
+    )
 
 
 def test_samples_equal_those_of_a_pair(tmp_path, write_pair) -> None:
     lengths = np.random.default_rng(1).integers(1, 30, size=60)
     pair = IndexedDataset(write_pair(lengths))
-    ours = FleetXDataset(write(tmp_path, "theirs", np.array(pair.tokens), lens=lengths.astype(np.int32)))
+    ours = FleetXDataset(
+        write(tmp_path, "theirs", np.array(pair.tokens), lens=lengths.astype(np.int32))
+    )
     assert ours.document_offsets().tolist() == pair.document_offsets().tolist()
     numbers = np.arange(40)
     for shuffle in (True, False):
-        rows = [GPTDataset(data, split="train", seq_length=8, seed=5, shuffle=shuffle).read(numbers) for data in (ours, pair)]
+        rows = [
+            GPTDataset(data, split="train", seq_length=8, seed=5, shuffle=shuffle).read(numbers)
+            for data in (ours, pair)
+        ]
         assert (rows[0] == rows[1]).all()
     assert pickle.loads(pickle.dumps(ours)).content_key == ours.content_key
 
@@ -68,7 +99,14 @@ def test_samples_equal_those_of_a_pair(tmp_path, write_pair) -> None:
 def test_a_prefix_a_file_or_the_folder_names_the_data(tmp_path, given_as) -> None:
     write(tmp_path)
     require_data(str(tmp_path / given_as))
-    samples = open_samples([str(tmp_path / given_as)], split="train", split_weights=(1, 0, 0), seq_length=4, seed=0, shuffle=False)
+    samples = open_samples(
+        [str(tmp_path / given_as)],
+        split="train",
+        split_weights=(1, 0, 0),
+        seq_length=4,
+        seed=0,
+        shuffle=False,
+    )
     assert samples.read(np.arange(2)).tolist() == [TOKENS[:5].tolist(), TOKENS[4:9].tolist()]
     assert samples.source(0) == tmp_path / "data"
 
@@ -76,7 +114,9 @@ def test_a_prefix_a_file_or_the_folder_names_the_data(tmp_path, given_as) -> Non
 def test_the_older_form_and_one_without_documents(tmp_path) -> None:
     np.savez(tmp_path / "old_ids.npz", ids=TOKENS, lens=LENS)
     np.savez_compressed(tmp_path / "packed_ids.npz", ids=TOKENS, lens=LENS)
-    for data in map(FleetXDataset, (tmp_path / "old", tmp_path / "packed_ids.npz", write(tmp_path, lens=LENS))):
+    for data in map(
+        FleetXDataset, (tmp_path / "old", tmp_path / "packed_ids.npz", write(tmp_path, lens=LENS))
+    ):
         assert data.tokens.tolist() == TOKENS.tolist()
         assert data.document_offsets().tolist() == [0, 3, 10, 12, 13]
     assert FleetXDataset(write(tmp_path)).document_offsets().tolist() == [0, 10, 10, 13]
@@ -85,7 +125,10 @@ def test_the_older_form_and_one_without_documents(tmp_path) -> None:
 def test_a_folder_of_several_sets_is_refused(tmp_path) -> None:
     write(tmp_path, "a")
     write(tmp_path, "b")
-    with pytest.raises(DataError, match=r"holds 2 sets of FleetX's token files; name one, or a blend of weights: 1 .*a 1 .*b"):
+    with pytest.raises(
+        DataError,
+        match=r"holds 2 sets of FleetX's token files; name one, or a blend of weights: 1 .*a 1 .*b",
+    ):
         require_data(str(tmp_path))
 
 
@@ -107,22 +150,72 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "no ids": ("_ids.npy", None, r"data_ids\.npy: not found.*although data_idx\.npz is there"),
     "no index": ("_idx.npz", None, r"data_idx\.npz: not found.*although data_ids\.npy is there"),
     "ids empty": ("_ids.npy", b"", "is not an array file of FleetX's"),
-    "ids cut short": ("_ids.npy", _npy(TOKENS)[:-1], "its header says 13 numbers of 2 bytes, and 25 bytes are there"),
-    "ids too long": ("_ids.npy", _npy(TOKENS) + b"x", "its header says 13 numbers of 2 bytes, and 27 bytes are there"),
-    "ids of floats": ("_ids.npy", _npy(TOKENS.astype(np.float32)), "holds float32 .* expected whole numbers in one dimension"),
-    "ids of objects": ("_ids.npy", _npy(np.array([print, None], dtype=object)), "holds object .* expected whole numbers"),
-    "ids in rows": ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers in one dimension"),
+    "ids cut short": (
+        "_ids.npy",
+        _npy(TOKENS)[:-1],
+        "its header says 13 numbers of 2 bytes, and 25 bytes are there",
+    ),
+    "ids too long": (
+        "_ids.npy",
+        _npy(TOKENS) + b"x",
+        "its header says 13 numbers of 2 bytes, and 27 bytes are there",
+    ),
+    "ids of floats": (
+        "_ids.npy",
+        _npy(TOKENS.astype(np.float32)),
+        "holds float32 .* expected whole numbers in one dimension",
+    ),
+    "ids of objects": (
+        "_ids.npy",
+        _npy(np.array([print, None], dtype=object)),
+        "holds object .* expected whole numbers",
+    ),
+    "ids in rows": (
+        "_ids.npy",
+        _npy(TOKENS[:12].reshape(3, 4)),
+        r"of shape \(3, 4\), expected whole numbers in one dimension",
+    ),
     "no zip": ("_idx.npz", b"PK nothing", "File is not a zip file"),
     "zip cut short": ("_idx.npz", _zip(lens=_npy(LENS))[:-9], "File is not a zip file"),
     "no lens": ("_idx.npz", _zip(docs=_npy(DOCS)), r"holds docs\.npy, expected the array lens"),
-    "lens cut short": ("_idx.npz", _zip(lens=_npy(LENS)[:-2]), "says 4 numbers, and its data have another length"),
+    "lens cut short": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS)[:-2]),
+        "says 4 numbers, and its data have another length",
+    ),
     "lens empty": ("_idx.npz", _zip(lens=_npy(LENS[:0])), "lens is empty"),
-    "lens below 0": ("_idx.npz", _zip(lens=_npy(np.array([14, -1]))), r"lens\[1\] is -1, expected 0 or more"),
-    "other sum": ("_idx.npz", _zip(lens=_npy(LENS + 1)), r"lens adds up to 17 tokens, but data_ids\.npy holds 13"),
-    "too many lens": ("_idx.npz", _zip(lens=_npy(np.zeros(16, np.int32))), "lens.npy has 16 entries, expected at most 15"),
-    "a bit": ("_idx.npz", _zip(lens=_npy(LENS)).replace(LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype(np.int32).tobytes()), "Bad CRC-32"),
-    "docs fall": ("_idx.npz", _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4]))), "docs must rise from 0 to the 4 entries of lens"),
-    "docs beyond": ("_idx.npz", _zip(lens=_npy(LENS), docs=_npy(np.array([0, 9]))), r"found \[0, 9\] \.\.\. \[9\]"),
+    "lens below 0": (
+        "_idx.npz",
+        _zip(lens=_npy(np.array([14, -1]))),
+        r"lens\[1\] is -1, expected 0 or more",
+    ),
+    "other sum": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS + 1)),
+        r"lens adds up to 17 tokens, but data_ids\.npy holds 13",
+    ),
+    "too many lens": (
+        "_idx.npz",
+        _zip(lens=_npy(np.zeros(16, np.int32))),
+        "lens.npy has 16 entries, expected at most 15",
+    ),
+    "a bit": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS)).replace(
+            LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype(np.int32).tobytes()
+        ),
+        "Bad CRC-32",
+    ),
+    "docs fall": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4]))),
+        "docs must rise from 0 to the 4 entries of lens",
+    ),
+    "docs beyond": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS), docs=_npy(np.array([0, 9]))),
+        r"found \[0, 9\] \.\.\. \[9\]",
+    ),
 }
 
 
@@ -135,7 +228,9 @@ def test_broken_files_are_refused_with_their_name(tmp_path, fault) -> None:
     else:
         path.write_bytes(data)
     with pytest.raises(DataError, match=message) as error:
-        open_samples([str(tmp_path / "data")], split="train", split_weights=(1, 0, 0), seq_length=4, seed=0)
+        open_samples(
+            [str(tmp_path / "data")], split="train", split_weights=(1, 0, 0), seq_length=4, seed=0
+        )
     assert "\n" not in str(error.value)
 
 
@@ -144,7 +239,9 @@ def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer) -> 
     corpus.write_text("one two\n\nthree\n\nfour five six\n")
 
     def run(name: str, **options: Any) -> Path:
-        settings = PreprocessOptions(inputs=(corpus,), output_prefix=tmp_path / name, tokenizer=byte_tokenizer, **options)
+        settings = PreprocessOptions(
+            inputs=(corpus,), output_prefix=tmp_path / name, tokenizer=byte_tokenizer, **options
+        )
         return preprocess(settings).prefixes[0]
 
     pair, ours = IndexedDataset(run("pair")), FleetXDataset(run("ours", format="fleetx"))
@@ -160,6 +257,9 @@ def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer) -> 
 
 
 def test_a_failed_run_leaves_nothing(tmp_path) -> None:
-    with pytest.raises(DataError, match="token id 65536 does not fit uint16"), FleetXWriter(tmp_path / "data", "<u2") as writer:
+    with (
+        pytest.raises(DataError, match="token id 65536 does not fit uint16"),
+        FleetXWriter(tmp_path / "data", "<u2") as writer,
+    ):
         writer.append(np.array([65536]), np.array([1]), np.array([1]))
     assert list(tmp_path.iterdir()) == []

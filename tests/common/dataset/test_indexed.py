@@ -22,7 +22,9 @@ def megatron():
     pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
+        return pytest.importorskip(
+            "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+        )
 
 
 def write_theirs(megatron, prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
@@ -40,21 +42,35 @@ def write_ours(prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
     with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
             flat = np.array([token for sequence in document for token in sequence], dtype=np.int64)
-            writer.append(flat, np.array([len(sequence) for sequence in document], dtype=np.int64), np.array([len(document)]))
+            writer.append(
+                flat,
+                np.array([len(sequence) for sequence in document], dtype=np.int64),
+                np.array([len(document)]),
+            )
 
 
-DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=4), min_size=1, max_size=8).filter(any)
+DOCUMENTS = st.lists(
+    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=4),
+    min_size=1,
+    max_size=8,
+).filter(any)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([300, 65499, 65500, 100_000]))
-def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, documents, vocab_size) -> None:
+def test_bytes_equal_megatrons_and_each_reads_the_other(
+    megatron, tmp_path, documents, vocab_size
+) -> None:
     dtype = megatron.DType.optimal_dtype(vocab_size)
     assert token_dtype(vocab_size) == dtype
     write_theirs(megatron, tmp_path / "theirs", dtype, documents)
     write_ours(tmp_path / "ours", dtype, documents)
     for extension in ("bin", "idx"):
-        assert (tmp_path / f"ours.{extension}").read_bytes() == (tmp_path / f"theirs.{extension}").read_bytes()
+        assert (tmp_path / f"ours.{extension}").read_bytes() == (
+            tmp_path / f"theirs.{extension}"
+        ).read_bytes()
     ours = IndexedDataset(tmp_path / "theirs")
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     sequences = [sequence for document in documents for sequence in document]
@@ -65,9 +81,16 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, docu
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
 def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
-    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their number."""
-    torch = pytest.importorskip("torch", reason="the builder takes tensors, and torch is not installed")
-    deepspeed = pytest.importorskip("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", reason="DeepSpeed is not installed")
+    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their
+    number.
+    """
+    torch = pytest.importorskip(
+        "torch", reason="the builder takes tensors, and torch is not installed"
+    )
+    deepspeed = pytest.importorskip(
+        "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset",
+        reason="DeepSpeed is not installed",
+    )
     builder = deepspeed.IndexedDatasetBuilder(str(tmp_path / "old.bin"), dtype=np.int32)
     for document in ([[5, 6, 7], [8]], [], [[9, 70000]]):
         for sequence in document:
@@ -79,7 +102,9 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
         (tmp_path / "old.idx").write_bytes(raw[:48] + raw[56 : 56 + 8 * 11])
     data = IndexedDataset(tmp_path / "old")
     assert [data[n].tolist() for n in range(len(data))] == [[5, 6, 7], [8], [9, 70000]]
-    assert data.document_offsets().tolist() == ([0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6])
+    assert data.document_offsets().tolist() == (
+        [0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6]
+    )
     whole = (tmp_path / "old.idx").read_bytes()
     for wrong, message in (
         (whole[:-8], "ends early"),
@@ -115,11 +140,16 @@ def test_a_prefix_may_contain_dots(write_pair) -> None:
 
 
 def test_the_content_key_follows_the_content(write_pair, tmp_path) -> None:
-    keys = [IndexedDataset(write_pair(lengths, name=f"n{n}")).content_key for n, lengths in enumerate([[4, 4], [4, 4], [8], [4, 5]])]
+    keys = [
+        IndexedDataset(write_pair(lengths, name=f"n{n}")).content_key
+        for n, lengths in enumerate([[4, 4], [4, 4], [8], [4, 5]])
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
     (tmp_path / "n0.bin").write_bytes(b"\xff\xff" + (tmp_path / "n0.bin").read_bytes()[2:])
-    assert IndexedDataset(tmp_path / "n0").content_key != keys[0], "another vocabulary with the same lengths must be told apart"
+    assert IndexedDataset(tmp_path / "n0").content_key != keys[0], (
+        "another vocabulary with the same lengths must be told apart"
+    )
 
 
 def test_missing_names_the_alternatives(write_pair, tmp_path) -> None:
@@ -198,7 +228,10 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path) -> None:
 
 def test_a_failed_rewrite_keeps_the_old_pair(write_pair) -> None:
     prefix = write_pair([3, 7])
-    with pytest.raises(DataError, match="token id 70000 does not fit uint16"), IndexedWriter(prefix, "uint16") as writer:
+    with (
+        pytest.raises(DataError, match="token id 70000 does not fit uint16"),
+        IndexedWriter(prefix, "uint16") as writer,
+    ):
         writer.append(np.array([70000]), np.array([1]))
     assert IndexedDataset(prefix).sizes.tolist() == [3, 7]
     write_pair([1])
@@ -214,9 +247,19 @@ def test_the_format_starts_with_magic_and_version(write_pair) -> None:
 def test_no_framework_is_imported() -> None:
     import subprocess
 
-    code = "import sys, common.dataset; print([n for n in ('torch', 'mindspore', 'deepspeed', 'tokenizers') if n in sys.modules])"
+    code = (
+        "import sys, common.dataset; print([n for n in ('torch', 'mindspore', 'deepspeed',"
+        " 'tokenizers') if n in sys.modules])"
+    )
     root = Path(__file__).resolve().parents[3]
-    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -231,5 +274,7 @@ def test_a_file_that_may_not_be_read_is_said(write_pair, monkeypatch, extension)
         return original(path, *arguments)
 
     monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(DataError, match=rf"data\{extension}: cannot be read: Permission denied; allow this user"):
+    with pytest.raises(
+        DataError, match=rf"data\{extension}: cannot be read: Permission denied; allow this user"
+    ):
         IndexedDataset(prefix)

@@ -1,4 +1,6 @@
-"""The incremental JSON array reader gives what json.loads gives, at any chunk size, and places its errors."""
+"""The incremental JSON array reader gives what json.loads gives, at any chunk size, and places its
+errors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from common.dataset import json_array
 from common.dataset.json_array import JsonArrayReader
 from common.errors import DataError
 
-ITEMS = st.lists(st.one_of(st.text(), st.dictionaries(st.text(), st.text(), max_size=3), st.lists(st.text(), max_size=3)), max_size=8)
+ITEMS = st.lists(
+    st.one_of(
+        st.text(),
+        st.dictionaries(st.text(), st.text(), max_size=3),
+        st.lists(st.text(), max_size=3),
+    ),
+    max_size=8,
+)
 
 
 def read(text: str | bytes, chunk: int = 1 << 20) -> list[object]:
@@ -24,7 +33,12 @@ def read(text: str | bytes, chunk: int = 1 << 20) -> list[object]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(items=ITEMS, chunk=st.integers(1, 40), ascii_only=st.booleans(), indent=st.sampled_from([None, 0, 2]))
+@given(
+    items=ITEMS,
+    chunk=st.integers(1, 40),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 0, 2]),
+)
 def test_equals_json_loads(items, chunk, ascii_only, indent) -> None:
     assert read(json.dumps(items, ensure_ascii=ascii_only, indent=indent), chunk) == items
 
@@ -53,4 +67,7 @@ def test_errors_are_placed(text, message, chunk) -> None:
 
 def test_line_and_column_of_an_item() -> None:
     reader = JsonArrayReader(io.BytesIO('\ufeff[\n "a",\n\n   {"b": 1}]'.encode()), Path("a.json"))
-    assert [(item, reader.line, reader.column) for item in reader] == [("a", 2, 2), ({"b": 1}, 4, 4)]
+    assert [(item, reader.line, reader.column) for item in reader] == [
+        ("a", 2, 2),
+        ({"b": 1}, 4, 4),
+    ]

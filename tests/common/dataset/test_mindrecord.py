@@ -1,4 +1,6 @@
-"""MindRecord without MindSpore: files that its FileWriter wrote, rows against those that its MindDataset reads."""
+"""MindRecord without MindSpore: files that its FileWriter wrote, rows against those that its
+MindDataset reads.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,15 @@ from common.dataset.mindrecord_file import MindRecordFile
 from common.errors import ConfigError, DataError
 
 os.environ.setdefault("GLOG_v", "3")
-mindrecord = pytest.importorskip("mindspore.mindrecord", reason="MindSpore is not installed: pip install '.[mindspore]'")
+mindrecord = pytest.importorskip(
+    "mindspore.mindrecord", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 INT32 = {"input_ids": {"type": "int32", "shape": [-1]}}
-MASKED = {"input_ids": {"type": "int32", "shape": [-1]}, "attention_mask": {"type": "int32", "shape": [-1]}}
+MASKED = {
+    "input_ids": {"type": "int32", "shape": [-1]},
+    "attention_mask": {"type": "int32", "shape": [-1]},
+}
 MIXED: dict[str, Any] = {
     "input_ids": {"type": "int64", "shape": [-1]},
     "label": {"type": "int32"},
@@ -41,11 +48,20 @@ def tokens_of(rows: int, width: int, seed: int = 0) -> np.ndarray:
     generator = np.random.default_rng(seed)
     edges = [0, 127, 128, 255, 32767, 32768, 50256, 2**31 - 1]
     return np.where(
-        generator.random((rows, width)) < 0.3, generator.choice(edges, (rows, width)), generator.integers(0, 50257, (rows, width))
+        generator.random((rows, width)) < 0.3,
+        generator.choice(edges, (rows, width)),
+        generator.integers(0, 50257, (rows, width)),
     )
 
 
-def write(path: Path, rows: Sequence[np.ndarray] | np.ndarray, schema: dict[str, Any] = INT32, *, shards: int = 1, page: int = 32) -> Path:
+def write(
+    path: Path,
+    rows: Sequence[np.ndarray] | np.ndarray,
+    schema: dict[str, Any] = INT32,
+    *,
+    shards: int = 1,
+    page: int = 32,
+) -> Path:
     """With FileWriter; page: KiB. Other columns than input_ids get values of varying length."""
     writer = mindrecord.FileWriter(str(path), shards, True)
     writer.set_page_size(page << 10)
@@ -65,7 +81,11 @@ def write(path: Path, rows: Sequence[np.ndarray] | np.ndarray, schema: dict[str,
         for number in range(start, min(start + 100, len(rows))):
             row = {name: make(number) for name, make in extra.items() if name in schema}
             if dtype:
-                row["input_ids"] = np.asarray(rows[number], dtype=dtype) if "shape" in schema["input_ids"] else int(rows[number][0])
+                row["input_ids"] = (
+                    np.asarray(rows[number], dtype=dtype)
+                    if "shape" in schema["input_ids"]
+                    else int(rows[number][0])
+                )
             block.append(row)
         writer.write_raw_data(block)
     writer.commit()
@@ -76,17 +96,25 @@ def mindspore_reads(source: Path | list[Path]) -> np.ndarray:
     import mindspore.dataset
 
     files = [str(path) for path in source] if isinstance(source, list) else str(source)
-    data = mindspore.dataset.MindDataset(files, columns_list=["input_ids"], shuffle=False, num_parallel_workers=1)
-    return np.stack([row["input_ids"] for row in data.create_dict_iterator(num_epochs=1, output_numpy=True)])
+    data = mindspore.dataset.MindDataset(
+        files, columns_list=["input_ids"], shuffle=False, num_parallel_workers=1
+    )
+    return np.stack(
+        [row["input_ids"] for row in data.create_dict_iterator(num_epochs=1, output_numpy=True)]
+    )
 
 
 def all_rows(samples: Any) -> np.ndarray:
     return samples.read(np.arange(samples.samples_per_epoch))
 
 
-@pytest.mark.parametrize("schema", [INT32, {"input_ids": {"type": "int32", "shape": [9]}}, MASKED, MIXED])
+@pytest.mark.parametrize(
+    "schema", [INT32, {"input_ids": {"type": "int32", "shape": [9]}}, MASKED, MIXED]
+)
 @pytest.mark.parametrize("name", ["data.mindrecord", "wiki-train"])
-def test_rows_are_those_that_mindspore_reads(tmp_path: Path, schema: dict[str, Any], name: str) -> None:
+def test_rows_are_those_that_mindspore_reads(
+    tmp_path: Path, schema: dict[str, Any], name: str
+) -> None:
     rows = tokens_of(2000, 9)  # several pages of 32 KiB, of both kinds
     path = write(tmp_path / name, rows, schema)
     assert is_mindrecord(path) and is_mindrecord(tmp_path)
@@ -107,17 +135,35 @@ def test_shards_are_read_in_order_from_any_of_them(tmp_path: Path, shards: int) 
     assert len(files) == shards
     expected = mindspore_reads(files)
     for source in (tmp_path, tmp_path / "data.mindrecord", files[-1], files):
-        assert (all_rows(MindRecordSamples(source, seq_length=8, shuffle=False, **WHOLE)) == expected).all()
-    assert (all_rows(MindRecordSamples(files[1:], seq_length=8, shuffle=False, **WHOLE)) == mindspore_reads(files[1:])).all()
+        assert (
+            all_rows(MindRecordSamples(source, seq_length=8, shuffle=False, **WHOLE)) == expected
+        ).all()
+    assert (
+        all_rows(MindRecordSamples(files[1:], seq_length=8, shuffle=False, **WHOLE))
+        == mindspore_reads(files[1:])
+    ).all()
     (tmp_path / files[-1].name).unlink()
     for source in (tmp_path, files[0], tmp_path / "data.mindrecord"):
-        with pytest.raises(DataError, match=rf"{files[-1].name}: not found, but .* one of {shards} shards; copy all"):
+        with pytest.raises(
+            DataError,
+            match=rf"{files[-1].name}: not found, but .* one of {shards} shards; copy all",
+        ):
             MindRecordSamples(source, seq_length=8, **WHOLE)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(1, 1500), width=st.integers(2, 300), shards=st.integers(1, 4), wide=st.booleans(), seed=st.integers(0, 9))
-def test_any_number_of_rows_and_pages(tmp_path: Path, rows: int, width: int, shards: int, wide: bool, seed: int) -> None:
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.integers(1, 1500),
+    width=st.integers(2, 300),
+    shards=st.integers(1, 4),
+    wide=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_any_number_of_rows_and_pages(
+    tmp_path: Path, rows: int, width: int, shards: int, wide: bool, seed: int
+) -> None:
     tokens = tokens_of(rows, width, seed)
     folder = tmp_path / "property"
     shutil.rmtree(folder, ignore_errors=True)
@@ -139,16 +185,25 @@ def test_epochs_are_different_permutations_and_resume_anywhere(tmp_path: Path) -
     assert len({tuple(order) for order in orders}) == 4 and orders[0] != list(range(300))
     ids = np.array([901, 3, 300, 299, 650])
     assert again.read(ids)[:, 0].tolist() == [orders[n // 300][n % 300] for n in ids]
-    assert again.identities(ids).tolist() == [[0, n // 300 * 300 + orders[n // 300][n % 300]] for n in ids]
+    assert again.identities(ids).tolist() == [
+        [0, n // 300 * 300 + orders[n // 300][n % 300]] for n in ids
+    ]
     assert samples.fingerprint == again.fingerprint
     other = MindRecordSamples(path, seq_length=4, split="train", split_weights=(1, 0, 0), seed=8)
-    assert other.read(np.arange(300))[:, 0].tolist() != orders[0] and other.fingerprint != samples.fingerprint
+    assert (
+        other.read(np.arange(300))[:, 0].tolist() != orders[0]
+        and other.fingerprint != samples.fingerprint
+    )
 
 
 def test_the_order_is_frozen(tmp_path: Path) -> None:
-    """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say so."""
+    """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say
+    so.
+    """
     path = write(tmp_path / "data.mindrecord", np.arange(8)[:, None] + np.zeros(3, int))
-    assert MindRecordSamples(path, seq_length=2, **WHOLE).read(np.arange(16))[:, 0].tolist() == FROZEN
+    assert (
+        MindRecordSamples(path, seq_length=2, **WHOLE).read(np.arange(16))[:, 0].tolist() == FROZEN
+    )
 
 
 FROZEN = [2, 0, 7, 6, 4, 1, 5, 3, 1, 5, 2, 7, 0, 3, 6, 4]
@@ -157,17 +212,27 @@ FROZEN = [2, 0, 7, 6, 4, 1, 5, 3, 1, 5, 2, 7, 0, 3, 6, 4]
 def test_splits_are_disjoint_and_cover_all_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "data.mindrecord", np.arange(100)[:, None] + np.zeros(3, int))
     parts = [
-        all_rows(MindRecordSamples(path, split=split, split_weights=(80, 15, 5), seq_length=2, seed=1))[:, 0].tolist()
+        all_rows(
+            MindRecordSamples(path, split=split, split_weights=(80, 15, 5), seq_length=2, seed=1)
+        )[:, 0].tolist()
         for split in ("train", "valid", "test")
     ]
     assert [len(part) for part in parts] == [80, 15, 5]
-    assert [sorted(part) for part in parts] == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
-    with pytest.raises(DataError, match=r"split 'test' \(weights 949,50,1\) holds none of 100 rows.*larger weight"):
+    assert [sorted(part) for part in parts] == [
+        list(range(80)),
+        list(range(80, 95)),
+        list(range(95, 100)),
+    ]
+    with pytest.raises(
+        DataError, match=r"split 'test' \(weights 949,50,1\) holds none of 100 rows.*larger weight"
+    ):
         MindRecordSamples(path, split="test", seq_length=2, seed=1)
 
 
 @pytest.mark.parametrize(("seq_length", "shards"), [(4, 1), (7, 3), (99, 1), (10, 12)])
-def test_written_rows_are_the_windows_of_the_pair(tmp_path: Path, write_pair: Any, seq_length: int, shards: int) -> None:
+def test_written_rows_are_the_windows_of_the_pair(
+    tmp_path: Path, write_pair: Any, seq_length: int, shards: int
+) -> None:
     from mindformers_gpt2.mindrecord import write_mindrecord
 
     prefix = write_pair([40, 1, 88, 301, 20], dtype="int32")
@@ -176,19 +241,26 @@ def test_written_rows_are_the_windows_of_the_pair(tmp_path: Path, write_pair: An
     for _ in range(2):  # the second replaces the first
         written = write_mindrecord(prefix, target, seq_length, shards)
     ids = np.arange(2 * pair.samples_per_epoch)
-    assert written.rows == pair.samples_per_epoch and written.left_over == 450 - written.rows * seq_length - 1 < seq_length
+    assert (
+        written.rows == pair.samples_per_epoch
+        and written.left_over == 450 - written.rows * seq_length - 1 < seq_length
+    )
     for source in (target.parent, target, written.files[-1]):
         samples = open_samples([str(source)], seq_length=seq_length, shuffle=False, **WHOLE)
         assert isinstance(samples, MindRecordSamples)
         assert (samples.read(ids) == pair.read(ids)).all()
-    assert (mindspore_reads(written.files[0]) == all_rows(pair)).all(), "one shard leads MindSpore to the others"
+    assert (mindspore_reads(written.files[0]) == all_rows(pair)).all(), (
+        "one shard leads MindSpore to the others"
+    )
     assert (mindspore_reads(list(written.files)) == all_rows(pair)).all()
     sizes = [len(MindRecordFile(path)) for path in written.files]
     modes = {path.stat().st_mode & 0o777 for path in target.parent.iterdir()}
     assert modes == {prefix.with_name("data.idx").stat().st_mode & 0o777}
     assert len(sizes) == shards and max(sizes) - min(sizes) <= 1
     write_mindrecord(prefix, target, seq_length, 2)
-    assert len(list(target.parent.iterdir())) == 4, "nothing is left of the older set, nor a temporary name"
+    assert len(list(target.parent.iterdir())) == 4, (
+        "nothing is left of the older set, nor a temporary name"
+    )
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) -> None:
@@ -208,7 +280,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) 
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch, older: bool) -> None:
+def test_a_stop_between_the_renames_leaves_no_part(
+    tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
     """Nothing is there, or the set that was there before."""
     from mindformers_gpt2.mindrecord import write_mindrecord
 
@@ -228,7 +302,9 @@ def test_a_stop_between_the_renames_leaves_no_part(tmp_path: Path, write_pair: A
     monkeypatch.setattr(os, "replace", stopped)
     with pytest.raises(KeyboardInterrupt):
         write_mindrecord(prefix, target, 4, 3)
-    assert {path.name: path.read_bytes() for path in target.parent.iterdir()} == before and bool(before) == older
+    assert {path.name: path.read_bytes() for path in target.parent.iterdir()} == before and bool(
+        before
+    ) == older
 
 
 def test_a_blend_of_a_pair_and_a_mindrecord(tmp_path: Path, write_pair: Any) -> None:
@@ -274,8 +350,9 @@ def _moved_rows(path: Path) -> None:
 
 
 ENDLESS = (
-    "CREATE VIEW {} AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID + 1 FROM n) SELECT ROW_ID, 'data.mindrecord' AS NAME,"
-    " 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS PAGE_OFFSET_BLOB_END FROM n"
+    "CREATE VIEW {} AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID + 1 FROM n)"
+    " SELECT ROW_ID, 'data.mindrecord' AS NAME, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS"
+    " PAGE_OFFSET_BLOB_END FROM n"
 )
 
 
@@ -290,7 +367,12 @@ def _view(path: Path, name: str, statement: str) -> None:
 
 
 def _edit_pages(path: Path, **changes: Any) -> None:
-    _edit_header(path, lambda header: [page.update(changes) for page in header["page"] if page["page_type"] == "BLOB_DATA"])
+    _edit_header(
+        path,
+        lambda header: [
+            page.update(changes) for page in header["page"] if page["page_type"] == "BLOB_DATA"
+        ],
+    )
 
 
 def _overwrite(path: Path, at: int, data: bytes) -> None:
@@ -312,60 +394,132 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: Path(f"{path}.db").unlink(),
         r"data.mindrecord.db: not found, although data.mindrecord is there; .*copy both",
     ),
-    "no file": (lambda path: path.unlink(), r"data.mindrecord: not found; a MindRecord is that file and data.mindrecord.db"),
-    "cut in the pages": (lambda path: os.truncate(path, path.stat().st_size - 300), r"cut short: \d+ bytes found, its pages end at \d+"),
-    "cut in the header": (lambda path: os.truncate(path, 100), "cut short: it ends within its header"),
+    "no file": (
+        lambda path: path.unlink(),
+        r"data.mindrecord: not found; a MindRecord is that file and data.mindrecord.db",
+    ),
+    "cut in the pages": (
+        lambda path: os.truncate(path, path.stat().st_size - 300),
+        r"cut short: \d+ bytes found, its pages end at \d+",
+    ),
+    "cut in the header": (
+        lambda path: os.truncate(path, 100),
+        "cut short: it ends within its header",
+    ),
     "empty": (lambda path: os.truncate(path, 0), "is not a MindRecord file"),
-    "text": (lambda path: path.write_text("Once upon a time there was a file"), "is not a MindRecord file"),
-    "header of something else": (lambda path: _edit_header(path, lambda header: header.pop("schema")), "a header that is no MindRecord's"),
-    "version": (lambda path: _edit_header(path, lambda header: header.update(version="2.0")), "format version 2.0, expected 3.0"),
-    "index is text": (lambda path: Path(f"{path}.db").write_text("no database " * 50), "is not the index of a MindRecord"),
-    "index of other rows": (_other_rows, "data.mindrecord.db: holds more than 20 rows, data.mindrecord holds 20; .*copy both"),
+    "text": (
+        lambda path: path.write_text("Once upon a time there was a file"),
+        "is not a MindRecord file",
+    ),
+    "header of something else": (
+        lambda path: _edit_header(path, lambda header: header.pop("schema")),
+        "a header that is no MindRecord's",
+    ),
+    "version": (
+        lambda path: _edit_header(path, lambda header: header.update(version="2.0")),
+        "format version 2.0, expected 3.0",
+    ),
+    "index is text": (
+        lambda path: Path(f"{path}.db").write_text("no database " * 50),
+        "is not the index of a MindRecord",
+    ),
+    "index of other rows": (
+        _other_rows,
+        "data.mindrecord.db: holds more than 20 rows, data.mindrecord holds 20; .*copy both",
+    ),
     "index of fewer rows": (
         lambda path: _change_index(path, "DELETE FROM INDEXES WHERE ROW_ID = 7"),
         "holds 19 rows, data.mindrecord holds 20",
     ),
-    "index is a view without end": (lambda path: _view(path, "INDEXES", ENDLESS), "INDEXES is a view, expected a table"),
-    "names are a view without end": (lambda path: _view(path, "SHARD_NAME", ENDLESS), "SHARD_NAME is a view, expected a table"),
-    "virtual table": (lambda path: _view(path, "INDEXES", "CREATE VIRTUAL TABLE INDEXES USING fts5(ROW_ID)"), "INDEXES is a virtual table"),
+    "index is a view without end": (
+        lambda path: _view(path, "INDEXES", ENDLESS),
+        "INDEXES is a view, expected a table",
+    ),
+    "names are a view without end": (
+        lambda path: _view(path, "SHARD_NAME", ENDLESS),
+        "SHARD_NAME is a view, expected a table",
+    ),
+    "virtual table": (
+        lambda path: _view(path, "INDEXES", "CREATE VIRTUAL TABLE INDEXES USING fts5(ROW_ID)"),
+        "INDEXES is a virtual table",
+    ),
     "computed column": (
-        lambda path: _change_index(path, "ALTER TABLE INDEXES ADD COLUMN more AS (length(hex(zeroblob(1000000000))))"),
+        lambda path: _change_index(
+            path, "ALTER TABLE INDEXES ADD COLUMN more AS (length(hex(zeroblob(1000000000))))"
+        ),
         "INDEXES has a computed column",
     ),
     "text in the index": (
-        lambda path: _change_index(path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = 'x' WHERE ROW_ID = 3"),
+        lambda path: _change_index(
+            path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = 'x' WHERE ROW_ID = 3"
+        ),
         "is not the index of",
     ),
     "numbers of 64 bits": (
-        lambda path: _change_index(path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"),
+        lambda path: _change_index(
+            path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"
+        ),
         "row 3 lies at",
     ),
-    "rows beyond the memory": (lambda path: _edit_pages(path, end_row_id=10**15), "has 10{15} rows by its header, too many for"),
-    "rows below 0": (lambda path: _edit_pages(path, end_row_id=-1), "'-1' where a size is expected"),
-    "page of 30 digits": (lambda path: _edit_header(path, lambda header: header.update(page_size=10**29)), "where a size is expected"),
-    "infinite page": (lambda path: _edit_header(path, lambda header: header.update(page_size=float("inf"))), "is no MindRecord's"),
-    "width beyond the memory": (lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"), "row 0 has .* bytes, too few for 4294967295 tokens"),
+    "rows beyond the memory": (
+        lambda path: _edit_pages(path, end_row_id=10**15),
+        "has 10{15} rows by its header, too many for",
+    ),
+    "rows below 0": (
+        lambda path: _edit_pages(path, end_row_id=-1),
+        "'-1' where a size is expected",
+    ),
+    "page of 30 digits": (
+        lambda path: _edit_header(path, lambda header: header.update(page_size=10**29)),
+        "where a size is expected",
+    ),
+    "infinite page": (
+        lambda path: _edit_header(path, lambda header: header.update(page_size=float("inf"))),
+        "is no MindRecord's",
+    ),
+    "width beyond the memory": (
+        lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"),
+        "row 0 has .* bytes, too few for 4294967295 tokens",
+    ),
     "index of another file": (_renamed, "is the index of other.mindrecord, not of data.mindrecord"),
     "index out of bounds": (_moved_rows, "row 3 lies at .* outside data.mindrecord"),
     "length of a row": (lambda path: _overwrite(path, 0, b"\x07"), "row 0 is 7 bytes long"),
-    "bytes of a row": (lambda path: _overwrite(path, 12, b"\x55"), "row 0 has .* bytes, but its numbers take"),
-    "no such column": (lambda path: write(path, range(20), {"a_score": MIXED["a_score"]}), "no column 'input_ids', only a_score"),
+    "bytes of a row": (
+        lambda path: _overwrite(path, 12, b"\x55"),
+        "row 0 has .* bytes, but its numbers take",
+    ),
+    "no such column": (
+        lambda path: write(path, range(20), {"a_score": MIXED["a_score"]}),
+        "no column 'input_ids', only a_score",
+    ),
     "floats": (
-        lambda path: write(path, tokens_of(20, 9), {"input_ids": {"type": "float32", "shape": [-1]}}),
+        lambda path: write(
+            path, tokens_of(20, 9), {"input_ids": {"type": "float32", "shape": [-1]}}
+        ),
         "an array of float32; expected",
     ),
     "single numbers": (
-        lambda path: write(path, tokens_of(20, 9) % 1000, {"input_ids": {"type": "int32"}, "z_mask": MIXED["z_mask"]}),
+        lambda path: write(
+            path,
+            tokens_of(20, 9) % 1000,
+            {"input_ids": {"type": "int32"}, "z_mask": MIXED["z_mask"]},
+        ),
         "a single value of int32",
     ),
-    "another width": (lambda path: write(path, tokens_of(20, 5)), "hold 5 tokens, expected seq_length [+] 1 = 9; set model.seq_length=4"),
+    "another width": (
+        lambda path: write(path, tokens_of(20, 5)),
+        "hold 5 tokens, expected seq_length [+] 1 = 9; set model.seq_length=4",
+    ),
     "encrypted": (_encrypt, "is encrypted"),
     "no rows": (lambda path: write(path, []), "holds none of 0 rows"),
     "beyond int32": (
         lambda path: write(path, tokens_of(20, 9) + (1 << 40), {"input_ids": MIXED["input_ids"]}),
         "row 0 holds a number beyond 32 bits",
     ),
-    "ragged": (lambda path: write(path, [*tokens_of(19, 9), np.arange(7)]), "row 19 has 7 tokens, the first row 9; all need as many"),
+    "ragged": (
+        lambda path: write(path, [*tokens_of(19, 9), np.arange(7)]),
+        "row 19 has 7 tokens, the first row 9; all need as many",
+    ),
 }
 
 
@@ -381,7 +535,9 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str) -> None:
 def test_a_ragged_row_in_the_middle_is_said_when_it_is_read(tmp_path: Path) -> None:
     rows = list(tokens_of(20, 9))
     rows[7] = np.arange(12)
-    samples = MindRecordSamples(write(tmp_path / "data.mindrecord", rows), seq_length=8, shuffle=False, **WHOLE)
+    samples = MindRecordSamples(
+        write(tmp_path / "data.mindrecord", rows), seq_length=8, shuffle=False, **WHOLE
+    )
     with pytest.raises(DataError, match="row 7 has 12 tokens, the first row 9"):
         all_rows(samples)
 

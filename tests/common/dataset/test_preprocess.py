@@ -1,4 +1,6 @@
-"""Corpora to pairs: framing, keys, sentences, empty documents, errors with their places, metadata."""
+"""Corpora to pairs: framing, keys, sentences, empty documents, errors with their places,
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ def test_text_in_its_four_rules(tmp_path, read_back) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\ntwo\n\n\nthree<|endoftext|>four\n".encode())
     assert read_back(path) == ["one\ntwo¶", "three<|endoftext|>four¶"]
-    assert read_back(path, documents=DocumentRule.LINE) == ["one¶", "two¶", "three<|endoftext|>four¶"]
+    assert read_back(path, documents=DocumentRule.LINE) == [
+        "one¶",
+        "two¶",
+        "three<|endoftext|>four¶",
+    ]
     assert read_back(path, documents=DocumentRule.EOT) == ["one\ntwo\n\n\nthree¶", "four¶"]
-    assert read_back(path, documents=DocumentRule.FILE) == ["one\ntwo\n\n\nthree<|endoftext|>four\n¶"]
+    assert read_back(path, documents=DocumentRule.FILE) == [
+        "one\ntwo\n\n\nthree<|endoftext|>four\n¶"
+    ]
     assert read_back(path, append_eod=False) == ["one\ntwo", "three<|endoftext|>four"]
 
 
@@ -61,7 +69,11 @@ def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> N
     assert read_back(path, split_sentences=True) == ["One.", "Two!¶", "Three?¶"]
     data = IndexedDataset(tmp_path / "out_text_sentence")
     assert data.document_index.tolist() == [0, 2, 3]
-    assert read_back(path, split_sentences=True, keep_newlines=True) == ["One. ", "Two!¶", "Three?¶"]
+    assert read_back(path, split_sentences=True, keep_newlines=True) == [
+        "One. ",
+        "Two!¶",
+        "Three?¶",
+    ]
 
 
 def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
@@ -70,8 +82,15 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
     read_back(path)
     metadata = IndexedDataset(tmp_path / "out_text_document").metadata()
     assert (metadata.tokenizer, metadata.vocab_size, metadata.eod_id) == ("Byte", 257, 256)
-    assert (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents) == (1, 1, 3, 1)
-    assert [(source.name, source.bytes, source.format) for source in metadata.sources] == [("a.jsonl", path.stat().st_size, "jsonl")]
+    assert (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents) == (
+        1,
+        1,
+        3,
+        1,
+    )
+    assert [(source.name, source.bytes, source.format) for source in metadata.sources] == [
+        ("a.jsonl", path.stat().st_size, "jsonl")
+    ]
     (tmp_path / "out_text_document.meta.json").write_text("{}")
     with pytest.raises(DataError, match="does not describe"):
         IndexedDataset(tmp_path / "out_text_document").metadata()
@@ -83,28 +102,79 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "keys", "message"),
     [
-        ("a.jsonl", '{"text": "a"}\n\n{"titel": "b", "n": 1}\n', ("text",), r"line 3, column 1: the key 'text' is missing.*'titel', 'n'"),
-        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', ("text",), "line 2, column 1: the value of 'text' is a number"),
-        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', ("text",), "line 2, column 13: Expecting ',' delimiter"),
-        ("a.jsonl", '{"text": "a"}\n{"n": ' + "[" * 200_000, ("text",), r"line 2, column 1: nested too deeply; expected"),
-        ("a.jsonl", '{"text": "a"}\n{"n": ' + "9" * 5000 + "}", ("text",), "line 2, column 1: Exceeds the limit .* 5000 digits; exp"),
-        ("a.jsonl", "[" * 200_000, ("text",), "line 1, column 2: this item cannot be read: nested too deeply"),
-        ("a.json", '["a",\n "b", ' + "9" * 5000 + "]", ("text",), "line 2, column 7: this item cannot be read: Exceeds"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n\n{"titel": "b", "n": 1}\n',
+            ("text",),
+            r"line 3, column 1: the key 'text' is missing.*'titel', 'n'",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": 3}\n',
+            ("text",),
+            "line 2, column 1: the value of 'text' is a number",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b"\n',
+            ("text",),
+            "line 2, column 13: Expecting ',' delimiter",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"n": ' + "[" * 200_000,
+            ("text",),
+            r"line 2, column 1: nested too deeply; expected",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"n": ' + "9" * 5000 + "}",
+            ("text",),
+            "line 2, column 1: Exceeds the limit .* 5000 digits; exp",
+        ),
+        (
+            "a.jsonl",
+            "[" * 200_000,
+            ("text",),
+            "line 1, column 2: this item cannot be read: nested too deeply",
+        ),
+        (
+            "a.json",
+            '["a",\n "b", ' + "9" * 5000 + "]",
+            ("text",),
+            "line 2, column 7: this item cannot be read: Exceeds",
+        ),
         ("a.jsonl", '{"text": "a"}\n[1]\n', ("text",), "line 2, column 1: the item is an array"),
         ("a.json", '["a",\n null]', ("text",), "line 2, column 2: the item is null"),
         ("a.json", '["a"]', ("body",), "is a string and has no keys"),
-        ("a.json", '[{"text": "a"},\n  {"body": "b"}]', ("text",), r"line 2, column 3: the key 'text' is missing.*'body'"),
+        (
+            "a.json",
+            '[{"text": "a"},\n  {"body": "b"}]',
+            ("text",),
+            r"line 2, column 3: the key 'text' is missing.*'body'",
+        ),
         ("a.json", '["", " "]', ("text",), "all 2 documents under 'text' are empty"),
         ("a.json", "[]", ("text",), "all 0 documents"),
         ("a.txt", b"ab\n\nc\xe4d", ("text",), "line 3, column 2: byte 5 is not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', ("text",), "line 2, column 11: byte 24 is not UTF-8"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xff"}',
+            ("text",),
+            "line 2, column 11: byte 24 is not UTF-8",
+        ),
     ],
 )
-def test_errors_name_the_place_and_leave_nothing(tmp_path, byte_tokenizer, name, content, keys, message, block_bytes) -> None:
+def test_errors_name_the_place_and_leave_nothing(
+    tmp_path, byte_tokenizer, name, content, keys, message, block_bytes
+) -> None:
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     options = PreprocessOptions(
-        inputs=(path,), output_prefix=tmp_path / "out" / "x", tokenizer=byte_tokenizer, json_keys=keys, block_bytes=block_bytes
+        inputs=(path,),
+        output_prefix=tmp_path / "out" / "x",
+        tokenizer=byte_tokenizer,
+        json_keys=keys,
+        block_bytes=block_bytes,
     )
     with pytest.raises(DataError, match=message):
         preprocess(options)
@@ -124,25 +194,48 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path, read_
     assert read_back(tmp_path / "a.jsonl") == ["a\ufffd¶", "\U0001f600¶"]
 
 
-def run(tmp_path: Path, inputs: Path, files: tuple[Path, Path], name: str, **options: object) -> tuple[bytes, ...]:
-    choice = TokenizerChoice(kind="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1], backend="auto")
-    settings = PreprocessOptions(inputs=(inputs,), output_prefix=tmp_path / name, tokenizer=choice, **options)
+def run(
+    tmp_path: Path, inputs: Path, files: tuple[Path, Path], name: str, **options: object
+) -> tuple[bytes, ...]:
+    choice = TokenizerChoice(
+        kind="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1], backend="auto"
+    )
+    settings = PreprocessOptions(
+        inputs=(inputs,), output_prefix=tmp_path / name, tokenizer=choice, **options
+    )
     (prefix,) = preprocess(settings).prefixes
-    return tuple(prefix.with_name(prefix.name + extension).read_bytes() for extension in (".bin", ".idx", ".meta.json"))
+    return tuple(
+        prefix.with_name(prefix.name + extension).read_bytes()
+        for extension in (".bin", ".idx", ".meta.json")
+    )
 
 
-def test_tinyshakespeare_is_one_document_of_338025_tokens(tmp_path, shared_data, gpt2_vocab_files) -> None:
+def test_tinyshakespeare_is_one_document_of_338025_tokens(
+    tmp_path, shared_data, gpt2_vocab_files
+) -> None:
     corpus = shared_data / "corpora" / "en" / "tinyshakespeare.txt"
     run(tmp_path, corpus, gpt2_vocab_files, "x", documents=DocumentRule.FILE, append_eod=False)
     assert IndexedDataset(tmp_path / "x_text_document").sizes.tolist() == [338025]
 
 
 @pytest.mark.parametrize("sentences", [False, True])
-def test_two_workers_write_the_same_bytes(tmp_path, shared_data, gpt2_vocab_files, sentences) -> None:
+def test_two_workers_write_the_same_bytes(
+    tmp_path, shared_data, gpt2_vocab_files, sentences
+) -> None:
     corpus = tmp_path / "poems.txt"
-    corpus.write_bytes((shared_data / "corpora" / "en" / "tinyshakespeare.txt").read_bytes()[:200_000])
+    corpus.write_bytes(
+        (shared_data / "corpora" / "en" / "tinyshakespeare.txt").read_bytes()[:200_000]
+    )
     one = run(tmp_path, corpus, gpt2_vocab_files, "one", workers=1, split_sentences=sentences)
-    two = run(tmp_path, corpus, gpt2_vocab_files, "two", workers=2, block_bytes=30_000, split_sentences=sentences)
+    two = run(
+        tmp_path,
+        corpus,
+        gpt2_vocab_files,
+        "two",
+        workers=2,
+        block_bytes=30_000,
+        split_sentences=sentences,
+    )
     assert one == two
 
 
@@ -154,7 +247,9 @@ def test_an_error_in_a_worker_is_the_same_error(tmp_path, gpt2_vocab_files) -> N
 
 
 def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_files) -> None:
-    chapters = json.loads((shared_data / "corpora" / "zh" / "train.json").read_text(encoding="utf-8"))[:6]
+    chapters = json.loads(
+        (shared_data / "corpora" / "zh" / "train.json").read_text(encoding="utf-8")
+    )[:6]
     (tmp_path / "train.json").write_text(json.dumps(chapters, ensure_ascii=False), encoding="utf-8")
     run(tmp_path, tmp_path / "train.json", gpt2_vocab_files, "x")
     data = IndexedDataset(tmp_path / "x_text_document")
@@ -166,7 +261,9 @@ def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_fi
         assert tokenizer.decode(ids[:-1]) == chapter
 
 
-@pytest.mark.parametrize("output", ["out_text_document.bin", "out_text_document.idx", "out_text_document.meta.json"])
+@pytest.mark.parametrize(
+    "output", ["out_text_document.bin", "out_text_document.idx", "out_text_document.meta.json"]
+)
 @pytest.mark.parametrize("way", ["itself", "link", "hard link"])
 def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, output, way) -> None:
     corpus = tmp_path / output
@@ -176,9 +273,13 @@ def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, outpu
         (tmp_path / "corpus.txt").write_text("text")
         (corpus.symlink_to if way == "link" else corpus.hardlink_to)(tmp_path / "corpus.txt")
     there = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"is both an input and an output.*choose another --output-prefix"):
+    with pytest.raises(
+        ConfigError, match=r"is both an input and an output.*choose another --output-prefix"
+    ):
         read_back(corpus if way == "itself" else tmp_path / "corpus.txt")
-    assert corpus.read_text() == "text" and sorted(path.name for path in tmp_path.iterdir()) == there
+    assert (
+        corpus.read_text() == "text" and sorted(path.name for path in tmp_path.iterdir()) == there
+    )
 
 
 @pytest.mark.parametrize("key", ["a/b", "/a", "..", "../a", "a\0b"])
@@ -187,7 +288,14 @@ def test_a_key_that_no_file_name_can_hold(tmp_path, byte_tokenizer, key) -> None
     path.write_text(json.dumps({key: "one"}))
 
     def run() -> None:
-        preprocess(PreprocessOptions(inputs=(path,), output_prefix=tmp_path / "o" / "x", tokenizer=byte_tokenizer, json_keys=(key,)))
+        preprocess(
+            PreprocessOptions(
+                inputs=(path,),
+                output_prefix=tmp_path / "o" / "x",
+                tokenizer=byte_tokenizer,
+                json_keys=(key,),
+            )
+        )
 
     if key == "..":  # no separator, no other folder
         run()
@@ -204,15 +312,21 @@ def test_a_prefix_that_is_a_folder_is_refused(byte_tokenizer, prefix) -> None:
         PreprocessOptions(inputs=(), output_prefix=Path(prefix), tokenizer=byte_tokenizer)
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.txt", "{}"), ("a.jsonl", '{{"text": "{}"}}'), ("a.json", '["b", "{}"]')])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "{}"), ("a.jsonl", '{{"text": "{}"}}'), ("a.json", '["b", "{}"]')]
+)
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back, name, text, zipped) -> None:
+def test_a_document_beyond_the_limit_is_refused(
+    tmp_path, monkeypatch, read_back, name, text, zipped
+) -> None:
     monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
     path = tmp_path / (name + ".gz" * zipped)
     content = ("\n\n" * (name == "a.txt") + text.format("ab " * 3000)).encode()
     path.write_bytes(gzip.compress(content) if zipped else content)
     assert read_back(path, document_bytes=10_000, block_bytes=100)[-1] == "ab " * 3000 + "¶"
-    with pytest.raises(DataError, match=rf"{path.name}: .*line [13].* has more than .* Mi.*--max-document-mib N"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: .*line [13].* has more than .* Mi.*--max-document-mib N"
+    ):
         read_back(path, document_bytes=5000, block_bytes=100)
 
 
@@ -228,13 +342,19 @@ def test_a_word_without_end_is_refused(tmp_path, monkeypatch, read_back, unit, n
             path.write_text(text)
         else:
             item = json.dumps({"text": text})
-            path.write_text(f'"first"\n{item}\n'.replace('"first"', '{"text": "0"}') if name == "a.jsonl" else f"[\n{item}]")
+            path.write_text(
+                f'"first"\n{item}\n'.replace('"first"', '{"text": "0"}')
+                if name == "a.jsonl"
+                else f"[\n{item}]"
+            )
         return read_back(path)
 
     for length in (10, 990):  # with the letters about it
         assert unit * length in "".join(write(unit * length))
     where = {"a.txt": "line 3", "a.jsonl": "line 2, column 1", "a.json": "line 2, column 1"}[name]
-    with pytest.raises(DataError, match=rf"{name}: {where}: holds a word of 1000 or more characters"):
+    with pytest.raises(
+        DataError, match=rf"{name}: {where}: holds a word of 1000 or more characters"
+    ):
         write(unit * 2006)
 
 

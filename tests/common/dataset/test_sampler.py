@@ -15,26 +15,40 @@ from common.errors import ConfigError, DataError
 @pytest.fixture
 def samples(write_pair) -> Samples:
     options = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 6, "seed": 5}
-    return Blend([GPTDataset(write_pair([9] * n, name=f"set{n}"), **options) for n in (20, 31)], [3, 1])
+    return Blend(
+        [GPTDataset(write_pair([9] * n, name=f"set{n}"), **options) for n in (20, 31)], [3, 1]
+    )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(size=st.sampled_from([1, 2, 3, 4]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     whole = ShardedSampler(samples, global_batch_size=size * per_rank)
     ranks = [
-        ShardedSampler(samples, global_batch_size=size * per_rank, data_parallel_size=size, data_parallel_rank=rank) for rank in range(size)
+        ShardedSampler(
+            samples,
+            global_batch_size=size * per_rank,
+            data_parallel_size=size,
+            data_parallel_rank=rank,
+        )
+        for rank in range(size)
     ]
     parts = [rank.batch(consumed) for rank in ranks]
     assert all(part.shape == (per_rank, 7) and part.dtype == np.int32 for part in parts)
     assert (np.concatenate(parts) == whole.batch(consumed)).all()
-    assert (whole.batch(consumed) == samples.read(np.arange(consumed, consumed + size * per_rank))).all()
+    assert (
+        whole.batch(consumed) == samples.read(np.arange(consumed, consumed + size * per_rank))
+    ).all()
     state = whole.initial_hash
     assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
 
 
 def test_resuming_goes_on_with_data_and_hash(samples) -> None:
-    sampler = ShardedSampler(samples, global_batch_size=8, data_parallel_size=2, data_parallel_rank=1)
+    sampler = ShardedSampler(
+        samples, global_batch_size=8, data_parallel_size=2, data_parallel_rank=1
+    )
     straight = list(itertools.islice(sampler.batches(), 12))
     saved = straight[4]
     resumed = list(itertools.islice(sampler.batches(saved.consumed_samples, saved.sample_hash), 7))
@@ -47,19 +61,39 @@ def test_resuming_goes_on_with_data_and_hash(samples) -> None:
 
 def test_the_hash_tells_other_data_and_other_settings(write_pair) -> None:
     def first(lengths, **changes):
-        options = {"split": "train", "split_weights": (8, 1, 1), "seq_length": 6, "seed": 5, **changes}
-        return next(ShardedSampler(GPTDataset(write_pair(lengths), **options), global_batch_size=4).batches()).sample_hash
+        options = {
+            "split": "train",
+            "split_weights": (8, 1, 1),
+            "seq_length": 6,
+            "seed": 5,
+            **changes,
+        }
+        return next(
+            ShardedSampler(
+                GPTDataset(write_pair(lengths), **options), global_batch_size=4
+            ).batches()
+        ).sample_hash
 
     base = [9] * 40
-    found = [first(base), first([9] * 41), first(base, seed=6), first(base, seq_length=5), first(base, split="valid")]
+    found = [
+        first(base),
+        first([9] * 41),
+        first(base, seed=6),
+        first(base, seq_length=5),
+        first(base, split="valid"),
+    ]
     assert len({*found, first(base, shuffle=False), first(base, split_weights=(1, 1, 1))}) == 7
     assert first(base) == found[0]
 
 
-@pytest.mark.parametrize(("size", "rank", "batch"), [(3, 0, 8), (2, 2, 8), (2, -1, 8), (0, 0, 8), (1, 0, 0)])
+@pytest.mark.parametrize(
+    ("size", "rank", "batch"), [(3, 0, 8), (2, 2, 8), (2, -1, 8), (0, 0, 8), (1, 0, 0)]
+)
 def test_contradicting_sizes_are_refused(samples, size, rank, batch) -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size|data_parallel_rank"):
-        ShardedSampler(samples, global_batch_size=batch, data_parallel_size=size, data_parallel_rank=rank)
+        ShardedSampler(
+            samples, global_batch_size=batch, data_parallel_size=size, data_parallel_rank=rank
+        )
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("uint16", 50257), ("int32", -1), ("int32", 70000)])
@@ -68,17 +102,31 @@ def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad) -> None:
     raw = np.fromfile(prefix.with_suffix(".bin"), dtype=dtype)
     raw[17] = bad
     raw.tofile(prefix.with_suffix(".bin"))
-    dataset = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=4, seed=1, shuffle=False)
+    dataset = GPTDataset(
+        prefix, split="train", split_weights=(1, 0, 0), seq_length=4, seed=1, shuffle=False
+    )
     batches = ShardedSampler(dataset, global_batch_size=2, vocab_size=50257).batches()
     assert next(batches).consumed_samples == 2
     assert next(batches).consumed_samples == 4
-    with pytest.raises(DataError, match=rf"data: holds the token id {bad} \(sample 4, position 1\), but vocab_size is 50257"):
+    with pytest.raises(
+        DataError,
+        match=rf"data: holds the token id {bad} \(sample 4, position 1\), but vocab_size is 50257",
+    ):
         next(batches)
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(None, [4, 4, 1]), (6, [4, 2]), (100, [4, 4, 1]), (0, [])])
+@pytest.mark.parametrize(
+    ("limit", "rows"), [(None, [4, 4, 1]), (6, [4, 2]), (100, [4, 4, 1]), (0, [])]
+)
 def test_validation_reads_in_order(write_pair, limit, rows) -> None:
-    dataset = GPTDataset(write_pair([10] * 4), split="train", split_weights=(1, 0, 0), seq_length=4, seed=1, shuffle=False)
+    dataset = GPTDataset(
+        write_pair([10] * 4),
+        split="train",
+        split_weights=(1, 0, 0),
+        seq_length=4,
+        seed=1,
+        shuffle=False,
+    )
     batches = list(ordered_batches(dataset, 4, limit))
     assert [len(batch) for batch in batches] == rows
     if batches:

@@ -1,4 +1,6 @@
-"""Windows, epochs, splits and the index cache: each epoch is the shuffled document stream, cut and shuffled, and nothing else."""
+"""Windows, epochs, splits and the index cache: each epoch is the shuffled document stream, cut and
+shuffled, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,30 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=25)
 
 
 def open_all(prefix: Path, seq_length: int, **options: object) -> GPTDataset:
-    return GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=7, **options)
+    return GPTDataset(
+        prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=7, **options
+    )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=LENGTHS, seq_length=st.integers(1, 12), shuffle=st.booleans(), epoch=st.integers(0, 3))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lengths=LENGTHS, seq_length=st.integers(1, 12), shuffle=st.booleans(), epoch=st.integers(0, 3)
+)
 def test_an_epoch_is_the_document_stream(write_pair, lengths, seq_length, shuffle, epoch) -> None:
     total = sum(lengths)
     if total < seq_length + 1:
-        with pytest.raises(DataError, match=f"with {total} tokens, expected at least seq_length \\+ 1 = {seq_length + 1}"):
+        with pytest.raises(
+            DataError,
+            match=f"with {total} tokens, expected at least seq_length \\+ 1 = {seq_length + 1}",
+        ):
             open_all(write_pair(lengths), seq_length)
         return
     data = IndexedDataset(write_pair(lengths))
-    dataset = GPTDataset(data, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=7, shuffle=shuffle)
+    dataset = GPTDataset(
+        data, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=7, shuffle=shuffle
+    )
     n = dataset.samples_per_epoch
     assert n == (total - 1) // seq_length
     ids = np.arange(n) + epoch * n
@@ -46,13 +59,20 @@ def test_an_epoch_is_the_document_stream(write_pair, lengths, seq_length, shuffl
     assert (by_window[:-1, -1] == by_window[1:, 0]).all(), "neighbours share one token"
     stream = np.concatenate([by_window[0, :1], by_window[:, 1:].ravel()])
     # The stream that the documents give in the epoch's order, rebuilt without the code under test.
-    order = permutation(len(lengths), f"documents/train/7/{epoch}") if shuffle else np.arange(len(lengths))
+    order = (
+        permutation(len(lengths), f"documents/train/7/{epoch}")
+        if shuffle
+        else np.arange(len(lengths))
+    )
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     expected = np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in order])
     assert stream.tolist() == expected[: len(stream)].tolist()
     assert total - len(stream) < seq_length
     mixed = np.random.default_rng(0).permutation(np.concatenate([ids, ids + n]))
-    assert (dataset.read(mixed) == np.concatenate([dataset.read(mixed[k : k + 1]) for k in range(len(mixed))])).all()
+    assert (
+        dataset.read(mixed)
+        == np.concatenate([dataset.read(mixed[k : k + 1]) for k in range(len(mixed))])
+    ).all()
 
 
 def test_epochs_differ_and_do_not_depend_on_what_was_read_before(write_pair) -> None:
@@ -67,7 +87,9 @@ def test_epochs_differ_and_do_not_depend_on_what_was_read_before(write_pair) -> 
 
 
 def test_the_order_is_frozen(write_pair) -> None:
-    """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say so."""
+    """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say
+    so.
+    """
     dataset = open_all(write_pair([5, 9, 2, 7, 12, 1, 8, 6, 3, 10]), 4)
     assert permutation(8, "frozen").tolist() == FROZEN_PERMUTATION
     assert dataset.read(np.arange(3)).tolist() == FROZEN_ROWS
@@ -85,16 +107,25 @@ def test_splits_cut_at_documents_also_in_sentence_files(write_pair) -> None:
 
 
 def test_an_empty_split_says_how_to_mend_it(write_pair) -> None:
-    with pytest.raises(DataError, match=r"split 'valid' \(weights 949,50,1\) holds 0 of 3 documents with 0 tokens.*larger weight"):
+    with pytest.raises(
+        DataError,
+        match=r"split 'valid' \(weights 949,50,1\) holds 0 of 3 documents with 0 tokens.*larger"
+        r" weight",
+    ):
         GPTDataset(write_pair([50, 50, 50]), split="valid", seq_length=8, seed=1)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("949,50,1", (949, 50, 1)), ("1", (1, 0, 0)), ("0.9, 0.1", (0.9, 0.1, 0))])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("949,50,1", (949, 50, 1)), ("1", (1, 0, 0)), ("0.9, 0.1", (0.9, 0.1, 0))],
+)
 def test_parse_split(text, expected) -> None:
     assert parse_split(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308"])
+@pytest.mark.parametrize(
+    "text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308"]
+)
 def test_bad_splits_are_refused(text) -> None:
     with pytest.raises(DataError, match="split"):
         parse_split(text)
@@ -112,10 +143,14 @@ def test_the_cache_gives_the_same_order(write_pair, tmp_path) -> None:
         expected = folder or tmp_path / "data.index-cache"
         for _ in range(2):
             assert (cached(prefix, cache_folder=folder).read(ids) == plain.read(ids)).all()
-        assert len(list(expected.iterdir())) == 2, "one entry for each epoch, no lock and no temporary name"
+        assert len(list(expected.iterdir())) == 2, (
+            "one entry for each epoch, no lock and no temporary name"
+        )
     names = {path.name for path in (tmp_path / "elsewhere").iterdir()}
     open_all(prefix, 5, cache_minimum=0, cache_folder=tmp_path / "elsewhere").read(ids[:1])
-    assert len({path.name for path in (tmp_path / "elsewhere").iterdir()} - names) == 1, "another seq_length is another entry"
+    assert len({path.name for path in (tmp_path / "elsewhere").iterdir()} - names) == 1, (
+        "another seq_length is another entry"
+    )
 
 
 def test_small_data_sets_leave_no_cache(write_pair, tmp_path) -> None:
@@ -182,7 +217,9 @@ def test_an_entry_of_an_older_release_is_built_again(write_pair, tmp_path, caplo
     (entry / "checksums.json").unlink()
     np.save(entry / "shuffle.npy", np.zeros_like(np.load(entry / "shuffle.npy")))
     assert (cached(prefix).read(np.arange(9)) == rows).all()
-    assert [entry.name in line and "it is built again" in line for line in caplog.messages] == [True]
+    assert [entry.name in line and "it is built again" in line for line in caplog.messages] == [
+        True
+    ]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +295,9 @@ def test_processes_that_start_together_build_once(write_pair) -> None:
     prefix = write_pair([11] * 400)
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(3), context.Queue()
-    children = [context.Process(target=build_and_report, args=(prefix, barrier, queue)) for _ in range(3)]
+    children = [
+        context.Process(target=build_and_report, args=(prefix, barrier, queue)) for _ in range(3)
+    ]
     for child in children:
         child.start()
     reports = [queue.get(timeout=60) for _ in children]

@@ -14,7 +14,10 @@ from common.dataset.sentences import split_sentences
     ("text", "expected"),
     [
         ("One. Two? Three!", ["One.", "Two?", "Three!"]),
-        ("Mr. Smith met J. Doe at 3.14 p.m. yesterday.", ["Mr. Smith met J. Doe at 3.14 p.m. yesterday."]),
+        (
+            "Mr. Smith met J. Doe at 3.14 p.m. yesterday.",
+            ["Mr. Smith met J. Doe at 3.14 p.m. yesterday."],
+        ),
         ("He said, “Stop.” Then he left.", ["He said, “Stop.”", "Then he left."]),
         ("apples, etc. and so on. End", ["apples, etc. and so on.", "End"]),
         ("Wait... what? Yes... No", ["Wait... what?", "Yes...", "No"]),

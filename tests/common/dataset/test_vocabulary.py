@@ -34,17 +34,27 @@ def test_data_made_with_another_tokenizer() -> None:
 
 
 def test_rows_that_no_token_reaches() -> None:
-    """A model of 11,453,760 parameters, 192 wide, with a tokenizer of 8000: 42,257 rows are 71 % of it."""
+    """A model of 11,453,760 parameters, 192 wide, with a tokenizer of 8000: 42,257 rows are 71 % of
+    it.
+    """
     (remark,) = vocabulary_remarks([None], record(8000), 50257, share_of_row=192 / 11_453_760)
     assert "no token reaches 42257 rows of the embedding, 71% of all parameters" in remark
     assert remark.endswith("model.vocab_size=8000")
-    assert vocabulary_remarks([record(8000)], None, 8065)[0].startswith("model.vocab_size=8065, but the tokenizer has 8000 tokens")
+    assert vocabulary_remarks([record(8000)], None, 8065)[0].startswith(
+        "model.vocab_size=8065, but the tokenizer has 8000 tokens"
+    )
 
 
 def test_a_tokenizer_larger_than_the_model() -> None:
     for data, tokenizer in (([record(101)], None), ([None], record(101))):
-        with pytest.raises(ConfigError, match=r"has 101 tokens and model\.vocab_size=100 is less; set model\.vocab_size=101"):
+        with pytest.raises(
+            ConfigError,
+            match=r"has 101 tokens and model\.vocab_size=100 is less; set model\.vocab_size=101",
+        ):
             vocabulary_remarks(data, tokenizer, 100)
     # the fault is not the model's size
-    with pytest.raises(ConfigError, match=r"the data were made with .* of 100 tokens .* set data\.tokenizer to the folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the data were made with .* of 100 tokens .* set data\.tokenizer to the folder",
+    ):
         vocabulary_remarks([record(100, "b")], record(101), 100)

@@ -1,4 +1,6 @@
-"""The list of checks: what a new entry takes, and that facts are found once, when a check needs them."""
+"""The list of checks: what a new entry takes, and that facts are found once, when a check needs
+them.
+"""
 
 import os
 from pathlib import Path
@@ -21,7 +23,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> DoctorRequest:
 
 
 def test_a_check_is_one_entry(monkeypatch: pytest.MonkeyPatch, asked: DoctorRequest) -> None:
-    monkeypatch.setattr(module, "CHECKS", (("kernel", lambda facts: [ok("kernel", os.uname().release)]), ("nothing", lambda facts: [])))
+    monkeypatch.setattr(
+        module,
+        "CHECKS",
+        (
+            ("kernel", lambda facts: [ok("kernel", os.uname().release)]),
+            ("nothing", lambda facts: []),
+        ),
+    )
     assert examine(asked) == [ok("kernel", os.uname().release)]
 
 
@@ -30,11 +39,17 @@ def test_each_check_has_a_name_of_its_own_and_the_all_reduce_comes_last() -> Non
     assert len(set(names)) == len(names) and names[-1] == "all-reduce"
 
 
-def test_facts_are_found_once_and_only_where_they_are_needed(monkeypatch: pytest.MonkeyPatch, asked: DoctorRequest) -> None:
+def test_facts_are_found_once_and_only_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch, asked: DoctorRequest
+) -> None:
     calls: list[str] = []
     versions = dict.fromkeys(software.PACKAGES)
-    monkeypatch.setattr(software, "installed_versions", lambda: (calls.append("versions"), versions)[1])
-    monkeypatch.setattr(software, "check_imports", lambda names, limit: (calls.append("imports"), ([], {}))[1])
+    monkeypatch.setattr(
+        software, "installed_versions", lambda: (calls.append("versions"), versions)[1]
+    )
+    monkeypatch.setattr(
+        software, "check_imports", lambda names, limit: (calls.append("imports"), ([], {}))[1]
+    )
     monkeypatch.setattr(hccn, "npu_numbers", lambda: (calls.append("npus"), [])[1])
     facts = Facts(asked)
     assert calls == []

@@ -1,4 +1,6 @@
-"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools; ports and names for real."""
+"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools;
+ports and names for real.
+"""
 
 import socket
 from pathlib import Path
@@ -20,7 +22,10 @@ from common.doctor.machine import (
 )
 from common.doctor.report import State
 
-DRIVER = "Version=7.35.23\nascendhal_version=7.35.23\nInnerversion=V100R001C21SPC002B220\npackage_version=25.0.rc1.1\n"
+DRIVER = (
+    "Version=7.35.23\nascendhal_version=7.35.23\nInnerversion=V100R001C21SPC002B220\n"
+    "package_version=25.0.rc1.1\n"
+)
 # the lines of `npu-smi info` that matter; a second line of each device has no health
 NPU_SMI = """#!/bin/sh
 cat <<'END'
@@ -29,7 +34,7 @@ cat <<'END'
 +===========================+===============+====================================================+
 | 0     910B3               | OK            | 91.3        46                0    / 0             |
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3162 / 65536         |
-| 1     910B3               | {health}         | 90.1        45                0    / 0             |
+| 1     910B3               | {state}         | 90.1        45                0    / 0             |
 | 0                         | 0000:C2:00.0  | 0           0    / 0          3162 / 65536         |
 END
 """
@@ -62,7 +67,7 @@ def ascend_root(tmp_path: Path, *numbers: int, driver: bool = True) -> Path:
 
 def test_ascend_devices_and_driver(tmp_path: Path, tools: Path) -> None:
     root = ascend_root(tmp_path, 0, 1, 10)
-    put(tools, "npu-smi", NPU_SMI.format(health="OK   "))
+    put(tools, "npu-smi", NPU_SMI.format(state="OK   "))
     checks, count = check_devices(root)
     assert npu_numbers(root) == [0, 1, 10]
     assert count == 3
@@ -72,11 +77,17 @@ def test_ascend_devices_and_driver(tmp_path: Path, tools: Path) -> None:
     ]
 
 
-def test_a_sick_device_a_dead_driver_and_a_container_without_devices(tmp_path: Path, tools: Path) -> None:
+def test_a_sick_device_a_dead_driver_and_a_container_without_devices(
+    tmp_path: Path, tools: Path
+) -> None:
     root = ascend_root(tmp_path, 0, 1)
-    put(tools, "npu-smi", NPU_SMI.format(health="Alarm"))
+    put(tools, "npu-smi", NPU_SMI.format(state="Alarm"))
     assert check_devices(root)[0][1].found == "2 Ascend devices: 0, 1; NPU 1 is Alarm"
-    put(tools, "npu-smi", "#!/bin/sh\necho 'dcmi module initialize failed. ret is -8005' >&2; exit 1\n")
+    put(
+        tools,
+        "npu-smi",
+        "#!/bin/sh\necho 'dcmi module initialize failed. ret is -8005' >&2; exit 1\n",
+    )
     check = check_devices(root)[0][1]
     assert check.state is State.ERROR and "ret is -8005" in check.found
     (check,), count = check_devices(ascend_root(tmp_path / "container"))
@@ -88,11 +99,17 @@ def test_gpus(tmp_path: Path, tools: Path) -> None:
     put(
         tools,
         "nvidia-smi",
-        "#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07'\necho '1, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07'\n",
+        "#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07'\necho '1, NVIDIA H100"
+        " 80GB HBM3, 81559 MiB, 550.90.07'\n",
     )
     (check,), count = check_devices(tmp_path)
     assert (check.state, count) == (State.OK, 2)
-    put(tools, "nvidia-smi", '#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9\n')
+    put(
+        tools,
+        "nvidia-smi",
+        "#!/bin/sh\necho \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA"
+        ' driver."; exit 9\n',
+    )
     (check,), count = check_devices(tmp_path)
     assert (check.state, count) == (State.ERROR, 0)
     assert "couldn't communicate" in check.found
@@ -101,9 +118,17 @@ def test_gpus(tmp_path: Path, tools: Path) -> None:
 @pytest.mark.parametrize("asked", ["auto", "cpu", "npu", "cuda"])
 def test_what_is_asked_for_and_missing_is_an_error(tmp_path: Path, tools: Path, asked: str) -> None:
     """On a machine without an accelerator, and in a container to which no Ascend was passed."""
-    wrong = {check.name for check in check_devices(tmp_path, asked=asked)[0] if check.state is State.ERROR}
+    wrong = {
+        check.name
+        for check in check_devices(tmp_path, asked=asked)[0]
+        if check.state is State.ERROR
+    }
     assert wrong == {"npu": {"Ascend driver", "devices"}, "cuda": {"GPUs"}}.get(asked, set())
-    (check,) = [check for check in check_devices(ascend_root(tmp_path / "container"), asked=asked)[0] if check.name == "devices"]
+    (check,) = [
+        check
+        for check in check_devices(ascend_root(tmp_path / "container"), asked=asked)[0]
+        if check.name == "devices"
+    ]
     assert check.state is (State.ERROR if asked == "npu" else State.WARNING)
 
 
@@ -116,20 +141,32 @@ def test_ports(tmp_path: Path) -> None:
         assert check.state is State.WARNING
         assert check_ports(port, {}, first_host=False, npu=False, several_hosts=True) == []
         environ = {"HCCL_IF_BASE_PORT": str(min(port, 65520))}
-        check = check_ports(port, environ, first_host=False, npu=True, several_hosts=True, root=tmp_path)[-1]
+        check = check_ports(
+            port, environ, first_host=False, npu=True, several_hosts=True, root=tmp_path
+        )[-1]
         assert check.state is State.ERROR
-    (check,) = check_ports(port, {"HCCL_IF_BASE_PORT": "many"}, first_host=False, npu=True, several_hosts=False)
+    (check,) = check_ports(
+        port, {"HCCL_IF_BASE_PORT": "many"}, first_host=False, npu=True, several_hosts=False
+    )
     assert check.found == "HCCL_IF_BASE_PORT=many"
 
 
-def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_of_hccl_that_the_kernel_may_give_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "_can_listen", lambda port: True)
     settings = tmp_path / "proc/sys/net/ipv4"
     settings.mkdir(parents=True)
     (settings / "ip_local_port_range").write_text("32768\t60999\n")
-    for reserved, state in (("\n", State.WARNING), ("60000-60007\n", State.WARNING), ("8080,60000-60015\n", State.OK)):
+    for reserved, state in (
+        ("\n", State.WARNING),
+        ("60000-60007\n", State.WARNING),
+        ("8080,60000-60015\n", State.OK),
+    ):
         (settings / "ip_local_reserved_ports").write_text(reserved)
-        (check,) = check_ports(29500, {}, first_host=False, npu=True, several_hosts=True, root=tmp_path)
+        (check,) = check_ports(
+            29500, {}, first_host=False, npu=True, several_hosts=True, root=tmp_path
+        )
         assert check.state is state, reserved
 
 
@@ -142,21 +179,33 @@ def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path: Path, monkeypatch
         (None, State.WARNING, State.WARNING),
     ],
 )
-def test_the_name_of_this_host(addresses: list[str] | None, alone: State, several: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_this_host(
+    addresses: list[str] | None, alone: State, several: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "_resolve", lambda name: addresses)
     assert [check.state for check in check_names(None, several_hosts=False)] == [alone]
     assert [check.state for check in check_names(None, several_hosts=True)] == [several]
 
 
 def test_whether_an_address_is_this_machines() -> None:
-    assert check_names("127.0.0.1", several_hosts=True)[-1].found == "127.0.0.1 is held by interface lo"
-    check = check_names("203.0.113.1", several_hosts=True)[-1]  # of documentation alone, TEST-NET-3 of RFC 5737
+    assert (
+        check_names("127.0.0.1", several_hosts=True)[-1].found
+        == "127.0.0.1 is held by interface lo"
+    )
+    # of documentation alone, TEST-NET-3 of RFC 5737
+    check = check_names("203.0.113.1", several_hosts=True)[-1]
     assert check.state is State.ERROR
     assert check_names("203.0.113.1", several_hosts=False)[-1].state is State.WARNING
 
 
-def test_memory_by_the_kernel_and_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=65536000 * 1024, available=33554432 * 1024))
+def test_memory_by_the_kernel_and_by_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        psutil,
+        "virtual_memory",
+        lambda: SimpleNamespace(total=65536000 * 1024, available=33554432 * 1024),
+    )
     assert check_memory(tmp_path).found == "32.0 GiB available"
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
@@ -185,6 +234,8 @@ def test_storage_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
 
 def test_variables_that_make_a_shell_a_rank() -> None:
     assert check_variables({"PATH": "/bin"}) == []
-    rank, tuning = check_variables({"RANK": "3", "NCCL_DEBUG": "INFO", "MASTER_PORT": "1", "SECRET": "x"})
+    rank, tuning = check_variables(
+        {"RANK": "3", "NCCL_DEBUG": "INFO", "MASTER_PORT": "1", "SECRET": "x"}
+    )
     assert rank.state is State.WARNING and rank.remedy.endswith("unset RANK")
     assert tuning.found == "MASTER_PORT=1, NCCL_DEBUG=INFO"

@@ -26,7 +26,13 @@ JOB = {"ranks": 4, "backend": "torch"}
 FACTS = {"python": "3.11.9", "torch": "2.13.0"}
 PLACES = Placement(
     all=tuple(
-        RankPlacement(rank=rank, device_id=rank % 2, local_rank=rank % 2, host=("127.0.0.1", "node 1")[rank // 2]) for rank in range(4)
+        RankPlacement(
+            rank=rank,
+            device_id=rank % 2,
+            local_rank=rank % 2,
+            host=("127.0.0.1", "node 1")[rank // 2],
+        )
+        for rank in range(4)
     ),
     own_host="127.0.0.1",
     master="127.0.0.1",
@@ -44,12 +50,18 @@ def port_of(first: FirstHost) -> int:
 
 
 def play(first: FirstHost, hello: dict[str, Any], clock: float = 0.0) -> threading.Thread:
-    """A host with a clock of its own, which says ``hello`` and tells its time until it hears something else."""
+    """A host with a clock of its own, which says ``hello`` and tells its time until it hears
+    something else.
+    """
     port = port_of(first)
 
     def act() -> None:  # the first host may have left by then
         address = ("127.0.0.1", port)
-        with suppress(ConnectionError), socket.create_connection(address) as connection, connection.makefile("rw") as file:
+        with (
+            suppress(ConnectionError),
+            socket.create_connection(address) as connection,
+            connection.makefile("rw") as file,
+        ):
             file.write(json.dumps(hello) + "\n")
             file.flush()
             for line in file:
@@ -69,14 +81,24 @@ def test_two_doctors_from_the_call_to_the_verdict(first: FirstHost) -> None:
     def other() -> None:
         with OtherHost("127.0.0.1", port_of(first), 1, JOB, FACTS, 10) as host:
             assert host.wait_for_begin(10) is None
-            while (told := host.tell([TrialRank(rank=2, stage="reduced"), TrialRank(rank=3, stage="imported", log=("a line",))])) is None:
+            while (
+                told := host.tell(
+                    [
+                        TrialRank(rank=2, stage="reduced"),
+                        TrialRank(rank=3, stage="imported", log=("a line",)),
+                    ]
+                )
+            ) is None:
                 time.sleep(0.02)
             verdict.extend(told)
 
     thread = threading.Thread(target=other)
     thread.start()
     checks = first.gather(10)
-    assert [(check.name, check.state) for check in checks] == [("clock", State.OK), ("hosts", State.OK)]
+    assert [(check.name, check.state) for check in checks] == [
+        ("clock", State.OK),
+        ("hosts", State.OK),
+    ]
     first.begin()
     deadline = time.monotonic() + 10
     while len(first.states()) < 2 and time.monotonic() < deadline:
@@ -88,7 +110,9 @@ def test_two_doctors_from_the_call_to_the_verdict(first: FirstHost) -> None:
     assert verdict == [ok("all-reduce", "fine")]
 
 
-@pytest.mark.parametrize(("clock", "words"), [(5.0, "is 5.0 s ahead"), (-120.0, "is 120.0 s behind")])
+@pytest.mark.parametrize(
+    ("clock", "words"), [(5.0, "is 5.0 s ahead"), (-120.0, "is 120.0 s behind")]
+)
 def test_a_clock_that_is_wrong(first: FirstHost, clock: float, words: str) -> None:
     play(first, {"host": 1, "job": JOB, "facts": FACTS}, clock)
     check = first.gather(10)[0]
@@ -107,7 +131,9 @@ def test_other_arguments_are_refused_on_both_sides(first: FirstHost) -> None:
     refused = []
 
     def other() -> None:
-        with OtherHost("127.0.0.1", port_of(first), 1, {**JOB, "backend": "mindspore"}, FACTS, 10) as host:
+        with OtherHost(
+            "127.0.0.1", port_of(first), 1, {**JOB, "backend": "mindspore"}, FACTS, 10
+        ) as host:
             refused.extend(host.wait_for_begin(10) or [])
 
     thread = threading.Thread(target=other)
@@ -124,7 +150,10 @@ def test_a_doctor_that_is_started_again_replaces_itself(first: FirstHost) -> Non
         ended.sendall(json.dumps({"host": 1, "job": JOB, "facts": FACTS}).encode() + b"\n")
     play(first, {"host": 1, "job": JOB, "facts": FACTS})
     found = first.gather(5.0)
-    assert [(check.name, check.state) for check in found] == [("clock", State.OK), ("hosts", State.OK)], found
+    assert [(check.name, check.state) for check in found] == [
+        ("clock", State.OK),
+        ("hosts", State.OK),
+    ], found
     assert found[0].found.endswith("(the furthest: node 1 at 127.0.0.1 (ranks 2-3))")
 
 
@@ -136,7 +165,9 @@ def test_what_is_no_doctor_is_ignored_and_an_absent_host_named(first: FirstHost)
     assert check.found == "no call from node 1 (ranks 2-3) within 0.5 s"
 
 
-def test_a_host_that_leaves_and_one_that_falls_silent(first: FirstHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_leaves_and_one_that_falls_silent(
+    first: FirstHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     thread = play(first, {"host": 1, "job": JOB, "facts": FACTS})
     first.gather(10)
     monkeypatch.setattr(hosts, "SILENCE_SECONDS", 0.0)
@@ -152,7 +183,10 @@ def test_a_host_that_leaves_and_one_that_falls_silent(first: FirstHost, monkeypa
 
 
 def test_nobody_listens_or_somebody_else_does(first: FirstHost) -> None:
-    with pytest.raises(RunError, match=r"host 0 does not answer at 127\.0\.0\.1:\d+ \(MASTER_PORT \+ 1\) within 0\.5 s"):
+    with pytest.raises(
+        RunError,
+        match=r"host 0 does not answer at 127\.0\.0\.1:\d+ \(MASTER_PORT \+ 1\) within 0\.5 s",
+    ):
         OtherHost("127.0.0.1", free_port(), 1, JOB, FACTS, 0.5)
     with pytest.raises(RunError, match="cannot listen on"):
         FirstHost("127.0.0.1", port_of(first), PLACES, JOB, FACTS)
@@ -170,7 +204,9 @@ def test_host_0_dies_while_the_others_wait() -> None:
 
 
 def test_a_line_may_say_nan_and_no_line_is_a_traceback() -> None:
-    """A rank on a broken link may find NaN as its sum; nested brackets come from what is not a doctor."""
+    """A rank on a broken link may find NaN as its sum; nested brackets come from what is not a
+    doctor.
+    """
     ends = socket.socketpair()
     ours, theirs = (Channel(end, "a doctor") for end in ends)
     try:

@@ -4,7 +4,11 @@ import json
 
 from common.doctor.report import as_json, as_table, error, exit_code, ok, warning
 
-CHECKS = [ok("torch", "2.13.0"), warning("disk", "3 GiB free", "make room"), error("all-reduce", "rank 1 died\nits log ends", "")]
+CHECKS = [
+    ok("torch", "2.13.0"),
+    warning("disk", "3 GiB free", "make room"),
+    error("all-reduce", "rank 1 died\nits log ends", ""),
+]
 
 
 def test_the_table() -> None:
@@ -26,7 +30,12 @@ def test_colour_only_where_asked() -> None:
 def test_json() -> None:
     read = json.loads(as_json(CHECKS))
     assert read["state"] == "error"
-    assert read["checks"][1] == {"name": "disk", "state": "warning", "found": "3 GiB free", "remedy": "make room"}
+    assert read["checks"][1] == {
+        "name": "disk",
+        "state": "warning",
+        "found": "3 GiB free",
+        "remedy": "make room",
+    }
     assert json.loads(as_json(CHECKS[:2]))["state"] == "warning"
     assert json.loads(as_json([]))["state"] == "ok"
 

@@ -1,4 +1,6 @@
-"""Versions that fail together, CANN's files as its installers write them, and imports that break or hang."""
+"""Versions that fail together, CANN's files as its installers write them, and imports that break or
+hang.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -8,14 +10,39 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from common.doctor.report import State
-from common.doctor.software import check_cann, check_device_package, check_imports, check_pairs, check_versions, satisfies, wanted_ranges
+from common.doctor.software import (
+    check_cann,
+    check_device_package,
+    check_imports,
+    check_pairs,
+    check_versions,
+    satisfies,
+    wanted_ranges,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 NONE = dict.fromkeys(("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers"))
 
 
-@pytest.mark.parametrize("specifier", [">=1.26,<3", "==1.26.4", ">=2.11,<2.14", ">=0.19.8,<0.20", "!=2.0,>1", "<=2.13"])
-@pytest.mark.parametrize("version", ["1.26.4", "1.26", "2.0.0", "2.11.0", "2.13.1", "2.14", "3.0", "0.19.7", "0.19.10", "0.20.0", "2.13"])
+@pytest.mark.parametrize(
+    "specifier", [">=1.26,<3", "==1.26.4", ">=2.11,<2.14", ">=0.19.8,<0.20", "!=2.0,>1", "<=2.13"]
+)
+@pytest.mark.parametrize(
+    "version",
+    [
+        "1.26.4",
+        "1.26",
+        "2.0.0",
+        "2.11.0",
+        "2.13.1",
+        "2.14",
+        "3.0",
+        "0.19.7",
+        "0.19.10",
+        "0.20.0",
+        "2.13",
+    ],
+)
 def test_ranges_as_packaging_understands_them(version: str, specifier: str) -> None:
     assert satisfies(version, specifier) == SpecifierSet(specifier).contains(version)
     assert satisfies(version + "+cpu", specifier) == satisfies(version, specifier)
@@ -35,13 +62,21 @@ def versions_of(**given: str) -> dict[str, str | None]:
 
 def test_versions_out_of_range_and_missing() -> None:
     ranges = {"python": ">=3.11", "torch": ">=2.11,<2.14", "deepspeed": ">=0.19.8,<0.20"}
-    checks = {check.name: check for check in check_versions(versions_of(torch="2.10.0", deepspeed="0.18.1"), ranges, "torch")}
+    checks = {
+        check.name: check
+        for check in check_versions(
+            versions_of(torch="2.10.0", deepspeed="0.18.1"), ranges, "torch"
+        )
+    }
     assert checks["python"].state is State.OK
     assert checks["torch"].state is checks["deepspeed"].state is State.WARNING
     assert checks["deepspeed"].remedy == "this project is tested with deepspeed>=0.19.8,<0.20"
     assert checks["mindspore"].state is State.OK
     assert check_versions(NONE, {"python": ">=3.30"}, None)[0].state is State.ERROR
-    lacking = {check.name: check.state for check in check_versions(versions_of(torch="2.13.0"), ranges, "mindspore")}
+    lacking = {
+        check.name: check.state
+        for check in check_versions(versions_of(torch="2.13.0"), ranges, "mindspore")
+    }
     assert lacking["mindspore"] is State.ERROR
 
 
@@ -49,12 +84,24 @@ def test_versions_out_of_range_and_missing() -> None:
     ("versions", "environ", "cann", "words"),
     [
         ({"mindspore": "2.10.0", "numpy": "2.1.3"}, {}, None, "pip install numpy==1.26.4"),
-        ({"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"}, {}, "8.2.RC1", "pip install torch==2.6.* or the torch_npu for 2.13"),
+        (
+            {"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"},
+            {},
+            "8.2.RC1",
+            "pip install torch==2.6.* or the torch_npu for 2.13",
+        ),
         ({"torch_npu": "2.6.0"}, {}, "8.2.RC1", "pip install torch==2.6.*"),
-        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {}, None, "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        (
+            {"torch_npu": "2.6.0", "torch": "2.6.0"},
+            {},
+            None,
+            "export TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+        ),
     ],
 )
-def test_known_bad_pairs(versions: dict[str, str], environ: dict[str, str], cann: str | None, words: str) -> None:
+def test_known_bad_pairs(
+    versions: dict[str, str], environ: dict[str, str], cann: str | None, words: str
+) -> None:
     (check,) = check_pairs(versions_of(**versions), environ, cann)
     assert check.state is State.ERROR
     assert words in check.remedy
@@ -70,12 +117,19 @@ def test_known_bad_pairs(versions: dict[str, str], environ: dict[str, str], cann
     ],
 )
 def test_good_pairs(versions: dict[str, str], environ: dict[str, str], cann: str | None) -> None:
-    assert [check.state for check in check_pairs(versions_of(**versions), environ, cann)] == [State.OK]
+    assert [check.state for check in check_pairs(versions_of(**versions), environ, cann)] == [
+        State.OK
+    ]
 
 
-INFO = "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\narch=aarch64\nos=linux\n"
+INFO = (
+    "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\n"
+    "arch=aarch64\nos=linux\n"
+)
 CONFIG = (
-    "# version: 1.0\nruntime_running_version=[7.0.0.5.242:7.0.RC1]\ntoolkit_installed_version=[7.0.0.5.242:7.0.RC1][7.3.0.1.231:8.0.RC2]\n"
+    "# version: 1.0\n"
+    "runtime_running_version=[7.0.0.5.242:7.0.RC1]\n"
+    "toolkit_installed_version=[7.0.0.5.242:7.0.RC1][7.3.0.1.231:8.0.RC2]\n"
 )
 
 
@@ -86,18 +140,26 @@ def write(root: Path, files: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "version"), [("aarch64-linux/ascend_toolkit_install.info", INFO, "8.2.RC1"), ("version.cfg", CONFIG, "8.0.RC2")]
+    ("name", "text", "version"),
+    [
+        ("aarch64-linux/ascend_toolkit_install.info", INFO, "8.2.RC1"),
+        ("version.cfg", CONFIG, "8.0.RC2"),
+    ],
 )
 def test_the_version_of_cann(tmp_path: Path, name: str, text: str, version: str) -> None:
     write(tmp_path / "cann", {name: text})
-    check, found = check_cann({"ASCEND_TOOLKIT_HOME": str(tmp_path / "cann")}, needed=True, root=tmp_path)
+    check, found = check_cann(
+        {"ASCEND_TOOLKIT_HOME": str(tmp_path / "cann")}, needed=True, root=tmp_path
+    )
     assert (check.state, found) == (State.OK, version)
 
 
 def test_cann_that_is_not_there_not_sourced_or_gone(tmp_path: Path) -> None:
     assert check_cann({}, needed=False, root=tmp_path)[0].state is State.OK
     assert check_cann({}, needed=True, root=tmp_path)[0].state is State.ERROR
-    check, found = check_cann({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True, root=tmp_path)
+    check, found = check_cann(
+        {"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True, root=tmp_path
+    )
     assert check.state is State.ERROR and found is None
     write(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", {"version.cfg": CONFIG})
     check, found = check_cann({}, needed=True, root=tmp_path)
@@ -106,7 +168,9 @@ def test_cann_that_is_not_there_not_sourced_or_gone(tmp_path: Path) -> None:
 
 
 def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported here."""
+    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported
+    here.
+    """
     library = "libhccl.so: cannot open shared object file: No such file or directory"
     write(
         tmp_path,
@@ -131,7 +195,11 @@ def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_device_that_was_asked_for_needs_its_package() -> None:
     found = check_device_package({"torch": "2.7.1", "torch_npu": None}, "torch", "npu")
-    assert [(check.name, check.state) for check in found] == [("torch_npu", State.ERROR)] and "torch_npu==2.7.*" in found[0].remedy
+    assert [(check.name, check.state) for check in found] == [
+        ("torch_npu", State.ERROR)
+    ] and "torch_npu==2.7.*" in found[0].remedy
     assert check_device_package({"torch": "2.7.1", "torch_npu": "2.7.1"}, "torch", "npu") == []
     assert check_device_package({"mindspore": "2.10.0"}, "mindspore", "npu") == []
-    assert check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR
+    assert (
+        check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR
+    )

@@ -18,4 +18,6 @@ class Characters:
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Of characters that have an id of their own; é stands for the others."""
-        return "".join("é" if each == 99 else "<|endoftext|>" if each == 100 else chr(each + 9) for each in ids).encode()
+        return "".join(
+            "é" if each == 99 else "<|endoftext|>" if each == 100 else chr(each + 9) for each in ids
+        ).encode()

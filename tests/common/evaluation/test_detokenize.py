@@ -10,8 +10,10 @@ from common.evaluation.detokenize import detokenize_wikitext
     [
         (" \n = = Description = = \n \n The claws", "\n== Description ==\n\nThe claws"),
         ("\n = = = Range = = = \n", "\n=== Range ===\n"),
-        ("known as \" H. americanus \" , 60 cm ( 24 in ) long ; it", 'known as "H. americanus", 60 cm (24 in) long; it'),
-        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why? No: [sic]! So"),
+        ("known as \" H. americanus \" , 60 cm ( 24 in ) long ; it", 'known as "H. americanus", 60'
+            ' cm (24 in) long; it'),
+        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why?"
+            " No: [sic]! So"),
         ("The dogs ' bowl", "The dogs' bowl"),
         ("Tom 's bowl", "Tom's bowl"),
         ("it said ' yes ' twice", "it said 'yes' twice"),

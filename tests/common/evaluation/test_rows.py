@@ -8,7 +8,9 @@ from common.evaluation.rows import RowBatch, ScoredRow, TokenScores, score_rows,
 
 
 def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int]]:
-    """begin, end and number of new tokens of each window, as the guide on perplexity of fixed-length models has them."""
+    """begin, end and number of new tokens of each window, as the guide on perplexity of
+    fixed-length models has them.
+    """
     found, previous_end = [], 0
     for begin in range(0, length, stride):
         end = min(begin + max_length, length)
@@ -21,7 +23,9 @@ def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 80), st.integers(1, 20), st.data())
-def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(length: int, window: int, data: st.DataObject) -> None:
+def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(
+    length: int, window: int, data: st.DataObject
+) -> None:
     stride = data.draw(st.integers(1, window))
     rows = sliding_windows(np.arange(length, dtype=np.int32), window, stride)
     scored = np.concatenate([row.tokens[-row.scored :] for row in rows])
@@ -29,9 +33,12 @@ def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(length: 
     for row in rows:
         inputs, first = len(row.tokens) - 1, int(row.tokens[-row.scored])
         assert row.scored <= inputs <= window
-        assert inputs - row.scored + 1 >= min(first, window - stride + 1), "tokens before the first scored one"
+        assert inputs - row.scored + 1 >= min(first, window - stride + 1), (
+            "tokens before the first scored one"
+        )
     expected = guide(length, window + 1, stride)
-    expected[0] = (0, expected[0][1], expected[0][2] - 1)  # the guide counts the very first token, whose loss it then shifts away
+    # the guide counts the very first token, whose loss it then shifts away
+    expected[0] = (0, expected[0][1], expected[0][2] - 1)
     assert [(int(row.tokens[0]), int(row.tokens[-1]) + 1, row.scored) for row in rows] == expected
 
 
@@ -59,14 +66,19 @@ def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
 
     found = score_rows(rows, scorer, batch_size)
     for row, nats, hits in zip(rows, found.nats, found.hits, strict=True):
-        each = [(int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13 for at in range(1, len(row.tokens))][-row.scored :]
+        each = [
+            (int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13
+            for at in range(1, len(row.tokens))
+        ][-row.scored :]
         assert nats == sum(each) and hits == sum(loss < 4 for loss in each)
     assert len(shapes) == 1, "a graph is compiled for one shape"
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_few_positions_without_a_target_pass_the_head(batch_size: int) -> None:
-    """Padding is up to the batch with the most targets: the one with the first window, which is scored whole."""
+    """Padding is up to the batch with the most targets: the one with the first window, which is
+    scored whole.
+    """
     rows = sliding_windows(np.arange(1000, dtype=np.int32), 64, 16)
     sizes, scored = [], 0
 

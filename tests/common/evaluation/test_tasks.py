@@ -25,7 +25,13 @@ def make_config(folder: Path, window: int = 8, **evaluation: Any) -> RunConfig:
         build_config(
             {
                 "output_dir": str(folder),
-                "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": window, "vocab_size": 101},
+                "model": {
+                    "num_layers": 1,
+                    "hidden_size": 8,
+                    "num_heads": 1,
+                    "seq_length": window,
+                    "vocab_size": 101,
+                },
                 "train": {"micro_batch_size": 1},
                 "optimizer": {"learning_rate": 0.1},
                 "evaluation": evaluation,
@@ -37,13 +43,17 @@ def make_config(folder: Path, window: int = 8, **evaluation: Any) -> RunConfig:
 def open_text(folder: Path, name: str, content: str, **settings: Any) -> TextTask:
     (folder / name).write_text(content, encoding="utf-8")
     config = make_config(folder, task="text", file=str(folder / name), **settings)
-    return TextTask.open(read_evaluation_file(config.evaluation), Characters(), config)  # type: ignore[arg-type]
+    file = read_evaluation_file(config.evaluation)
+    return TextTask.open(file, Characters(), config)  # type: ignore[arg-type]
 
 
 def open_lambada(folder: Path, passages: list[str], **settings: Any) -> LambadaTask:
-    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
+    (folder / "passages.jsonl").write_text(
+        "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
+    )
     config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
-    return LambadaTask.open(read_evaluation_file(config.evaluation), Characters(), config)  # type: ignore[arg-type]
+    file = read_evaluation_file(config.evaluation)
+    return LambadaTask.open(file, Characters(), config)  # type: ignore[arg-type]
 
 
 def scores(nats: list[float], hits: list[int]) -> RowScores:
@@ -51,11 +61,17 @@ def scores(nats: list[float], hits: list[int]) -> RowScores:
 
 
 def test_figures_of_a_plain_text(tmp_path: Path) -> None:
-    text = "Zwölf  Boxer\n jagen\n"  # 20 characters, 21 bytes, 3 words; 5 between spaces, an empty one and a newline with them
+    # 20 characters, 21 bytes, 3 words; 5 between spaces, an empty one and a newline with them
+    text = "Zwölf  Boxer\n jagen\n"
     task = open_text(tmp_path, "a.txt", text)
     assert [row.scored for row in task.rows] == [8, 8, 3] and task.tokens == 20
     record = task.result(scores([10.0, 5.0, 4.0], [0, 0, 0])).record
-    assert (record["text_bytes"], record["words"], record["scored_tokens"], record["documents"]) == (21, 3, 19, 1)
+    assert (
+        record["text_bytes"],
+        record["words"],
+        record["scored_tokens"],
+        record["documents"],
+    ) == (21, 3, 19, 1)
     assert record["loss"] == 1.0 and record["perplexity"] == pytest.approx(math.e)
     assert record["word_perplexity"] == pytest.approx(math.exp(19 / 3))
     assert record["bits_per_byte"] == pytest.approx(19 / math.log(2) / 21)
@@ -65,9 +81,15 @@ def test_figures_of_a_plain_text(tmp_path: Path) -> None:
     assert record["adjusted_perplexity"] == pytest.approx(math.exp(19 / (originals - 1)))
 
 
-def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(tmp_path: Path) -> None:
+def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(
+    tmp_path: Path,
+) -> None:
     task = open_text(tmp_path, "a.txt", "ab , c<|endoftext|>d", detokenize="wikitext")
-    assert task.rows[0].tokens.tolist() == [*Characters().encode("ab, c").tolist(), 100, *Characters().encode("d").tolist()]
+    assert task.rows[0].tokens.tolist() == [
+        *Characters().encode("ab, c").tolist(),
+        100,
+        *Characters().encode("d").tolist(),
+    ]
     assert task.result(scores([1.0], [0])).record["words"] == 3
 
 
@@ -78,46 +100,67 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
     assert sum(row.scored for row in task.rows) == task.tokens == 13
     record = task.result(scores([1.0, 1.0, 1.0], [0, 0, 0])).record
     assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
-    assert record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
+    assert (
+        record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
+    )
 
 
 def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
     task = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2)
     record = task.result(scores([8.0, 8.0], [0, 0])).record
     assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
-    assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [None] * 3
+    assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [
+        None
+    ] * 3
     assert open_text(tmp_path, "a.txt", "x" * 17, max_samples=2).whole
 
 
 def test_bits_a_byte_of_a_part_count_the_bytes_of_its_tokens(tmp_path: Path) -> None:
-    """Windows of 8 targets each, behind a first token that is not scored; a character of two bytes among them."""
+    """Windows of 8 targets each, behind a first token that is not scored; a character of two bytes
+    among them.
+    """
     task = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2)
     result = task.result(scores([8.0, 8.0], [0, 0]))
-    assert result.record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20) and result.record["scored_bytes"] == 20
+    assert (
+        result.record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20)
+        and result.record["scored_bytes"] == 20
+    )
     assert any("bits per byte" in line for line in result.lines)
     changed = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2, detokenize="wikitext")
     assert changed.result(scores([8.0, 8.0], [0, 0])).record["bits_per_byte"] is None
 
 
 def test_last_words(tmp_path: Path) -> None:
-    """The word keeps its space, a run of white space before it counts to the word, and the beginning is what gets cut."""
+    """The word keeps its space, a run of white space before it counts to the word, and the
+    beginning is what gets cut.
+    """
     task = open_lambada(tmp_path, ["to be or", "a b ", "so\n then", "ab cd ef gh"], window=6)
     spaced = [" or", " b", "\n then", " gh"]
-    assert [row.tokens[-row.scored :].tolist() for row in task.rows] == [Characters().encode(word).tolist() for word in spaced]
+    assert [row.tokens[-row.scored :].tolist() for row in task.rows] == [
+        Characters().encode(word).tolist() for word in spaced
+    ]
     assert [len(row.tokens) for row in task.rows] == [7, 3, 7, 7] and task.cut == 3
     result = task.result(scores([1.0, 2.0, 3.0, 6.0], [3, 1, 6, 2]))
     record = result.record
     assert (record["correct"], record["accuracy"], record["passages"]) == (2, 0.5, 4)
     assert record["loss"] == 3.0 and record["perplexity"] == pytest.approx(math.exp(3.0))
-    assert "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01" in result.lines[-1]
+    assert (
+        "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01"
+        in result.lines[-1]
+    )
     assert len(open_lambada(tmp_path, ["a b", "c d", "e"], max_samples=2).rows) == 2
 
 
 @pytest.mark.parametrize(
     ("passages", "message"),
-    [(["a b", "word"], "passage 2 is one word, 'word'"), (["a bcdefghi"], "passage 1 has 9 tokens, expected 1 to model.seq_length=8")],
+    [
+        (["a b", "word"], "passage 2 is one word, 'word'"),
+        (["a bcdefghi"], "passage 1 has 9 tokens, expected 1 to model.seq_length=8"),
+    ],
 )
-def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: list[str], message: str) -> None:
+def test_passages_without_context_or_room_are_refused(
+    tmp_path: Path, passages: list[str], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         open_lambada(tmp_path, passages)
 
@@ -125,21 +168,39 @@ def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"body": "a"}', "line 1, column 1: the key 'text' is missing, the keys present are 'body'; evaluation reads the field text"),
+        (
+            '{"body": "a"}',
+            "line 1, column 1: the key 'text' is missing, the keys present are 'body'; evaluation"
+            " reads the field text",
+        ),
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
-        ('[{"text": "a"}, {"body": "b"}]', "line 1, column 17: the key 'text' is missing, the keys present are 'body'; evaluation reads"),
+        (
+            '[{"text": "a"}, {"body": "b"}]',
+            "line 1, column 17: the key 'text' is missing, the keys present are 'body'; evaluation"
+            " reads",
+        ),
         ("", "is empty"),
     ],
 )
-def test_errors_speak_of_the_evaluations_own_settings(tmp_path: Path, content: str, message: str) -> None:
+def test_errors_speak_of_the_evaluations_own_settings(
+    tmp_path: Path, content: str, message: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError) as caught:
-        read_evaluation_file(make_config(tmp_path, task="text", file=str(tmp_path / "a.jsonl")).evaluation)
-    assert str(caught.value).startswith(f"evaluation.file={tmp_path / 'a.jsonl'}: {message}") and "--" not in str(caught.value)
+        read_evaluation_file(
+            make_config(tmp_path, task="text", file=str(tmp_path / "a.jsonl")).evaluation
+        )
+    assert str(caught.value).startswith(
+        f"evaluation.file={tmp_path / 'a.jsonl'}: {message}"
+    ) and "--" not in str(caught.value)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path, problem in (("/dev/null", "is not a file"), (tmp_path, "is not a file"), (tmp_path / "absent", "not found")):
+    for path, problem in (
+        ("/dev/null", "is not a file"),
+        (tmp_path, "is not a file"),
+        (tmp_path / "absent", "not found"),
+    ):
         with pytest.raises(DataError, match=f"^evaluation.file={path}: {problem}; check the path$"):
             read_evaluation_file(make_config(tmp_path, task="text", file=str(path)).evaluation)
 
@@ -147,12 +208,20 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"file": "a.txt"}, r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation"),
+        (
+            {"file": "a.txt"},
+            r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation",
+        ),
         ({"task": "lambada", "file": "a", "stride": 3}, "evaluation.stride=3 is for task text,"),
         ({"task": "text"}, "evaluation.task=text needs a file"),
-        ({"task": "text", "file": "a", "stride": 9}, "evaluation.stride=9 is above model.seq_length=8"),
+        (
+            {"task": "text", "file": "a", "stride": 9},
+            "evaluation.stride=9 is above model.seq_length=8",
+        ),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_would_be_ignored_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         open_task(make_config(tmp_path, **settings))

@@ -1,4 +1,6 @@
-"""What reaches the terminal and the file: numbered lines, characters that are split over tokens, and a file that is whole or absent."""
+"""What reaches the terminal and the file: numbered lines, characters that are split over tokens,
+and a file that is whole or absent.
+"""
 
 import io
 import json
@@ -68,19 +70,37 @@ class Terminal(io.StringIO):
 
 def config(**predict: Any) -> RunConfig:
     model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 64, "vocab_size": 257}
-    tree = {"output_dir": "out", "model": model, "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
+    tree = {
+        "output_dir": "out",
+        "model": model,
+        "train": {"micro_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+    }
     return resolve_config(build_config(tree | {"predict": predict}))
 
 
-def say(text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, **predict: Any) -> None:
+def say(
+    text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, **predict: Any
+) -> None:
     raw = text.encode() if isinstance(text, str) else text
-    prompts = [Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)]
-    write_continuations(Script(raw, rows), prompts, config(**predict), Bytes())  # type: ignore[arg-type]
+    prompts = [
+        Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)
+    ]
+    script = Script(raw, rows)
+    write_continuations(script, prompts, config(**predict), Bytes())  # type: ignore[arg-type]
 
 
 def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
     file = tmp_path / "poems.txt"
-    say(" says ä\n", count=2, rows=2, output_file=str(file), strategy="sampling", top_k=1, num_sequences=2)
+    say(
+        " says ä\n",
+        count=2,
+        rows=2,
+        output_file=str(file),
+        strategy="sampling",
+        top_k=1,
+        num_sequences=2,
+    )
     assert file.read_text(encoding="utf-8") == "p0 says ä\n\n\n" * 2 + "p1 says ä\n\n\n" * 2
 
 
@@ -88,9 +108,21 @@ def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
     ("settings", "named"),
     [
         ({"temperature": 0.8}, "predict.temperature=0.8 without effect"),
-        ({"strategy": "greedy", "top_k": 40, "top_p": 0.9}, "predict.top_k=40 and predict.top_p=0.9 without effect"),
+        (
+            {"strategy": "greedy", "top_k": 40, "top_p": 0.9},
+            "predict.top_k=40 and predict.top_p=0.9 without effect",
+        ),
         ({"temperature": 0.8, "strategy": "sampling"}, None),
-        ({"strategy": "greedy", "temperature": 1.0, "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
+        (
+            {
+                "strategy": "greedy",
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 0,
+                "repetition_penalty": 1.5,
+            },
+            None,
+        ),
     ],
 )
 def test_settings_that_greedy_does_not_look_at_are_said(
@@ -106,16 +138,26 @@ def test_settings_that_greedy_does_not_look_at_are_said(
 
 def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     say(" is it", count=2, rows=2)
-    assert capsys.readouterr().out == "Prompt: p0\nGeneration: p0 is it\n\nPrompt: p1\nGeneration: p1 is it\n\n"
+    assert (
+        capsys.readouterr().out
+        == "Prompt: p0\nGeneration: p0 is it\n\nPrompt: p1\nGeneration: p1 is it\n\n"
+    )
     say("!", count=2, rows=3, strategy="sampling", num_sequences=2, temperature=0.1)
     two = "Prompt: p{0}\nGeneration 1: p{0}!\nGeneration 2: p{0}!\n\n"
     assert capsys.readouterr().out == two.format(0) + two.format(1)
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces"), [("aé跑🙂.", ["a", "é", "跑", "🙂", "."]), (b"a\xf0\x9f", ["a", "\ufffd"]), (b"\xe8b", ["\ufffdb"])]
+    ("text", "pieces"),
+    [
+        ("aé跑🙂.", ["a", "é", "跑", "🙂", "."]),
+        (b"a\xf0\x9f", ["a", "\ufffd"]),
+        (b"\xe8b", ["\ufffdb"]),
+    ],
 )
-def test_a_character_is_printed_when_it_is_whole(monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]) -> None:
+def test_a_character_is_printed_when_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]
+) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     say(text)
     streamed, writes = sys.stdout.getvalue(), sys.stdout.writes  # type: ignore[attr-defined]
@@ -130,10 +172,17 @@ def test_a_character_is_printed_when_it_is_whole(monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_streamed_from_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     say("abc", count=2, rows=2)
-    assert sys.stdout.writes == ["Prompt: p0\nGeneration: p0abc", "\n\n", "Prompt: p1\nGeneration: p1abc", "\n\n"]  # type: ignore[attr-defined]
+    assert sys.stdout.writes == [
+        "Prompt: p0\nGeneration: p0abc",
+        "\n\n",
+        "Prompt: p1\nGeneration: p1abc",
+        "\n\n",
+    ]  # type: ignore[attr-defined]
 
 
-def test_a_terminal_without_the_character_gets_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_the_character_gets_a_question_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     say("é")
@@ -144,17 +193,39 @@ def test_a_terminal_without_the_character_gets_a_question_mark(monkeypatch: pyte
 def test_the_file_of_results(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "out.jsonl"
     say("é!", count=2, rows=2, new_tokens=2, output_file=str(path))
-    say("é!", new_tokens=3, output_file=str(tmp_path / "ended.jsonl"), strategy="sampling", temperature=0.1, num_sequences=2)
+    say(
+        "é!",
+        new_tokens=3,
+        output_file=str(tmp_path / "ended.jsonl"),
+        strategy="sampling",
+        temperature=0.1,
+        num_sequences=2,
+    )
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    one = {"prompt": "p0", "sequence": 1, "continuation": "é", "text": "p0é", "tokens": [195, 169], "finish_reason": "length"}
+    one = {
+        "prompt": "p0",
+        "sequence": 1,
+        "continuation": "é",
+        "text": "p0é",
+        "tokens": [195, 169],
+        "finish_reason": "length",
+    }
     assert rows == [one, one | {"prompt": "p1", "text": "p1é"}]
-    ended = [json.loads(line) for line in (tmp_path / "ended.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(row["sequence"], row["continuation"], row["finish_reason"]) for row in ended] == [(1, "é!", "length"), (2, "é!", "length")]
+    ended = [
+        json.loads(line)
+        for line in (tmp_path / "ended.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [(row["sequence"], row["continuation"], row["finish_reason"]) for row in ended] == [
+        (1, "é!", "length"),
+        (2, "é!", "length"),
+    ]
     say("é", new_tokens=3, output_file=str(path))
     assert json.loads(path.read_text(encoding="utf-8"))["finish_reason"] == "end_of_text"
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="could not be written"):
         say("abc", output_file=str(tmp_path / "file" / "out.jsonl"))
@@ -163,7 +234,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, c
     assert capsys.readouterr().out == ""
 
 
-def test_a_reader_that_goes_away_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_goes_away_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not a fault of the file, which is not written."""
 
     class Gone(io.StringIO):
@@ -176,7 +249,9 @@ def test_a_reader_that_goes_away_is_one_message(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_generation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_generation_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old")
     monkeypatch.setattr(Script, "step", lambda *_: 1 / 0)

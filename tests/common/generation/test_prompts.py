@@ -1,4 +1,6 @@
-"""Prompts from lists and files: what is read, how many tokens may follow, and one clear message for each kind of bad input."""
+"""Prompts from lists and files: what is read, how many tokens may follow, and one clear message for
+each kind of bad input.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,19 @@ class Letters:
 
 
 def config(positions: int = 16, **predict: Any) -> RunConfig:
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": positions, "vocab_size": 256}
-    tree = {"output_dir": "out", "model": model, "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
+    model = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_heads": 1,
+        "seq_length": positions,
+        "vocab_size": 256,
+    }
+    tree = {
+        "output_dir": "out",
+        "model": model,
+        "train": {"micro_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+    }
     return resolve_config(build_config(tree | {"predict": predict}))
 
 
@@ -33,8 +46,15 @@ def read(**words: Any) -> list[Any]:
 def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_bytes("\ufeffone\r\n\n two \n".encode())
     (tmp_path / "some.jsonl").write_text('{"prompt": "a\\nb", "text": "x"}\n\n{"text": "é"}')
-    assert [each.text for each in read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))] == ["zero", "one", " two "]
-    assert [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.jsonl"))] == [("a\nb", [97, 10, 98]), ("é", [195, 169])]
+    assert [each.text for each in read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))] == [
+        "zero",
+        "one",
+        " two ",
+    ]
+    assert [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.jsonl"))] == [
+        ("a\nb", [97, 10, 98]),
+        ("é", [195, 169]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,13 +76,32 @@ def test_how_many_tokens_may_follow(words: dict[str, Any], expected: int) -> Non
     [
         ({}, r"predict\.prompt is not given"),
         ({"prompt": ["a", ""]}, r"predict\.prompt is empty"),
-        ({"prompt": "x" * 16}, r"^a prompt of 16 tokens and 1 to add go beyond the model's 16 positions; shorten the prompt$"),
-        ({"prompt": "abc", "max_new_tokens": 14}, r"3 tokens and 14 to add .* or ask for predict\.max_new_tokens=13"),
-        ({"prompt": "abc", "min_new_tokens": 14}, r"3 tokens and 14 to add .* or ask for predict\.min_new_tokens=13"),
-        ({"prompt": "abc", "num_sequences": 2}, r"predict: num_sequences=2: greedy has one continuation.*strategy=sampling"),
-        ({"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4}, r"min_new_tokens=5 is above max_new_tokens=4"),
+        (
+            {"prompt": "x" * 16},
+            r"^a prompt of 16 tokens and 1 to add go beyond the model's 16 positions; shorten the"
+            r" prompt$",
+        ),
+        (
+            {"prompt": "abc", "max_new_tokens": 14},
+            r"3 tokens and 14 to add .* or ask for predict\.max_new_tokens=13",
+        ),
+        (
+            {"prompt": "abc", "min_new_tokens": 14},
+            r"3 tokens and 14 to add .* or ask for predict\.min_new_tokens=13",
+        ),
+        (
+            {"prompt": "abc", "num_sequences": 2},
+            r"predict: num_sequences=2: greedy has one continuation.*strategy=sampling",
+        ),
+        (
+            {"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4},
+            r"min_new_tokens=5 is above max_new_tokens=4",
+        ),
         ({"prompt": "abc", "strategy": "beam"}, r"'beam': expected greedy or sampling"),
-        ({"prompt": "abc", "temperature": -1.0}, r"predict\.temperature: .*greater than or equal to 0.000001, found -1"),
+        (
+            {"prompt": "abc", "temperature": -1.0},
+            r"predict\.temperature: .*greater than or equal to 0.000001, found -1",
+        ),
     ],
 )
 def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> None:
@@ -78,7 +117,11 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.txt", b"good\n" + b"x" * 20, r"a\.txt, line 2: a prompt of 20 tokens"),
         ("a.jsonl", b"", r"a\.jsonl: holds no prompt"),
         ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"question": "b"}', r"a\.jsonl, line 2: expected an object with the text field prompt"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n{"question": "b"}',
+            r"a\.jsonl, line 2: expected an object with the text field prompt",
+        ),
         ("a.jsonl", b'{"prompt": 3}', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
@@ -86,7 +129,9 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         (".", None, r"cannot be read: Is a directory"),
     ],
 )
-def test_a_bad_file_is_one_message_with_the_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_a_bad_file_is_one_message_with_the_line(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -98,7 +143,9 @@ def test_other_files_and_odd_lines(tmp_path: Path) -> None:
     (tmp_path / "a.NDJSON").write_text('{"prompt": null, "text": "one"}\n')
     assert [text for _, text in read_prompts(tmp_path / "a.NDJSON")] == ["one"]
     (tmp_path / "b.json").write_text('["one"]')
-    with pytest.raises(DataError, match=r"b\.json: expected one object a line; name such a file \.jsonl"):
+    with pytest.raises(
+        DataError, match=r"b\.json: expected one object a line; name such a file \.jsonl"
+    ):
         read_prompts(tmp_path / "b.json")
     (tmp_path / "c.jsonl").write_text("[" * 200_000)
     with pytest.raises(DataError, match=r"c\.jsonl, line 1: not JSON"):

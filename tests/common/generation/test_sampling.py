@@ -12,11 +12,17 @@ def settings(**changes: object) -> PredictConfig:
     return PredictConfig.model_validate({"strategy": "sampling", **changes})
 
 
-def transformers_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def transformers_probabilities(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+) -> np.ndarray:
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
     scores = torch.from_numpy(logits.astype(np.float64))[None]
-    scores = processors.TemperatureLogitsWarper(temperature)(None, scores) if temperature != 1.0 else scores
+    scores = (
+        processors.TemperatureLogitsWarper(temperature)(None, scores)
+        if temperature != 1.0
+        else scores
+    )
     scores = processors.TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = processors.TopPLogitsWarper(top_p)(None, scores) if top_p < 1.0 else scores
     return scores.softmax(-1)[0].numpy()
@@ -25,13 +31,18 @@ def transformers_probabilities(logits: np.ndarray, temperature: float, top_k: in
 @pytest.mark.parametrize("vocabulary", [50, 50257])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.8), (1.5, 10, 0.6), (1.0, 1000, 1.0), (1.0, 1, 1.0),
+    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.8), (1.5, 10, 0.6), (1.0, 1000, 1.0),
+    (1.0, 1, 1.0),
      (0.2, 0, 1e-6), (5.0, 0, 0.999)],
 )  # fmt: skip
-def test_probabilities_equal_transformers(temperature: float, top_k: int, top_p: float, vocabulary: int) -> None:
+def test_probabilities_equal_transformers(
+    temperature: float, top_k: int, top_p: float, vocabulary: int
+) -> None:
     logits = (np.random.default_rng(0).normal(size=vocabulary) * 3).astype(np.float32)
     expected = transformers_probabilities(logits, temperature, top_k, top_p)
-    ids, probabilities = token_probabilities(logits, settings(temperature=temperature, top_k=top_k, top_p=top_p))
+    ids, probabilities = token_probabilities(
+        logits, settings(temperature=temperature, top_k=top_k, top_p=top_p)
+    )
     assert np.all(np.diff(ids) > 0)
     np.testing.assert_allclose(probabilities, expected[ids], rtol=1e-9, atol=0)
     assert np.delete(expected, ids).max(initial=0.0) == 0.0
@@ -41,10 +52,17 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
     logits = np.array([1.0, 3.0, 2.0, 2.0, -np.inf], np.float32)
     ids, probabilities = token_probabilities(logits, settings(top_k=2))
     assert ids.tolist() == [1, 2, 3]
-    np.testing.assert_allclose(probabilities, transformers_probabilities(logits, 1.0, 2, 1.0)[ids], rtol=1e-12)
+    np.testing.assert_allclose(
+        probabilities, transformers_probabilities(logits, 1.0, 2, 1.0)[ids], rtol=1e-12
+    )
     ids, probabilities = token_probabilities(logits, settings(top_p=0.999))
     assert 4 not in ids
-    draws = {choose_token(logits, [], settings(temperature=9.0), np.random.default_rng(seed), forbidden=1) for seed in range(200)}
+    draws = {
+        choose_token(
+            logits, [], settings(temperature=9.0), np.random.default_rng(seed), forbidden=1
+        )
+        for seed in range(200)
+    }
     assert draws == {0, 2, 3}
 
 
@@ -55,19 +73,30 @@ def test_repetition_penalty_equals_transformers() -> None:
     for _ in range(20):
         logits = generator.normal(size=30).astype(np.float32)
         seen = generator.integers(0, 30, size=8)
-        expected = processors.RepetitionPenaltyLogitsProcessor(1.7)(torch.from_numpy(seen)[None], torch.from_numpy(logits.copy())[None])
+        expected = processors.RepetitionPenaltyLogitsProcessor(1.7)(
+            torch.from_numpy(seen)[None], torch.from_numpy(logits.copy())[None]
+        )
         before = logits.copy()
-        chosen = choose_token(logits, seen.tolist(), settings(strategy="greedy", repetition_penalty=1.7), generator)
+        chosen = choose_token(
+            logits, seen.tolist(), settings(strategy="greedy", repetition_penalty=1.7), generator
+        )
         assert chosen == int(expected.argmax()) and np.array_equal(logits, before)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 1.0), (0, 0.7), (12, 0.7)])
 def test_draws_follow_transformers_distribution(top_k: int, top_p: float) -> None:
-    """Chi-square of 20,000 draws: below the 99.9 % quantile of its degrees of freedom (Wilson and Hilferty's approximation)."""
+    """Chi-square of 20,000 draws: below the 99.9 % quantile of its degrees of freedom (Wilson and
+    Hilferty's approximation).
+    """
     logits = (np.random.default_rng(2).normal(size=40)).astype(np.float32)
     expected = transformers_probabilities(logits, 0.9, top_k, top_p) * 20_000
-    generator, config = np.random.default_rng(0), settings(temperature=0.9, top_k=top_k, top_p=top_p)
-    found = np.bincount([choose_token(logits, [], config, generator) for _ in range(20_000)], minlength=40)
+    generator, config = (
+        np.random.default_rng(0),
+        settings(temperature=0.9, top_k=top_k, top_p=top_p),
+    )
+    found = np.bincount(
+        [choose_token(logits, [], config, generator) for _ in range(20_000)], minlength=40
+    )
     drawn = expected > 0
     assert found[~drawn].sum() == 0
     free = drawn.sum() - 1
@@ -79,4 +108,9 @@ def test_draws_follow_transformers_distribution(top_k: int, top_p: float) -> Non
 @pytest.mark.parametrize("strategy", ["greedy", "sampling"])
 def test_logits_that_are_not_finite_are_refused(broken: float, strategy: str) -> None:
     with pytest.raises(RunError, match="logits hold"):
-        choose_token(np.array([0.0, broken, 1.0], np.float32), [], settings(strategy=strategy), np.random.default_rng(0))
+        choose_token(
+            np.array([0.0, broken, 1.0], np.float32),
+            [],
+            settings(strategy=strategy),
+            np.random.default_rng(0),
+        )

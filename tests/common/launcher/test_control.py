@@ -1,4 +1,6 @@
-"""Launchers on two addresses of this machine, as two hosts of one run, tell each other how it goes."""
+"""Launchers on two addresses of this machine, as two hosts of one run, tell each other how it
+goes.
+"""
 
 import json
 import queue
@@ -21,11 +23,13 @@ from common.processes.process_tree import process_state
 
 ROOT = Path(__file__).resolve().parents[3]
 BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import beat, start_heartbeat;"
-    "start_heartbeat();"
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from"
+    " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
 )
 SLEEP = BEAT + "print('ready'); time.sleep(600)"
-SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: sys.exit(143)); print('ready'); time.sleep(600)"
+SAVE_AND_LEAVE = (
+    BEAT + "signal.signal(15, lambda *_: sys.exit(143)); print('ready'); time.sleep(600)"
+)
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
@@ -34,12 +38,26 @@ from common.launcher.supervisor import Job, supervise
 from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
-hosts = control.Hosts(all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]), own=job["own"], port=job["port"])
+hosts = control.Hosts(
+    all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]),
+    own=job["own"],
+    port=job["port"],
+)
 children = tuple(
-    ProcessSpec(rank=rank, command=(sys.executable, "-c", program), environment={"HCCL_CONNECT_TIMEOUT": job["connect"]})
+    ProcessSpec(
+        rank=rank,
+        command=(sys.executable, "-c", program),
+        environment={"HCCL_CONNECT_TIMEOUT": job["connect"]},
+    )
     for rank, program in zip(hosts.all[hosts.own].ranks, job["programs"])
 )
-sys.exit(supervise(Job(children=children, log_folder=Path(job["log_folder"]), stall_limit=job["stall_limit"], hosts=hosts)))
+work = Job(
+    children=children,
+    log_folder=Path(job["log_folder"]),
+    stall_limit=job["stall_limit"],
+    hosts=hosts,
+)
+sys.exit(supervise(work))
 """
 TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
 Launch = Callable[..., subprocess.Popen[str]]
@@ -60,13 +78,30 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
     started = []
 
     def begin(
-        own: int, *programs: str, hosts: Any = TWO, lost: float = 30.0, connect: int = 30, stall_limit: float = 1e6, remind: float = 10.0
+        own: int,
+        *programs: str,
+        hosts: Any = TWO,
+        lost: float = 30.0,
+        connect: int = 30,
+        stall_limit: float = 1e6,
+        remind: float = 10.0,
     ) -> Any:
-        job = {"own": own, "programs": programs, "hosts": hosts, "lost": lost, "connect": str(connect), "stall_limit": stall_limit}
+        job = {
+            "own": own,
+            "programs": programs,
+            "hosts": hosts,
+            "lost": lost,
+            "connect": str(connect),
+            "stall_limit": stall_limit,
+        }
         words = json.dumps({**job, "remind": remind, "port": port, "log_folder": str(tmp_path)})
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, words], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                [sys.executable, "-c", SUPERVISOR, words],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
         )
         return started[-1]
@@ -102,7 +137,9 @@ def until_said(process: subprocess.Popen[str], words: str) -> str:
 
 def ranks_left(folder: Path) -> list[str]:
     """Processes whose log is still open."""
-    found = subprocess.run(["bash", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null"], capture_output=True, text=True).stdout
+    found = subprocess.run(
+        ["bash", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null"], capture_output=True, text=True
+    ).stdout
     return [line for line in found.splitlines() if f"{folder}/mf_parallel" in line]
 
 
@@ -114,10 +151,17 @@ def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
     assert [end(one)[0] for one in (first, second)] == [0, 0]
 
 
-def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(launch: Launch, tmp_path: Path) -> None:
+def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
+    launch: Launch, tmp_path: Path
+) -> None:
     now = tmp_path / "now"
     first = launch(0, SLEEP, SLEEP)
-    launch(1, SLEEP, f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why'); raise SystemExit(7)")
+    launch(
+        1,
+        SLEEP,
+        f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why');"
+        " raise SystemExit(7)",
+    )
     until_said(first, "connected to")
     now.touch()
     code, output = end(first)
@@ -169,14 +213,19 @@ def test_a_second_signal_on_one_host_kills_both(launch: Launch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_launcher_that_is_killed_is_a_lost_host(launch: Launch, tmp_path: Path, killed: int) -> None:
+def test_a_launcher_that_is_killed_is_a_lost_host(
+    launch: Launch, tmp_path: Path, killed: int
+) -> None:
     both = [launch(0, SLEEP, SLEEP), launch(1, SLEEP, SLEEP)]
     until_ready(tmp_path, 0, 1, 2, 3)
     until_said(both[1 - killed], "connected to")
     both[killed].kill()
     code, output = end(both[1 - killed])
     assert code == 1
-    assert f"host 127.0.0.{killed + 1} (ranks {'2-3' if killed else '0-1'}) closed its connection without saying how it ended" in output
+    assert (
+        f"host 127.0.0.{killed + 1} (ranks {'2-3' if killed else '0-1'}) closed its connection"
+        " without saying how it ended" in output
+    )
 
 
 def test_a_silent_host_is_a_lost_host(launch: Launch, tmp_path: Path) -> None:
@@ -194,7 +243,10 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
     both = [launch(0, wait, wait, stall_limit=5.0), launch(1, stop, wait, stall_limit=5.0)]
     for code, output in map(end, both):
         assert code == 1
-        assert re.search(r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)", output)
+        assert re.search(
+            r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)",
+            output,
+        )
         assert not re.search(r"rank [013] .*no progress", output)
 
 
@@ -204,7 +256,9 @@ def test_another_list_of_hosts_is_refused(launch: Launch, tmp_path: Path) -> Non
     code, output = end(second)
     assert code == 2
     assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
-    assert "host 127.0.0.2 was refused: this one runs with another list of hosts" in until_said(first, "refused")
+    assert "host 127.0.0.2 was refused: this one runs with another list of hosts" in until_said(
+        first, "refused"
+    )
     assert first.poll() is None
     until_ready(tmp_path, 0, 1)
     first.send_signal(signal.SIGTERM)
@@ -220,23 +274,39 @@ def test_a_host_that_never_comes(launch: Launch) -> None:
 def test_host_0_that_is_not_there(launch: Launch) -> None:
     code, output = end(launch(1, SLEEP, SLEEP, connect=1))
     assert code == 1
-    assert re.search(r"host 127.0.0.1 \(ranks 0-1\) could not be reached at port \d+ within 1 s \(Connection refused\)", output)
+    assert re.search(
+        r"host 127.0.0.1 \(ranks 0-1\) could not be reached at port \d+ within 1 s \(Connection"
+        r" refused\)",
+        output,
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "reminder"),
     [
-        (0, r"waiting for host 127.0.0.2 \(ranks 2-3\): its launcher has not come to port \d+; this port must be open too"),
-        (1, r"waiting for host 127.0.0.1 \(ranks 0-1\): its port \d+ cannot be reached \(Connection refused\); this port must be open too"),
+        (
+            0,
+            r"waiting for host 127.0.0.2 \(ranks 2-3\): its launcher has not come to port \d+; this"
+            r" port must be open too",
+        ),
+        (
+            1,
+            r"waiting for host 127.0.0.1 \(ranks 0-1\): its port \d+ cannot be reached \(Connection"
+            r" refused\); this port must be open too",
+        ),
     ],
 )
-def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_waiting(launch: Launch, own: int, reminder: str) -> None:
+def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_waiting(
+    launch: Launch, own: int, reminder: str
+) -> None:
     """The ranks have ended with 0: without the signal it would go on for LOST_SECONDS."""
     process = launch(own, "pass", "pass", lost=1e6, remind=0.5)
     assert re.search(reminder, until_said(process, "waiting for"))
     own_children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 30
-    while [process_state(int(pid)) for pid in own_children.read_text().split()].count(psutil.STATUS_ZOMBIE) < 2:
+    while [process_state(int(pid)) for pid in own_children.read_text().split()].count(
+        psutil.STATUS_ZOMBIE
+    ) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -244,7 +314,9 @@ def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_wait
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_ranks_that_have_ended_well_do_not_fail_by_a_launcher_that_never_came(launch: Launch, own: int) -> None:
+def test_ranks_that_have_ended_well_do_not_fail_by_a_launcher_that_never_came(
+    launch: Launch, own: int
+) -> None:
     code, output = end(launch(own, "pass", "pass", lost=0.5))
     assert code == 0
     assert f"warning: the launcher of host 127.0.0.{2 - own}" in output and "never came" in output
@@ -255,7 +327,10 @@ def test_the_connect_limit_ends_no_run_whose_ranks_have_met(launch: Launch, own:
     program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(30)]"
     code, output = end(launch(own, program, program, connect=2, lost=0.5))
     assert code == 0
-    assert re.search(rf"warning: host 127.0.0.{2 - own} .* within 2 s.*; the run goes on, as the ranks have met", output)
+    assert re.search(
+        rf"warning: host 127.0.0.{2 - own} .* within 2 s.*; the run goes on, as the ranks have met",
+        output,
+    )
 
 
 def test_a_stall_beside_a_launcher_that_never_came(launch: Launch) -> None:
@@ -263,23 +338,36 @@ def test_a_stall_beside_a_launcher_that_never_came(launch: Launch) -> None:
     code, output = end(launch(1, program, program, stall_limit=1.5))
     assert code == 1
     assert "rank 2 (host 127.0.0.2) has made no progress" in output
-    assert "how far the ranks of host 127.0.0.1 (ranks 0-1) are is not known: its launcher never came" in output
+    assert (
+        "how far the ranks of host 127.0.0.1 (ranks 0-1) are is not known: its launcher never came"
+        in output
+    )
 
 
 def hosts(own: int, port: int, first: str = "127.0.0.1") -> Hosts:
-    return Hosts(all=(Host(address=first, ranks=(0, 1)), Host(address="127.0.0.2", ranks=(2, 3))), own=own, port=port)
+    return Hosts(
+        all=(Host(address=first, ranks=(0, 1)), Host(address="127.0.0.2", ranks=(2, 3))),
+        own=own,
+        port=port,
+    )
 
 
 def test_a_port_in_use_is_one_clear_error(port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"),
+        pytest.raises(
+            ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"
+        ),
     ):
         Control(hosts(0, port), queue.SimpleQueue(), 1.0)
 
 
-@pytest.mark.parametrize(("first", "is_open"), [("127.0.0.1", False), ("localhost", True), ("198.51.100.7", True)])
-def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given(port: int, first: str, is_open: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "is_open"), [("127.0.0.1", False), ("localhost", True), ("198.51.100.7", True)]
+)
+def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given(
+    port: int, first: str, is_open: bool
+) -> None:
     """127.0.0.3 stands for another address of this host than that by which the others know it."""
     control = Control(hosts(0, port, first), queue.SimpleQueue(), 1.0)
     with socket.socket() as caller:
@@ -288,7 +376,10 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
 
 
 def test_a_host_without_a_known_address_has_a_plain_name() -> None:
-    assert [str(Host(address=address, ranks=(1,))) for address in ("node 1", "10.0.0.2")] == ["node 1 (rank 1)", "host 10.0.0.2 (rank 1)"]
+    assert [str(Host(address=address, ranks=(1,))) for address in ("node 1", "10.0.0.2")] == [
+        "node 1 (rank 1)",
+        "host 10.0.0.2 (rank 1)",
+    ]
 
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:

@@ -1,4 +1,6 @@
-"""The parts of a run that the hosts of a list start; whether they are what each host then makes of them is a system test."""
+"""The parts of a run that the hosts of a list start; whether they are what each host then makes of
+them is a system test.
+"""
 
 from pathlib import Path
 
@@ -19,26 +21,51 @@ def table(tmp_path: Path) -> tuple[RankPlacement, ...]:
 
 
 def parts(
-    hosts: str, numbers: range, rank_size: int | None, table: tuple[RankPlacement, ...] = (), master: str | None = None
+    hosts: str,
+    numbers: range,
+    rank_size: int | None,
+    table: tuple[RankPlacement, ...] = (),
+    master: str | None = None,
 ) -> list[HostPart]:
-    return divide(parse_hosts(hosts), numbers, rank_size=rank_size, table=table, master=master, port=29500)
+    return divide(
+        parse_hosts(hosts), numbers, rank_size=rank_size, table=table, master=master, port=29500
+    )
 
 
-def test_addresses_of_the_table_are_matched_and_names_follow_its_order(table: tuple[RankPlacement, ...]) -> None:
-    for hosts in ("d,c,b,me@a", ",".join(["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]])):
+def test_addresses_of_the_table_are_matched_and_names_follow_its_order(
+    table: tuple[RankPlacement, ...],
+) -> None:
+    for hosts in (
+        "d,c,b,me@a",
+        ",".join(["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]]),
+    ):
         found = parts(hosts, range(32), 32, table)
-        assert [part.numbers for part in found] == [range(0, 8), range(8, 16), range(16, 24), range(24, 32)]
+        assert [part.numbers for part in found] == [
+            range(0, 8),
+            range(8, 16),
+            range(16, 24),
+            range(24, 32),
+        ]
         assert [part.options for part in found] == [()] * 4
     assert [part.host for part in found] == [*ADDRESSES[:3], "me@" + ADDRESSES[3]]
-    assert [part.host for part in parts("d,c,b,me@a", range(32), 32, table)] == ["d", "c", "b", "me@a"]
+    assert [part.host for part in parts("d,c,b,me@a", range(32), 32, table)] == [
+        "d",
+        "c",
+        "b",
+        "me@a",
+    ]
 
 
 def test_without_a_table_the_first_host_is_the_master() -> None:
     devices = parts("me@a,b", range(4, 8), None)
     assert [part.numbers for part in devices] == [range(4, 8)] * 2
-    assert [part.options for part in devices] == [("--master", "a:29500", "--nnodes", "2", "--node_rank", str(node)) for node in (0, 1)]
+    assert [part.options for part in devices] == [
+        ("--master", "a:29500", "--nnodes", "2", "--node_rank", str(node)) for node in (0, 1)
+    ]
     ranks = parts("fd00::1,fd00::2", range(8), 8)
-    assert [(part.numbers, part.options) for part in ranks] == [(range(4 * k, 4 * k + 4), ("--master", "[fd00::1]:29500")) for k in (0, 1)]
+    assert [(part.numbers, part.options) for part in ranks] == [
+        (range(4 * k, 4 * k + 4), ("--master", "[fd00::1]:29500")) for k in (0, 1)
+    ]
     assert parts("a,b", range(8), 8, master="10.0.0.9")[1].options == ("--master", "10.0.0.9:29500")
     assert parts("a", range(8), 8) == [HostPart(host="a", numbers=range(8), options=())]
 
@@ -50,7 +77,9 @@ def test_lists_that_are_none(text: str) -> None:
 
 
 def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
-    with pytest.raises(ConfigError, match="--hosts names 2 hosts, but the rank table has 4 servers"):
+    with pytest.raises(
+        ConfigError, match="--hosts names 2 hosts, but the rank table has 4 servers"
+    ):
         parts("a,b", range(32), 32, table)
     with pytest.raises(ConfigError, match=r"10.0.0.1 is no server of the rank table"):
         parts(",".join([*ADDRESSES[:3], "10.0.0.1"]), range(32), 32, table)
@@ -63,6 +92,8 @@ def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
 
 
 def test_what_the_user_set_for_the_network_goes_with_the_command() -> None:
-    text = host_command("a", ["none", "it's"], {"MASTER_PORT": "4000", "HCCL_IF_IP": "10.0.0.1", "SECRET_KEY": "x"}).text
+    text = host_command(
+        "a", ["none", "it's"], {"MASTER_PORT": "4000", "HCCL_IF_IP": "10.0.0.1", "SECRET_KEY": "x"}
+    ).text
     assert " MASTER_PORT=4000 bash " in text and "HCCL_IF_IP" not in text and "SECRET" not in text
     assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")

@@ -1,4 +1,6 @@
-"""Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing is left of them."""
+"""Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing
+is left of them.
+"""
 
 import json
 import math
@@ -23,29 +25,37 @@ from common.processes.ranks import ProcessSpec
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 1e6
 BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import beat, start_heartbeat;"
-    "start_heartbeat();"
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from"
+    " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
 )
 SLEEP = BEAT + "time.sleep(600)"
 TELL = (  # its number, in the file that is its first argument
     "import os, pathlib, sys; path = pathlib.Path(sys.argv[1]); part = path.with_suffix('.part');"
     "part.write_text(str(os.getpid())); part.rename(path);"
 )
-SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready'); time.sleep(600)"
+SAVE_AND_LEAVE = (
+    BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready');"
+    " time.sleep(600)"
+)
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from common.launcher.supervisor import Job, supervise
 from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
-children = tuple(ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children"))
+children = tuple(
+    ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children")
+)
 sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)))
 """
 
 
 def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[ProcessSpec, ...]:
     commands = [(sys.executable, "-c", program, *arguments) for program in programs]
-    return tuple(ProcessSpec(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)}) for rank, command in enumerate(commands))
+    return tuple(
+        ProcessSpec(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)})
+        for rank, command in enumerate(commands)
+    )
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -70,8 +80,13 @@ def log(folder: Path, rank: int) -> str:
 class Started:
     """``supervise`` in a process of its own."""
 
-    def __init__(self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object) -> None:
-        ranks = [{"rank": child.rank, "command": child.command, "environment": dict(child.environment)} for child in children(*programs)]
+    def __init__(
+        self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object
+    ) -> None:
+        ranks = [
+            {"rank": child.rank, "command": child.command, "environment": dict(child.environment)}
+            for child in children(*programs)
+        ]
         job = {"children": ranks, "log_folder": str(folder), "stall_limit": stall_limit}
         job |= {name: options.pop(name) for name in ("follow", "steps") if name in options}
         self.folder = folder
@@ -83,9 +98,16 @@ class Started:
         )
 
     def until_ready(self, ranks: int) -> list[int]:
-        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this process's children."""
+        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this
+        process's children.
+        """
         until(lambda: all("ready" in log(self.folder, rank) for rank in range(ranks)))
-        return [int(word) for word in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        return [
+            int(word)
+            for word in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            .read_text()
+            .split()
+        ]
 
     def end(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=30)
@@ -109,11 +131,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = ["import os; print('rank', os.environ['RANK_ID'], os.environ['DEVICE_ID'])"] * 2
     ranks = tuple(
-        ProcessSpec(rank=child.rank, command=child.command, environment={**child.environment, "RANK_ID": str(child.rank)})
+        ProcessSpec(
+            rank=child.rank,
+            command=child.command,
+            environment={**child.environment, "RANK_ID": str(child.rank)},
+        )
         for child in children(*programs)
     )
     assert supervise(Job(children=ranks, log_folder=tmp_path / "logs", stall_limit=NEVER)) == 0
-    assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [["rank 0 4"], ["rank 1 5"]]
+    assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [
+        ["rank 0 4"],
+        ["rank 1 5"],
+    ]
     said = capsys.readouterr()
     assert "started ranks 0-1" in said.out
     assert str(tmp_path / "logs") in said.out
@@ -121,18 +150,30 @@ def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert said.err == ""
 
 
-def test_follow_copies_the_log_of_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(children=children("print('one line')", "print('not this')"), log_folder=tmp_path, stall_limit=NEVER, follow=True)
+def test_follow_copies_the_log_of_rank_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(
+        children=children("print('one line')", "print('not this')"),
+        log_folder=tmp_path,
+        stall_limit=NEVER,
+        follow=True,
+    )
     assert supervise(job) == 0
     out = capsys.readouterr().out
     assert "one line\n" in out
     assert "not this" not in out
 
 
-def test_the_first_failure_ends_all_and_what_they_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_ends_all_and_what_they_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A grandchild in the same session, and one that has left it and lost its parent."""
     grandchild, daemon = tmp_path / "grandchild", tmp_path / "daemon"
-    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True)"
+    leave = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]],"
+        " start_new_session=True)"
+    )
     first = f"""
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {TELL + SLEEP!r}, {str(grandchild)!r}])
@@ -146,7 +187,10 @@ while not (os.path.exists({str(grandchild)!r}) and os.path.exists({str(daemon)!r
 print("why")
 sys.exit(7)
 """
-    assert supervise(Job(children=children(first, second), log_folder=tmp_path, stall_limit=NEVER)) == 7
+    assert (
+        supervise(Job(children=children(first, second), log_folder=tmp_path, stall_limit=NEVER))
+        == 7
+    )
     assert not is_alive(int(grandchild.read_text()))
     assert not is_alive(int(daemon.read_text()))
     error = capsys.readouterr().err
@@ -155,23 +199,41 @@ sys.exit(7)
     assert "    why\n" in error
 
 
-def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection early."""
+def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection
+    early.
+    """
     first = TELL + "sys.exit(1)"
     second = (
-        "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)\npid = open(sys.argv[1]).read()\n"
-        "while open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z': time.sleep(.01)\nos.kill(os.getpid(), 9)"
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)\npid ="
+        " open(sys.argv[1]).read()\nwhile"
+        " open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z':"
+        " time.sleep(.01)\nos.kill(os.getpid(), 9)"
     )
-    job = Job(children=children(first, second, arguments=(str(tmp_path / "pid"),)), log_folder=tmp_path, stall_limit=NEVER)
+    job = Job(
+        children=children(first, second, arguments=(str(tmp_path / "pid"),)),
+        log_folder=tmp_path,
+        stall_limit=NEVER,
+    )
     assert supervise(job) == 137
     error = capsys.readouterr().err
     assert "rank 1 (device 5) was killed by signal 9 (SIGKILL" in error
     assert "rank 0" not in error
 
 
-def test_a_failure_at_the_start_of_one_of_four(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_at_the_start_of_one_of_four(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
-        supervise(Job(children=children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"), log_folder=tmp_path, stall_limit=NEVER))
+        supervise(
+            Job(
+                children=children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"),
+                log_folder=tmp_path,
+                stall_limit=NEVER,
+            )
+        )
         == 1
     )
     error = capsys.readouterr().err
@@ -179,40 +241,70 @@ def test_a_failure_at_the_start_of_one_of_four(tmp_path: Path, capsys: pytest.Ca
     assert "RuntimeError: no such card" in error
 
 
-def test_a_command_that_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_be_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = (*children(SLEEP), ProcessSpec(rank=1, command=("/no/such/program",), environment={}))
     assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 1
-    assert "rank 1 could not be started: No such file or directory: /no/such/program" in capsys.readouterr().err
+    assert (
+        "rank 1 could not be started: No such file or directory: /no/such/program"
+        in capsys.readouterr().err
+    )
 
 
 def test_ranks_that_end_early_and_well_are_no_failure(tmp_path: Path) -> None:
     late = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)"
-    job = Job(children=children(TELL, late, arguments=(str(tmp_path / "done"),)), log_folder=tmp_path, stall_limit=NEVER)
+    job = Job(
+        children=children(TELL, late, arguments=(str(tmp_path / "done"),)),
+        log_folder=tmp_path,
+        stall_limit=NEVER,
+    )
     assert supervise(job) == 0
 
 
-def test_of_ranks_that_stall_the_stopped_one_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_ranks_that_stall_the_stopped_one_is_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
     stop = BEAT + "beat(3, 'computing'); os.kill(os.getpid(), signal.SIGSTOP)"
-    assert supervise(Job(children=children(wait, stop, wait), log_folder=tmp_path, stall_limit=2.0)) == 1
+    assert (
+        supervise(Job(children=children(wait, stop, wait), log_folder=tmp_path, stall_limit=2.0))
+        == 1
+    )
     error = capsys.readouterr().err
     assert "stalled for 2 s (runtime.stall_limit)" in error
-    assert re.search(r"rank 1 \(device 5\) has made no progress .* step 3, computing; its process is stopped \(state T\)", error)
+    assert re.search(
+        r"rank 1 \(device 5\) has made no progress .* step 3, computing; its process is stopped"
+        r" \(state T\)",
+        error,
+    )
     assert "rank 0" not in error
     assert "rank 2" not in error
 
 
-def test_of_ranks_that_stall_the_one_behind_is_blamed_and_shows_where_it_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_ranks_that_stall_the_one_behind_is_blamed_and_shows_where_it_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ahead = BEAT + "beat(3, 'reading data'); beat(3, 'computing'); time.sleep(600)"
-    behind = BEAT + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
-    assert supervise(Job(children=children(ahead, ahead, behind), log_folder=tmp_path, stall_limit=2.0)) == 1
+    behind = (
+        BEAT
+        + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
+    )
+    assert (
+        supervise(
+            Job(children=children(ahead, ahead, behind), log_folder=tmp_path, stall_limit=2.0)
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
     assert "rank 0" not in error
     assert "in wait_for_the_disk" in error
 
 
-def test_a_rank_that_never_begins_stalls_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_never_begins_stalls_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert supervise(Job(children=children(SLEEP), log_folder=tmp_path, stall_limit=1.0)) == 1
     assert "it has not come to its first step" in capsys.readouterr().err
 
@@ -236,7 +328,13 @@ def test_a_signal_lets_every_rank_save(start: Callable[..., Started], number: in
 
 
 def test_a_second_signal_kills(start: Callable[..., Started]) -> None:
-    run = start(*[BEAT + "signal.signal(15, lambda *_: print('no')); print('ready')\nwhile True: time.sleep(600)"] * 2)
+    run = start(
+        *[
+            BEAT + "signal.signal(15, lambda *_: print('no')); print('ready')\nwhile True:"
+            " time.sleep(600)"
+        ]
+        * 2
+    )
     pids = run.until_ready(2)
     run.process.send_signal(signal.SIGINT)
     until(lambda: all("no" in log(run.folder, rank) for rank in (0, 1)))
@@ -259,7 +357,9 @@ def test_a_rank_that_does_not_end_after_a_signal_is_killed(start: Callable[..., 
     assert "stopped by SIGTERM; rank 1 did not end within 4 s" in output
 
 
-def test_a_rank_that_fails_while_others_are_stopped_is_a_failure(start: Callable[..., Started]) -> None:
+def test_a_rank_that_fails_while_others_are_stopped_is_a_failure(
+    start: Callable[..., Started],
+) -> None:
     run = start(SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9"))
     run.until_ready(2)
     run.process.send_signal(signal.SIGTERM)
@@ -268,7 +368,9 @@ def test_a_rank_that_fails_while_others_are_stopped_is_a_failure(start: Callable
     assert "rank 1 (device 5) ended with exit code 9" in output
 
 
-def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(start: Callable[..., Started]) -> None:
+def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(
+    start: Callable[..., Started],
+) -> None:
     wait = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time.sleep(600)"
     run = start(wait, BEAT + "print('ready'); time.sleep(600)")
     run.until_ready(2)
@@ -278,8 +380,12 @@ def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(start: Cal
     assert "rank 1 (device 5) ended before it could save" in output
 
 
-def test_a_signal_to_one_rank_lets_the_others_save_too(start: Callable[..., Started], tmp_path: Path) -> None:
-    """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which would kill."""
+def test_a_signal_to_one_rank_lets_the_others_save_too(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which
+    would kill.
+    """
     now = tmp_path / "now"
     second = f"""
 import os, signal, sys, time
@@ -291,18 +397,28 @@ sys.exit(143)
 """
     run = start("raise SystemExit(143)", second)
     assert run.process.stdout is not None
-    while "rank 0 (device 4) was stopped by SIGTERM; waiting for the others" not in run.process.stdout.readline():
+    while (
+        "rank 0 (device 4) was stopped by SIGTERM; waiting for the others"
+        not in run.process.stdout.readline()
+    ):
         assert run.process.poll() is None
     now.touch()
     assert run.end()[0] == 143
     assert "saved" in log(run.folder, 1)
 
 
-def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
     """With a heartbeat and, as one that hangs in its imports, without."""
     grandchild = tmp_path / "grandchild"
-    first = BEAT + f"import subprocess; subprocess.Popen([sys.executable, '-c', {TELL + SLEEP!r}, {str(grandchild)!r}]);"
-    run = start(first + "print('ready'); time.sleep(600)", "import time; print('ready'); time.sleep(600)")
+    first = (
+        BEAT + f"import subprocess; subprocess.Popen([sys.executable, '-c', {TELL + SLEEP!r},"
+        f" {str(grandchild)!r}]);"
+    )
+    run = start(
+        first + "print('ready'); time.sleep(600)", "import time; print('ready'); time.sleep(600)"
+    )
     pids = run.until_ready(2)
     until(grandchild.exists)
     pids.append(int(grandchild.read_text()))
@@ -310,13 +426,19 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(start: C
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(start: Callable[..., Started]) -> None:
-    """Standard output is a pipe that nobody reads, and more is to be copied into it than it holds."""
+def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
+    start: Callable[..., Started],
+) -> None:
+    """Standard output is a pipe that nobody reads, and more is to be copied into it than it
+    holds.
+    """
     run = start("print('x' * 3_000_000)", follow=True)
     assert run.process.wait(timeout=30) == 0
 
 
-def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(start: Callable[..., Started]) -> None:
+def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(
+    start: Callable[..., Started],
+) -> None:
     master, slave = pty.openpty()
     run = start(
         BEAT + "print('\\x1b[31mfirst\\nstep 7 \\u8bad'); time.sleep(600)",
@@ -335,10 +457,17 @@ def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(start: Callable
     assert b"other" not in seen
 
 
-def test_on_a_terminal_progress_is_shown_below_what_is_copied(start: Callable[..., Started]) -> None:
+def test_on_a_terminal_progress_is_shown_below_what_is_copied(
+    start: Callable[..., Started],
+) -> None:
     """The line gives way to the next that is copied, and to how the run ended."""
     master, slave = pty.openpty()
-    run = start(BEAT + "beat(3, 'computing'); print('loss 训', flush=True); time.sleep(600)", stdout=slave, follow=True, steps=40)
+    run = start(
+        BEAT + "beat(3, 'computing'); print('loss 训', flush=True); time.sleep(600)",
+        stdout=slave,
+        follow=True,
+        steps=40,
+    )
     os.close(slave)
     seen = b""
     while b"step 3 of 40, computing" not in seen:
@@ -353,9 +482,16 @@ def test_on_a_terminal_progress_is_shown_below_what_is_copied(start: Callable[..
     assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
 
 
-def test_of_very_much_output_the_end_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_very_much_output_the_end_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = "print('x' * 100, flush=True); print(('y' * 99 + '\\n') * 30_000 + '训 the end')"
-    assert supervise(Job(children=children(program), log_folder=tmp_path, stall_limit=NEVER, follow=True)) == 0
+    assert (
+        supervise(
+            Job(children=children(program), log_folder=tmp_path, stall_limit=NEVER, follow=True)
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "训 the end\n" in out and "bytes are left out here; the whole is in" in out
     assert len(out) < 2_000_000 and "�" not in out
@@ -382,10 +518,17 @@ def test_a_log_that_is_a_pipe_without_a_reader_starts_nothing(tmp_path: Path) ->
 
 def test_full_streams_change_no_exit_code(start: Callable[..., Started]) -> None:
     with Path("/dev/full").open("wb") as full:
-        assert start("print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True).process.wait(timeout=30) == 3
+        assert (
+            start(
+                "print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True
+            ).process.wait(timeout=30)
+            == 3
+        )
 
 
-def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(start: Callable[..., Started]) -> None:
+def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(
+    start: Callable[..., Started],
+) -> None:
     """It says where the run was saved."""
     line = "saved in " + "/very/long" * 20
     master, slave = pty.openpty()
@@ -397,41 +540,75 @@ def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(start: Callable[.
             seen += chunk
     assert run.process.wait(timeout=30) == 0
     os.close(master)
-    assert re.search(rb"\x1b\[Ksaved in (/very/long){20}\r\nall ranks ended well[^\x1b]*$", seen), seen
+    assert re.search(rb"\x1b\[Ksaved in (/very/long){20}\r\nall ranks ended well[^\x1b]*$", seen), (
+        seen
+    )
 
 
-def test_closed_standard_streams_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_streams_are_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    code = supervise(Job(children=children("raise SystemExit(3)"), log_folder=tmp_path, stall_limit=NEVER, follow=True))
+    code = supervise(
+        Job(
+            children=children("raise SystemExit(3)"),
+            log_folder=tmp_path,
+            stall_limit=NEVER,
+            follow=True,
+        )
+    )
     monkeypatch.undo()
     assert code == 3
 
 
 def hosts_over_ssh(*programs: str) -> tuple[ProcessSpec, ...]:
     return tuple(
-        ProcessSpec(rank=node, command=(sys.executable, "-c", program), environment={}, folder=f"host_{name}", title=f"host {name}")
+        ProcessSpec(
+            rank=node,
+            command=(sys.executable, "-c", program),
+            environment={},
+            folder=f"host_{name}",
+            title=f"host {name}",
+        )
         for node, (name, program) in enumerate(zip("ab", programs, strict=True))
     )
 
 
-def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both launchers end with the code of the rank that failed; which of them does first, is chance."""
-    ranks = hosts_over_ssh("import time; time.sleep(1.5); print('of a'); raise SystemExit(7)", "print('of b'); raise SystemExit(7)")
-    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=math.inf, over_ssh=True)) == 7
+def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both launchers end with the code of the rank that failed; which of them does first, is
+    chance.
+    """
+    ranks = hosts_over_ssh(
+        "import time; time.sleep(1.5); print('of a'); raise SystemExit(7)",
+        "print('of b'); raise SystemExit(7)",
+    )
+    assert (
+        supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=math.inf, over_ssh=True))
+        == 7
+    )
     said = capsys.readouterr()
     assert f"started host a, host b; logs: {tmp_path}/{{host_a,host_b}}/mindformer.log" in said.out
-    assert "error: host b ended with exit code 7" in said.err and "also: host a ended with exit code 7" in said.err
+    assert (
+        "error: host b ended with exit code 7" in said.err
+        and "also: host a ended with exit code 7" in said.err
+    )
     assert "    of a\n" in said.err and "    of b\n" in said.err and "rank" not in said.err
     assert (tmp_path / "host_a" / "mindformer.log").read_text().startswith("==== ")
     assert " host a\n" in (tmp_path / "host_a" / "mindformer.log").read_text()
 
 
 SECRETS = (
-    "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE AWS_CREDENTIALS awsAccessKeyId PRIVATEKEY"
-    " SSHKEY ENCRYPTIONKEY AUTHORIZATION BEARER JWT MY_CREDS HF_TOKENS API_KEYS sshkeys MY_JWT OAUTH AUTHENTICATION CRED X_AMZ_SIGNATURE"
+    "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE"
+    " AWS_CREDENTIALS awsAccessKeyId PRIVATEKEY SSHKEY ENCRYPTIONKEY AUTHORIZATION BEARER JWT"
+    " MY_CREDS HF_TOKENS API_KEYS sshkeys MY_JWT OAUTH AUTHENTICATION CRED X_AMZ_SIGNATURE"
 )
-HARMLESS = "PWD OLDPWD PATH max_tokens max_new_tokens tokenizer KEYBOARD TASK MASK AUTHOR AUTHORS PATTERN SKIP DESIGN KEYED"
+HARMLESS = (
+    "PWD OLDPWD PATH max_tokens max_new_tokens tokenizer KEYBOARD TASK MASK AUTHOR AUTHORS"
+    " PATTERN SKIP DESIGN KEYED"
+)
 
 
 def test_names_of_secrets_are_whole_words() -> None:
@@ -456,7 +633,9 @@ def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
 
 
 def test_the_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """A file that an earlier version made is closed to others too; one that is no file, such as a device, is left as it is."""
+    """A file that an earlier version made is closed to others too; one that is no file, such as a
+    device, is left as it is.
+    """
     (tmp_path / "mf_parallel0").mkdir()
     environment = tmp_path / "mf_parallel0" / "env.log"
     environment.write_text("older\n")
@@ -466,18 +645,54 @@ def test_the_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
     (tmp_path / "mf_parallel1" / "env.log").symlink_to("/dev/full")
     mask = os.umask(0o022)
     try:
-        assert supervise(Job(children=children("pass", "pass", "pass"), log_folder=tmp_path, stall_limit=NEVER)) == 0
+        assert (
+            supervise(
+                Job(
+                    children=children("pass", "pass", "pass"),
+                    log_folder=tmp_path,
+                    stall_limit=NEVER,
+                )
+            )
+            == 0
+        )
     finally:
         os.umask(mask)
-    assert [(tmp_path / f"mf_parallel{rank}" / "env.log").stat().st_mode & 0o777 for rank in (0, 2)] == [0o600, 0o600]
-    assert environment.read_text().startswith("older\n==== ") and os.stat("/dev/full").st_mode == before
+    assert [
+        (tmp_path / f"mf_parallel{rank}" / "env.log").stat().st_mode & 0o777 for rank in (0, 2)
+    ] == [0o600, 0o600]
+    assert (
+        environment.read_text().startswith("older\n==== ")
+        and os.stat("/dev/full").st_mode == before
+    )
 
 
 def test_settings_of_the_config_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.launcher.rank_logs._is_secret", lambda name: name != "")
-    shown = ["train.max_tokens=9", "predict.max_new_tokens=8", "data.tokenizer=gpt2", "data.tokenizer.vocab_file=v"]
-    command = (sys.executable, "-c", "pass", *shown, "train.other=abc1", "data.tokenizer.vocab_file.x=abc2", "token=abc3")
-    assert supervise(Job(children=(ProcessSpec(rank=0, command=command, environment={}),), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    shown = [
+        "train.max_tokens=9",
+        "predict.max_new_tokens=8",
+        "data.tokenizer=gpt2",
+        "data.tokenizer.vocab_file=v",
+    ]
+    command = (
+        sys.executable,
+        "-c",
+        "pass",
+        *shown,
+        "train.other=abc1",
+        "data.tokenizer.vocab_file.x=abc2",
+        "token=abc3",
+    )
+    assert (
+        supervise(
+            Job(
+                children=(ProcessSpec(rank=0, command=command, environment={}),),
+                log_folder=tmp_path,
+                stall_limit=NEVER,
+            )
+        )
+        == 0
+    )
     text = (tmp_path / "mf_parallel0" / "env.log").read_text()
     assert all(f" {word} " in text for word in shown) and not re.search(r"abc\d", text)
 
@@ -492,7 +707,15 @@ def test_logs_are_appended_to_and_secrets_hidden(tmp_path: Path) -> None:
         "PLAIN": "two\nlines",
     }
     child = ProcessSpec(
-        rank=0, command=(sys.executable, "-c", "print('ran')", "remote.secret_key=abc6", "u=https://abc7@host"), environment=environment
+        rank=0,
+        command=(
+            sys.executable,
+            "-c",
+            "print('ran')",
+            "remote.secret_key=abc6",
+            "u=https://abc7@host",
+        ),
+        environment=environment,
     )
     for _ in range(2):
         assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
@@ -508,8 +731,17 @@ def test_logs_are_appended_to_and_secrets_hidden(tmp_path: Path) -> None:
 
 def test_a_log_folder_that_cannot_be_written_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "mf_parallel1").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"mf_parallel1: cannot be written: File exists; choose another one by --log_dir"):
-        supervise(Job(children=children(TELL, TELL, arguments=(str(tmp_path / "ran"),)), log_folder=tmp_path, stall_limit=NEVER))
+    with pytest.raises(
+        ConfigError,
+        match=r"mf_parallel1: cannot be written: File exists; choose another one by --log_dir",
+    ):
+        supervise(
+            Job(
+                children=children(TELL, TELL, arguments=(str(tmp_path / "ran"),)),
+                log_folder=tmp_path,
+                stall_limit=NEVER,
+            )
+        )
     assert not (tmp_path / "ran").exists()
 
 
@@ -523,18 +755,38 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
 def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
-    child = ProcessSpec(rank=0, command=(sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"), environment={}, cores=(core,))
+    child = ProcessSpec(
+        rank=0,
+        command=(sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"),
+        environment={},
+        cores=(core,),
+    )
     assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
     assert f"{{{core}}}" in log(tmp_path, 0)
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    helper = ProcessSpec(rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler")
-    assert supervise(Job(children=(*children("pass"), helper), log_folder=tmp_path, stall_limit=NEVER)) == 0
+def test_a_helper_is_not_waited_for_but_its_failure_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    helper = ProcessSpec(
+        rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler"
+    )
+    assert (
+        supervise(Job(children=(*children("pass"), helper), log_folder=tmp_path, stall_limit=NEVER))
+        == 0
+    )
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
-    broken = ProcessSpec(rank=-1, command=(sys.executable, "-c", "raise SystemExit(5)"), environment={}, name="scheduler")
-    assert supervise(Job(children=(*children(SLEEP), broken), log_folder=tmp_path, stall_limit=NEVER)) == 5
+    broken = ProcessSpec(
+        rank=-1,
+        command=(sys.executable, "-c", "raise SystemExit(5)"),
+        environment={},
+        name="scheduler",
+    )
+    assert (
+        supervise(Job(children=(*children(SLEEP), broken), log_folder=tmp_path, stall_limit=NEVER))
+        == 5
+    )
     assert "scheduler ended with exit code 5" in capsys.readouterr().err
 
 

@@ -15,26 +15,56 @@ INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--config", "a.yaml", "--run_mode=train", "x.y=1"], ["--config=a.yaml", "--run_mode=train", "x.y=1"]),
+        (
+            ["--config", "a.yaml", "--run_mode=train", "x.y=1"],
+            ["--config=a.yaml", "--run_mode=train", "x.y=1"],
+        ),
         (["--run_mode", "eval", "--all_ranks"], ["--run_mode", "eval", "--all_ranks"]),
-        (["--train.max_steps=10", "--model.dropout", "0.1"], ["train.max_steps=10", "model.dropout=0.1"]),
-        (["--backend=torch", "--seed", "7", "--precision=bf16"], ["backend=torch", "seed=7", "precision=bf16"]),
+        (
+            ["--train.max_steps=10", "--model.dropout", "0.1"],
+            ["train.max_steps=10", "model.dropout=0.1"],
+        ),
+        (
+            ["--backend=torch", "--seed", "7", "--precision=bf16"],
+            ["backend=torch", "seed=7", "precision=bf16"],
+        ),
         (["--predict.prompt=Once: a=b --c\nd"], ["predict.prompt=Once: a=b --c\nd"]),
         (["--dataset=/data"], ["data.train=/data"]),
         (["--dataset_dir", "/data"], ["data.train=/data"]),
-        (["--train_dataset_dir=/data", "--eval_dataset_dir=/more"], ["data.train=/data", "data.validation=/more"]),
+        (
+            ["--train_dataset_dir=/data", "--eval_dataset_dir=/more"],
+            ["data.train=/data", "data.validation=/more"],
+        ),
         (["--data_url=obs://b/data"], ["data.train=obs://b/data"]),
         (["--train_url=/mnt/out"], ["output_dir=/mnt/out"]),
-        (["--mode=0", "--device_id=3", "--device_target=CPU"], ["context.mode=0", "context.device_id=3", "context.device_target=CPU"]),
+        (
+            ["--mode=0", "--device_id=3", "--device_target=CPU"],
+            ["context.mode=0", "context.device_id=3", "context.device_target=CPU"],
+        ),
         (["--epochs=2"], ["train.max_steps=null", "train.max_tokens=null", "train.max_epochs=2"]),
         (["--batch_size=2"], ["train.micro_batch_size=2"]),
-        (["--run_mode=train", "--load_checkpoint=/c"], ["--run_mode=train", "checkpoint.resume=/c"]),
-        (["--run_mode=finetune", "--load_checkpoint=/c"], ["--run_mode=finetune", "checkpoint.init_from=/c"]),
-        (["--run_mode", "predict", "--load_checkpoint=/c"], ["--run_mode", "predict", "checkpoint.load=/c"]),
+        (
+            ["--run_mode=train", "--load_checkpoint=/c"],
+            ["--run_mode=train", "checkpoint.resume=/c"],
+        ),
+        (
+            ["--run_mode=finetune", "--load_checkpoint=/c"],
+            ["--run_mode=finetune", "checkpoint.init_from=/c"],
+        ),
+        (
+            ["--run_mode", "predict", "--load_checkpoint=/c"],
+            ["--run_mode", "predict", "checkpoint.load=/c"],
+        ),
         (["--predict_data=Hello world"], ["predict.prompt=Hello world"]),
         (["--predict_data", __file__], [f"predict.prompt_file={__file__}"]),
-        (["--profile=True", "--sink_mode=False"], ["profile.start=1", "profile.stop=10", "train.sink_size=1"]),
-        (["--profile=False", "--sink_mode=True", "--use_parallel=True", "--enable_modelarts=1"], []),
+        (
+            ["--profile=True", "--sink_mode=False"],
+            ["profile.start=1", "profile.stop=10", "train.sink_size=1"],
+        ),
+        (
+            ["--profile=False", "--sink_mode=True", "--use_parallel=True", "--enable_modelarts=1"],
+            [],
+        ),
         (
             ["--options", "logging.plot=True", "checkpoint.asynchronous=False", "--seed=1"],
             ["logging.plot=True", "checkpoint.asynchronous=False", "seed=1"],
@@ -49,14 +79,26 @@ def test_words(words: list[str], expected: list[str]) -> None:
 def test_where_the_output_goes() -> None:
     both = translate(["--output_dir=/local", "--train_url=obs://b/out"], {})
     assert both.argv == ["output_dir=/local"] and both.output_url == "obs://b/out"
-    for word in ("--output_dir=obs://b/out", "--obs_path=obs://b/out", "--remote_save_url=obs://b/out", "output_dir=obs://b/out"):
+    for word in (
+        "--output_dir=obs://b/out",
+        "--obs_path=obs://b/out",
+        "--remote_save_url=obs://b/out",
+        "output_dir=obs://b/out",
+    ):
         assert translate([word], {}).output_url == "obs://b/out"
     with pytest.raises(ConfigError, match="already to be copied to obs://a; give one of them"):
         translate(["--obs_path=obs://a", "--train_url=obs://b"], {})
 
 
 def test_unknown_words_are_the_platforms_inside_modelarts_alone() -> None:
-    words = ["--init_method", "tcp://job-0:6666", "--flag", "seed=1", "--num_gpus=8", "--dataset_id=wiki"]
+    words = [
+        "--init_method",
+        "tcp://job-0:6666",
+        "--flag",
+        "seed=1",
+        "--num_gpus=8",
+        "--dataset_id=wiki",
+    ]
     job = translate(words, INSIDE)
     assert job.argv == ["seed=1"]
     assert [remark.partition(" is ")[0] for remark in job.remarks] == [
@@ -69,10 +111,15 @@ def test_unknown_words_are_the_platforms_inside_modelarts_alone() -> None:
 
 
 def test_use_parallel() -> None:
-    assert translate(["--use_parallel=False"], {}).one_process and not translate(["--use_parallel=True"], {}).one_process
+    assert (
+        translate(["--use_parallel=False"], {}).one_process
+        and not translate(["--use_parallel=True"], {}).one_process
+    )
 
 
-def test_a_config_is_found_from_the_code_folder_inside_modelarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_found_from_the_code_folder_inside_modelarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     preset = "configs/gpt2/run_gpt2.yaml"
     assert translate([f"--config={preset}"], INSIDE).argv == [f"--config={modelarts.ROOT / preset}"]
@@ -86,7 +133,11 @@ def test_a_config_is_found_from_the_code_folder_inside_modelarts(tmp_path: Path,
         (["--dataset", "--seed=1"], "--dataset: expected a value behind it"),
         (["--use_parallel=maybe"], "--use_parallel=maybe: expected True or False"),
         (["--options", "a"], "--options a: expected section.key=value"),
-        (["--config=obs://b/run.yaml"], "--config=obs://b/run.yaml: expected a file of this host, beside which the files of its base:"),
+        (
+            ["--config=obs://b/run.yaml"],
+            "--config=obs://b/run.yaml: expected a file of this host, beside which the files of its"
+            " base:",
+        ),
         (["--config", "file:///b/run.yaml"], "put it into the code folder and give its path there"),
         (["--train_url="], "train_url: expected a folder or a URL, found nothing"),
     ],
@@ -103,11 +154,16 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
         for name, field in RunConfig.model_fields.items()
         if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
-    assert {*TOP_LEVEL, "output_dir"} == keys | {"precision"}  # which has a shorthand besides being a section
+    # which has a shorthand besides being a section
+    assert {*TOP_LEVEL, "output_dir"} == keys | {"precision"}
 
 
 def test_mindformers_train_begins_anew() -> None:
-    assert mindformers_argv(["--config=a"]) == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
+    assert mindformers_argv(["--config=a"]) == [
+        "--run_mode=train",
+        "checkpoint.init_from=null",
+        "--config=a",
+    ]
     assert mindformers_argv(["--run_mode=finetune"]) == ["--run_mode=finetune"]
 
 
@@ -137,9 +193,13 @@ def test_mindformers_ascend_is_mindspores(
 ) -> None:
     preset = Path(modelarts.__file__).parents[2] / "configs/gpt2/run_gpt2_tiny.yaml"
     (tmp_path / "other.yaml").write_text(f"base: {preset}\nbackend: torch\n")
-    (tmp_path / "a.yaml").write_text(f"{text}\n" if text.startswith("base") else f"base: {preset}\n{text}\n")
+    (tmp_path / "a.yaml").write_text(
+        f"{text}\n" if text.startswith("base") else f"base: {preset}\n{text}\n"
+    )
     given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words]
     with caplog.at_level("WARNING"):
         assert mindformers_argv(given) == [*(["backend=mindspore"] if chosen else []), *given]
-    said = "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
+    said = (
+        "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
+    )
     assert said is (text in ("backend: torch", "base: other.yaml"))

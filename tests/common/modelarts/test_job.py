@@ -28,7 +28,9 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"}, False, ()),
     ],
 )
-def test_whose_files_a_process_copies(environ: dict[str, str], one_process: bool, expected: tuple[int, ...]) -> None:
+def test_whose_files_a_process_copies(
+    environ: dict[str, str], one_process: bool, expected: tuple[int, ...]
+) -> None:
     process = ALONE if modelarts_job.must_start_ranks(environ) else find_process(environ)
     assert modelarts_job.ranks_to_copy(process, environ, one_process=one_process) == expected
 
@@ -50,22 +52,38 @@ def test_whose_files_a_process_copies_by_the_platforms_table(samples: Path) -> N
         ({"MA_NUM_GPUS": "8"}, False),  # not inside ModelArts
         ({**INSIDE, "MA_NUM_GPUS": "8"}, True),
         ({**INSIDE, "MA_NUM_GPUS": "1"}, False),
-        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK_ID": "0", "RANK_SIZE": "8"}, False),  # one process per card
+        # one process per card
+        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK_ID": "0", "RANK_SIZE": "8"}, False),
         ({**INSIDE, "MA_NUM_GPUS": "8", "RANK": "0", "WORLD_SIZE": "8"}, False),
         ({**INSIDE, "MA_NUM_GPUS": "1", "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "a,b"}, True),
     ],
 )
-def test_ranks_are_started_where_the_platform_started_none(environ: dict[str, str], expected: bool) -> None:
+def test_ranks_are_started_where_the_platform_started_none(
+    environ: dict[str, str], expected: bool
+) -> None:
     assert modelarts_job.must_start_ranks(environ) is expected
 
 
 def test_places_by_the_names_of_the_hosts() -> None:
-    environ = {**INSIDE, "MA_NUM_GPUS": "4", "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job", "VC_TASK_INDEX": "1"}
+    environ = {
+        **INSIDE,
+        "MA_NUM_GPUS": "4",
+        "MA_NUM_HOSTS": "2",
+        "VC_WORKER_HOSTS": "job-0.job,job-1.job",
+        "VC_TASK_INDEX": "1",
+    }
     table, places = modelarts_job.find_places(environ)
     assert table is None and places.master == "job-0.job" and places.own_host == "job-1.job"
-    assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [(4, 0, 0), (5, 1, 1), (6, 2, 2), (7, 3, 3)]
+    assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [
+        (4, 0, 0),
+        (5, 1, 1),
+        (6, 2, 2),
+        (7, 3, 3),
+    ]
     assert places.world_size == 8
-    with pytest.raises(ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"):
+    with pytest.raises(
+        ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"
+    ):
         modelarts_job.find_places({**environ, "MA_NUM_HOSTS": "3"})
     with pytest.raises(ConfigError, match="VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"):
         modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
@@ -73,20 +91,42 @@ def test_places_by_the_names_of_the_hosts() -> None:
 
 def test_places_by_the_platforms_table(samples: Path, tmp_path: Path) -> None:
     table = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "VC_TASK_INDEX": "1", "TMPDIR": str(tmp_path)}
+    environ = {
+        **INSIDE,
+        "RANK_TABLE_FILE": str(table),
+        "VC_TASK_INDEX": "1",
+        "TMPDIR": str(tmp_path),
+    }
     written, places = modelarts_job.find_places(environ)
     assert (places.own_host, places.master) == ("10.19.1.79", "10.19.1.142")
     assert [place.rank for place in places.own] == list(range(8, 16))
     assert written is not None and '"version": "1.0"' in written.read_text()
-    assert modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host == "10.19.1.142"
-    with pytest.raises(ConfigError, match=r"nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79"):
+    assert (
+        modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host
+        == "10.19.1.142"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79",
+    ):
         modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
 
 
 def test_variables_that_a_process_per_card_lacks(samples: Path, tmp_path: Path) -> None:
     table = samples / "v0_modelarts_cce_1x1.json"
-    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "RANK_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "TMPDIR": str(tmp_path)}
+    environ = {
+        **INSIDE,
+        "RANK_TABLE_FILE": str(table),
+        "RANK_ID": "0",
+        "HCCL_CONNECT_TIMEOUT": "600",
+        "TMPDIR": str(tmp_path),
+    }
     found = modelarts_job.platform_variables(Process(device_id=0, launcher="rank table"), environ)
     written = Path(found.pop("RANK_TABLE_FILE"))
-    assert found == {"RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "GLOO_SOCKET_IFNAME": "lo"}
+    assert found == {
+        "RANK_SIZE": "1",
+        "DEVICE_ID": "0",
+        "HCCL_CONNECT_TIMEOUT": "600",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     assert '"rank_id": "0"' in written.read_text()

@@ -1,4 +1,6 @@
-"""Copies from and to stores: once per host, whole or absent, tried again, and what the two libraries of OBS are asked for."""
+"""Copies from and to stores: once per host, whole or absent, tried again, and what the two
+libraries of OBS are asked for.
+"""
 
 import json
 import os
@@ -31,13 +33,25 @@ def bucket(tmp_path: Path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
     here = remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data", {})
-    assert here == tmp_path / "cache" / "data" and files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}
-    assert remote.pull_once(f"file://{bucket}/prompts.txt", tmp_path / "cache" / "prompts.txt", {}).read_text() == "Hello\n"
+    assert here == tmp_path / "cache" / "data" and files(here) == {
+        "a.bin": b"abc",
+        "inner/b.txt": b"inner",
+    }
+    assert (
+        remote.pull_once(
+            f"file://{bucket}/prompts.txt", tmp_path / "cache" / "prompts.txt", {}
+        ).read_text()
+        == "Hello\n"
+    )
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
@@ -45,7 +59,11 @@ def test_a_copy_is_made_anew_when_its_source_has_changed(
     change: str, bucket: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gpt2")
-    url, target, source = f"file://{bucket}/data", tmp_path / "cache" / "data", bucket / "data" / "a.bin"
+    url, target, source = (
+        f"file://{bucket}/data",
+        tmp_path / "cache" / "data",
+        bucket / "data" / "a.bin",
+    )
     remote.pull_once(url, target, {})
     (target / "mine").touch()
     remote.pull_once(url, target, {})
@@ -80,7 +98,9 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_an_upload_that_is_cut_off_never_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_is_cut_off_never_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class CutOff(stores.FolderStore):
         def push(self, folder: Path, files: Sequence[str], url: str) -> None:
             super().push(folder, files[:allowed], url)
@@ -127,8 +147,17 @@ class Slow(stores.FolderStore):
 remote.find_store = lambda url, environ: Slow()
 print(sorted(path.name for path in remote.pull_once(sys.argv[1], Path(sys.argv[3]), {}).iterdir()))
 """
-    words = [sys.executable, "-c", program, f"file://{bucket}/data", str(tmp_path / "calls"), str(tmp_path / "cache" / "data")]
-    children = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        f"file://{bucket}/data",
+        str(tmp_path / "calls"),
+        str(tmp_path / "cache" / "data"),
+    ]
+    children = [
+        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     assert [child.communicate(timeout=60)[0] for child in children] == ["['a.bin', 'inner']\n"] * 3
     assert (tmp_path / "calls").read_text() == "pull\n"
 
@@ -155,33 +184,47 @@ class Failing(stores.FolderStore):
             raise ConnectionError("the line is dead")
 
 
-def test_a_copy_is_tried_again_with_growing_pauses(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_tried_again_with_growing_pauses(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     store = Failing(2)
     monkeypatch.setattr(remote, "find_store", lambda url, environ: store)
     here = remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data", {})
-    assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}, "nothing is left of the halves"
+    assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}, (
+        "nothing is left of the halves"
+    )
     assert pauses == [5.0, 10.0]
 
 
-def test_a_failed_copy_is_one_error_and_never_looks_whole(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_is_one_error_and_never_looks_whole(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     store = Failing(10)
     monkeypatch.setattr(remote, "find_store", lambda url, environ: store)
     target = tmp_path / "cache" / "data"
-    with pytest.raises(StorageError, match=r"could not be copied to .*\(the line is dead\); tried 3 times"):
+    with pytest.raises(
+        StorageError, match=r"could not be copied to .*\(the line is dead\); tried 3 times"
+    ):
         remote.pull_once(f"file://{bucket}/data", target, {})
     assert not target.exists()
-    with pytest.raises(StorageError, match=r"results: .* could not be copied there, and is still here \(the line is dead\)"):
+    with pytest.raises(
+        StorageError,
+        match=r"results: .* could not be copied there, and is still here \(the line is dead\)",
+    ):
         remote.push(bucket / "data", f"file://{bucket}/results", {})
 
 
-def test_those_who_waited_for_a_failed_copy_fail_with_it(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_waited_for_a_failed_copy_fail_with_it(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "cache" / "data"
     target.parent.mkdir()
     (target.parent / ".data.failed").write_text("the other's reason")
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # this process began to wait before that file was written
+    # this process began to wait before that file was written
+    monkeypatch.setattr(time, "time", lambda: 0.0)
     with pytest.raises(StorageError, match="the other's reason"):
         remote.pull_once(f"file://{bucket}/data", target, {})
 
@@ -193,7 +236,9 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
     target.parent.mkdir()
     with (target.parent / ".data.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(StorageError, match="another process of this host copies it for more than 0 s"):
+        with pytest.raises(
+            StorageError, match="another process of this host copies it for more than 0 s"
+        ):
             remote.pull_once(f"file://{bucket}/data", target, {}, limit=0)
 
 
@@ -201,18 +246,26 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
     ("url", "error", "message"),
     [
         ("file:///nowhere/data", DataError, "there is nothing; check the address"),
-        ("obs://bucket/data", ConfigError, "neither ModelArts' moxing nor the OBS SDK can be imported; pip install esdk-obs-python"),
+        (
+            "obs://bucket/data",
+            ConfigError,
+            "neither ModelArts' moxing nor the OBS SDK can be imported; pip install"
+            " esdk-obs-python",
+        ),
         ("http://host/data", ConfigError, "expected a URL that starts with obs://, s3://, file://"),
     ],
 )
-def test_what_cannot_be_reached(url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_reached(
+    url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stores, "_import", lambda name: None)
     with pytest.raises(error) as caught:
         remote.pull_once(url, tmp_path / "data", {})
     assert message in str(caught.value)
 
 
-# ---- the libraries: doubles with the calls of moxing 2 (ModelArts guide, "MoXing Framework API") and of esdk-obs-python 3.26 ----
+# ---- the libraries: doubles with the calls of moxing 2 (ModelArts guide, "MoXing Framework API")
+# and of esdk-obs-python 3.26 ----
 
 
 class Moxing:
@@ -235,7 +288,11 @@ class Moxing:
         return [*names, *{name.partition("/")[0] for name in names if "/" in name}]  # folders too
 
     def stat(self, url: str) -> Any:
-        return SimpleNamespace(length=len(self.objects.get(url, b"")), mtime_nsec=7, is_directory=url not in self.objects)
+        return SimpleNamespace(
+            length=len(self.objects.get(url, b"")),
+            mtime_nsec=7,
+            is_directory=url not in self.objects,
+        )
 
     def copy_parallel(self, source: str, target: str) -> None:
         self.calls.append(("copy_parallel", source, target))
@@ -253,7 +310,14 @@ class Moxing:
 
 
 def test_moxing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moxing = Moxing({"obs://b/data/a.bin": b"abc", "obs://b/data/inner/b": b"inner", "s3://b/prompts.txt": b"Hi", "obs://b/empty/": b""})
+    moxing = Moxing(
+        {
+            "obs://b/data/a.bin": b"abc",
+            "obs://b/data/inner/b": b"inner",
+            "s3://b/prompts.txt": b"Hi",
+            "obs://b/empty/": b"",
+        }
+    )
     monkeypatch.setattr(stores, "_import", {"moxing": SimpleNamespace(file=moxing)}.get)
     here = remote.pull_once("obs://b/data/", tmp_path / "data", {})
     assert files(here) == {"a.bin": b"abc", "inner/b": b"inner"}
@@ -261,8 +325,13 @@ def test_moxing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         StoredFile(name="a.bin", bytes=3, changed="7"),
         StoredFile(name="inner/b", bytes=5, changed="7"),
     ]
-    assert remote.files("obs://b/empty", {}) == remote.files("obs://b/nowhere", {}) == [], "the marker of a folder is no file"
-    assert remote.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt", {}) == tmp_path / "prompts.txt" / "prompts.txt"
+    assert remote.files("obs://b/empty", {}) == remote.files("obs://b/nowhere", {}) == [], (
+        "the marker of a folder is no file"
+    )
+    assert (
+        remote.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt", {})
+        == tmp_path / "prompts.txt" / "prompts.txt"
+    )
     moxing.calls.clear()
     remote.push(run_folder(tmp_path / "out"), "obs://b/out/", {})
     assert [call[2].removeprefix("obs://b/out/") for call in moxing.calls] == UPLOAD_ORDER
@@ -275,12 +344,29 @@ class Client:
         self.objects = objects
         self.broken = False
 
-    def listObjects(self, bucketName: str, prefix: Any = None, marker: Any = None, max_keys: Any = None) -> Any:
+    def listObjects(
+        self, bucketName: str, prefix: Any = None, marker: Any = None, max_keys: Any = None
+    ) -> Any:
         if self.broken:
-            return SimpleNamespace(status=403, errorCode="AccessDenied", errorMessage="Access Denied", body=None)
-        keys = [key for key in sorted(self.objects) if key.startswith(prefix or "") and key > (marker or "")]
-        contents = [SimpleNamespace(key=key, size=len(self.objects[key]), lastModified="2026/11/21 10:00:00") for key in keys[:2]]
-        body = SimpleNamespace(contents=contents, is_truncated=len(keys) > 2, next_marker=keys[1] if len(keys) > 2 else None)
+            return SimpleNamespace(
+                status=403, errorCode="AccessDenied", errorMessage="Access Denied", body=None
+            )
+        keys = [
+            key
+            for key in sorted(self.objects)
+            if key.startswith(prefix or "") and key > (marker or "")
+        ]
+        contents = [
+            SimpleNamespace(
+                key=key, size=len(self.objects[key]), lastModified="2026/11/21 10:00:00"
+            )
+            for key in keys[:2]
+        ]
+        body = SimpleNamespace(
+            contents=contents,
+            is_truncated=len(keys) > 2,
+            next_marker=keys[1] if len(keys) > 2 else None,
+        )
         return SimpleNamespace(status=200, body=body)
 
     def getObject(self, bucketName: str, objectKey: str, downloadPath: str) -> Any:
@@ -292,11 +378,23 @@ class Client:
         return SimpleNamespace(status=200)
 
 
-KEYS = {"OBS_ACCESS_KEY_ID": "id", "S3_SECRET_ACCESS_KEY": "secret", "OBS_ENDPOINT": "https://obs.example.com", "S3_SECURITY_TOKEN": "t"}
+KEYS = {
+    "OBS_ACCESS_KEY_ID": "id",
+    "S3_SECRET_ACCESS_KEY": "secret",
+    "OBS_ENDPOINT": "https://obs.example.com",
+    "S3_SECURITY_TOKEN": "t",
+}
 
 
 def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"data/": b"", "data/a.bin": b"abc", "data/inner/b.txt": b"inner", "data/inner/empty": b"", "data2/c": b"other", "p.txt": b"Hi"}
+    data = {
+        "data/": b"",
+        "data/a.bin": b"abc",
+        "data/inner/b.txt": b"inner",
+        "data/inner/empty": b"",
+        "data2/c": b"other",
+        "p.txt": b"Hi",
+    }
     client, given = Client(dict(data)), {}
 
     def make(**options: str) -> Client:
@@ -304,10 +402,17 @@ def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return client
 
     elsewhere = SimpleNamespace(file=None)  # PyPI's moxing
-    monkeypatch.setattr(stores, "_import", {"moxing": elsewhere, "obs": SimpleNamespace(ObsClient=make)}.get)
+    monkeypatch.setattr(
+        stores, "_import", {"moxing": elsewhere, "obs": SimpleNamespace(ObsClient=make)}.get
+    )
     here = remote.pull_once("obs://bucket/data", tmp_path / "data", KEYS)
     assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner", "inner/empty": b""}
-    assert given == {"access_key_id": "id", "secret_access_key": "secret", "server": "https://obs.example.com", "security_token": "t"}
+    assert given == {
+        "access_key_id": "id",
+        "secret_access_key": "secret",
+        "server": "https://obs.example.com",
+        "security_token": "t",
+    }
     assert remote.pull_once("obs://bucket/p.txt", tmp_path / "p.txt", KEYS).read_bytes() == b"Hi"
     remote.push(here, "obs://bucket/results/", KEYS)
     assert {key: value for key, value in client.objects.items() if key not in data} == {
@@ -326,11 +431,16 @@ def test_the_obs_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
     with pytest.raises(StorageError, match="OBS answered 403 AccessDenied Access Denied"):
         remote.files("obs://bucket/data", KEYS)
-    with pytest.raises(ConfigError, match="the OBS SDK needs OBS_SECRET_ACCESS_KEY, OBS_ENDPOINT in the environment; set them"):
+    with pytest.raises(
+        ConfigError,
+        match="the OBS SDK needs OBS_SECRET_ACCESS_KEY, OBS_ENDPOINT in the environment; set them",
+    ):
         remote.files("obs://bucket/data", {"OBS_ACCESS_KEY_ID": "id"})
 
 
 def test_markers_name_what_was_copied(bucket: Path, tmp_path: Path) -> None:
     remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data", {})
     marker = json.loads((tmp_path / "cache" / ".data.complete").read_text())
-    assert marker["url"] == f"file://{bucket}/data" and [file["name"] for file in marker["files"]] == ["a.bin", "inner/b.txt"]
+    assert marker["url"] == f"file://{bucket}/data" and [
+        file["name"] for file in marker["files"]
+    ] == ["a.bin", "inner/b.txt"]

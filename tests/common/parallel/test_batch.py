@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common.errors import ConfigError
-from common.parallel.batch import MAX_RANKS, check_divides, divisors, pad_vocabulary, plan_batch, plan_data_parallel
+from common.parallel.batch import (
+    MAX_RANKS,
+    check_divides,
+    divisors,
+    pad_vocabulary,
+    plan_batch,
+    plan_data_parallel,
+)
 
 small = st.integers(1, 64)
 
@@ -26,22 +33,36 @@ def test_any_one_number_may_be_left_out(micro: int, data_parallel: int, accumula
 
 
 @given(small, small, small, st.integers(1, 5000))
-def test_a_plan_always_multiplies_out(micro: int, data_parallel: int, accumulation: int, total: int) -> None:
+def test_a_plan_always_multiplies_out(
+    micro: int, data_parallel: int, accumulation: int, total: int
+) -> None:
     try:
-        plan = plan_batch(global_batch=total, micro_batch=micro, data_parallel=data_parallel, accumulation=accumulation)
+        plan = plan_batch(
+            global_batch=total,
+            micro_batch=micro,
+            data_parallel=data_parallel,
+            accumulation=accumulation,
+        )
     except ConfigError as error:
         assert total != micro * data_parallel * accumulation
-        assert all(str(number) in str(error) for number in (total, micro, data_parallel, accumulation))
+        assert all(
+            str(number) in str(error) for number in (total, micro, data_parallel, accumulation)
+        )
     else:
-        assert plan.global_batch == plan.micro_batch * plan.data_parallel * plan.accumulation == total
+        assert (
+            plan.global_batch == plan.micro_batch * plan.data_parallel * plan.accumulation == total
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "accumulation"),
     [
-        ({"global_batch": 512, "micro_batch": 8, "data_parallel": 2}, 32),  # OneFlow 4n8d, tensor 4, pipeline 4
-        ({"global_batch": 8, "micro_batch": 4, "data_parallel": 1}, 2),  # OneFlow README, single GPU
-        ({"global_batch": 192, "micro_batch": 2, "data_parallel": 4}, 24),  # MindFormers 13B document layout
+        # OneFlow 4n8d, tensor 4, pipeline 4
+        ({"global_batch": 512, "micro_batch": 8, "data_parallel": 2}, 32),
+        # OneFlow README, single GPU
+        ({"global_batch": 8, "micro_batch": 4, "data_parallel": 1}, 2),
+        # MindFormers 13B document layout
+        ({"global_batch": 192, "micro_batch": 2, "data_parallel": 4}, 24),
         ({"global_batch": 1536, "micro_batch": 1, "data_parallel": 1}, 1536),  # FleetX 175B
         ({"global_batch": 32, "micro_batch": 8, "data_parallel": 2}, 2),  # ModelZoo 1.3B
     ],
@@ -53,7 +74,11 @@ def test_known_layouts(given: dict[str, int], accumulation: int) -> None:
 def test_messages() -> None:
     with pytest.raises(ConfigError, match="both left out"):
         plan_batch()
-    with pytest.raises(ConfigError, match=r"global_batch_size=10 is no multiple of micro batch x data parallel = 8.*choose 8 or 16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch_size=10 is no multiple of micro batch x data parallel = 8.*choose 8 or"
+        r" 16",
+    ):
         plan_batch(global_batch=10, micro_batch=4, data_parallel=2)
     with pytest.raises(ConfigError, match=r"global_batch_size=3 .* choose 8$"):
         plan_batch(global_batch=3, micro_batch=4, data_parallel=2)
@@ -64,7 +89,8 @@ def test_divisors(number: int) -> None:
     assert list(divisors(number)) == [part for part in range(1, number + 1) if number % part == 0]
 
 
-@pytest.mark.parametrize("whole", [2**40, 2**40 - 87, 2**42, 963761198400])  # a power, the largest prime below, 6720 divisors
+# a power, the largest prime below, 6720 divisors
+@pytest.mark.parametrize("whole", [2**40, 2**40 - 87, 2**42, 963761198400])
 def test_divisors_of_the_largest_numbers_are_named_at_once(whole: int) -> None:
     start = time.process_time()
     with pytest.raises(ConfigError, match=r"; choose \d+(,| or)") as caught:
@@ -76,8 +102,14 @@ def test_divisors_of_the_largest_numbers_are_named_at_once(whole: int) -> None:
 def test_the_nearest_of_many_divisors_are_offered() -> None:
     with pytest.raises(ConfigError, match=r"; choose (.*), or another$") as caught:
         check_divides("part", 55, "whole", 5040)
-    offered = [int(word) for word in re.findall(r"\d+", str(caught.value).partition("; choose ")[2])]
-    assert len(offered) == 12 and {48, 56, 60, 63} <= set(offered) and not any(5040 % number for number in offered)
+    offered = [
+        int(word) for word in re.findall(r"\d+", str(caught.value).partition("; choose ")[2])
+    ]
+    assert (
+        len(offered) == 12
+        and {48, 56, 60, 63} <= set(offered)
+        and not any(5040 % number for number in offered)
+    )
 
 
 def test_more_ranks_than_any_cluster_has_are_refused() -> None:
@@ -86,7 +118,10 @@ def test_more_ranks_than_any_cluster_has_are_refused() -> None:
 
 
 def test_world_size() -> None:
-    assert plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=None) == 4
+    assert (
+        plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=None)
+        == 4
+    )
     with pytest.raises(ConfigError, match="= 8 processes, but 32 are running"):
         plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=1)
     with pytest.raises(ConfigError, match="= 3 does not divide the 32 running processes"):

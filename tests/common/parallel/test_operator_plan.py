@@ -1,4 +1,6 @@
-"""The plan of semi-automatic parallel: what ranks hold tiles every parameter, strategies follow from roles, groups of communication."""
+"""The plan of semi-automatic parallel: what ranks hold tiles every parameter, strategies follow
+from roles, groups of communication.
+"""
 
 from collections import Counter
 from typing import Any
@@ -27,7 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data, optimizer split": {"data_parallel": 8, "zero_stage": 1},
     "optimizer split within fours": {"data_parallel": 8, "zero_stage": 2, "shard_size": 4},
     "all three": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "zero_stage": 1},
-    "whole vocabulary": {"data_parallel": 4, "model_parallel": 2, "vocab_emb_dp": True, "zero_stage": 1},
+    "whole vocabulary": {
+        "data_parallel": 4,
+        "model_parallel": 2,
+        "vocab_emb_dp": True,
+        "zero_stage": 1,
+    },
     "uneven stages": {"data_parallel": 4, "pipeline_stage": 2, "stage_layers": [1, 3]},
 }
 
@@ -37,9 +44,21 @@ def make_config(parallel: dict[str, Any], **changes: Any) -> RunConfig:
         "output_dir": "unused",
         "backend": "mindspore",
         "device": "npu",
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101, "vocab_multiple": 8},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+            "vocab_multiple": 8,
+        },
         "train": {"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
-        "parallel": parallel | ({"parallel_optimizer_config": {"parallel_optimizer_threshold": 1}} if "zero_stage" in parallel else {}),
+        "parallel": parallel
+        | (
+            {"parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+            if "zero_stage" in parallel
+            else {}
+        ),
         "optimizer": {"learning_rate": 0.3},
     }
     return resolve_config(build_config(changed(tree, changes)), world_size=8)
@@ -72,20 +91,39 @@ def test_what_ranks_hold_tiles_every_parameter(layout: str) -> None:
 def test_strategies_follow_from_roles() -> None:
     plan = operator_strategies(make_config(LAYOUTS["all three"]))
     for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
-        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 1), (2, 1)) and plan[f"h.*.{name}.add"].inputs == ((2, 2), (2,))
+        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 1), (2, 1)) and plan[
+            f"h.*.{name}.add"
+        ].inputs == ((2, 2), (2,))
     for name in ("attn.c_proj", "mlp.c_proj"):
-        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 2), (1, 2)) and plan[f"h.*.{name}.add"].inputs == ((2, 1), (1,))
-    assert plan["wte.gather"].inputs[0] == plan["head.matmul"].inputs[1] == (2, 1), "the two uses of the tied table agree"
+        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 2), (1, 2)) and plan[
+            f"h.*.{name}.add"
+        ].inputs == ((2, 1), (1,))
+    assert plan["wte.gather"].inputs[0] == plan["head.matmul"].inputs[1] == (2, 1), (
+        "the two uses of the tied table agree"
+    )
     along = operator_strategies(make_config({**LAYOUTS["all three"], "sequence_parallel": True}))
-    assert along["h.*.mlp.c_proj.matmul"].output == (4, 1) and along["ln_f.layer_norm"].inputs[0] == (4, 1)
+    assert along["h.*.mlp.c_proj.matmul"].output == (4, 1) and along["ln_f.layer_norm"].inputs[
+        0
+    ] == (4, 1)
     whole = operator_strategies(make_config(LAYOUTS["whole vocabulary"]))
-    assert whole["wte.gather"].inputs == ((1, 1), (4, 1)) and whole["head.matmul"].inputs == ((8, 1), (1, 1))
+    assert whole["wte.gather"].inputs == ((1, 1), (4, 1)) and whole["head.matmul"].inputs == (
+        (8, 1),
+        (1, 1),
+    )
 
 
 def test_stages_and_groups() -> None:
     uneven = make_config(LAYOUTS["uneven stages"])
     assert [stage_of(f"h.{layer}", uneven) for layer in range(4)] == [0, 1, 1, 1]
-    assert stages_of_parameter("wte.weight", uneven) == (0, 1) and stages_of_parameter("ln_f.bias", uneven) == (1,)
+    assert stages_of_parameter("wte.weight", uneven) == (0, 1) and stages_of_parameter(
+        "ln_f.bias", uneven
+    ) == (1,)
     assert {fusion_of(layer, uneven) for layer in range(4)} == {1}
-    assert [fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 2})) for layer in range(4)] == [1, 1, 2, 2]
-    assert [fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 9})) for layer in range(4)] == [1, 2, 3, 4]
+    assert [
+        fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 2}))
+        for layer in range(4)
+    ] == [1, 1, 2, 2]
+    assert [
+        fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 9}))
+        for layer in range(4)
+    ] == [1, 2, 3, 4]

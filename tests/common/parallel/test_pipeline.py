@@ -1,4 +1,6 @@
-"""Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played with those."""
+"""Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played
+with those.
+"""
 
 import random
 import time
@@ -8,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from common.parallel.pipeline import bubble, gradients_at_most, held_at_most, order_of_rank, schedule_error
+from common.parallel.pipeline import (
+    bubble,
+    gradients_at_most,
+    held_at_most,
+    order_of_rank,
+    schedule_error,
+)
 from common.parallel.topology import Topology
 
 SPLIT = ("interleaved_1f1b", "interleaved_zero_bubble")
@@ -28,7 +36,9 @@ def layout(schedule: str, virtual: int, ranks: int) -> Topology:
 
 def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
     """What torch's class would do on each rank; its constructor wants a running process group."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is not installed")
+    schedules = pytest.importorskip(
+        "torch.distributed.pipelining.schedules", reason="torch is not installed"
+    )
     kind = {
         "gpipe": schedules.ScheduleGPipe,
         "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
@@ -36,7 +46,11 @@ def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) ->
         "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
     }[schedule]
     theirs: Any = kind.__new__(kind)
-    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = ranks, virtual, micro_batches
+    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = (
+        ranks,
+        virtual,
+        micro_batches,
+    )
     theirs._num_stages = theirs.num_stages = ranks * virtual
     theirs.number_of_rounds = max(1, micro_batches // ranks)
     theirs.microbatches_per_round = micro_batches // theirs.number_of_rounds
@@ -45,20 +59,28 @@ def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) ->
     else:
         orders = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
     return [
-        [(PASSES[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order if a and a.computation_type.name in PASSES]
+        [
+            (PASSES[a.computation_type.name], a.stage_index, a.microbatch_index)
+            for a in order
+            if a and a.computation_type.name in PASSES
+        ]
         for order in orders
     ]
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Step]]:
-    """By the rule (arXiv 2104.04473, figure 4): torch's listing of this schedule misnumbers the last rank's micro batches."""
+    """By the rule (arXiv 2104.04473, figure 4): torch's listing of this schedule misnumbers the
+    last rank's micro batches.
+    """
     orders = []
     for rank in range(ranks):
         ahead = min(ranks - rank - 1, micro_batches)
         order: list[Step] = [("F", rank, number) for number in range(ahead)]
         for number in range(micro_batches - ahead):
             order += [("F", rank, ahead + number), ("B", rank, number)]
-        orders.append(order + [("B", rank, number) for number in range(micro_batches - ahead, micro_batches)])
+        orders.append(
+            order + [("B", rank, number) for number in range(micro_batches - ahead, micro_batches)]
+        )
     return orders
 
 
@@ -69,7 +91,9 @@ def expected(schedule: str, virtual: int, ranks: int, micro_batches: int) -> lis
 
 
 def play(orders: list[list[Step]], stages: int) -> int:
-    """Units of time until every rank has done all it has to, each step as soon as what it needs is there."""
+    """Units of time until every rank has done all it has to, each step as soon as what it needs is
+    there.
+    """
     done: dict[Step, int] = {}
     clock, at = [0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
@@ -79,7 +103,10 @@ def play(orders: list[list[Step]], stages: int) -> int:
                 what, stage, number = order[at[rank]]
                 needs = [("F", stage - 1, number)] if what == "F" and stage else []
                 if what in "BI":
-                    needs = [("F", stage, number), *([(what, stage + 1, number)] if stage < stages - 1 else [])]
+                    needs = [
+                        ("F", stage, number),
+                        *([(what, stage + 1, number)] if stage < stages - 1 else []),
+                    ]
                 if any(need not in done for need in needs):
                     break
                 clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + UNITS[what]
@@ -90,13 +117,18 @@ def play(orders: list[list[Step]], stages: int) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), CASES)
-def test_orders_bubbles_and_what_is_held(schedule: str, virtual: int, ranks: int, micro_batches: int) -> None:
+def test_orders_bubbles_and_what_is_held(
+    schedule: str, virtual: int, ranks: int, micro_batches: int
+) -> None:
     topology = layout(schedule, virtual, ranks)
     if schedule_error(schedule, topology, micro_batches):
         return
     orders = expected(schedule, virtual, ranks, micro_batches)
     for rank, order in enumerate(orders):
-        assert [(a.what.value, a.stage, a.micro_batch) for a in order_of_rank(schedule, topology, rank, micro_batches)] == order
+        assert [
+            (a.what.value, a.stage, a.micro_batch)
+            for a in order_of_rank(schedule, topology, rank, micro_batches)
+        ] == order
         sizes = {stage: 10 + stage for stage in topology.stages_of(rank)}
         now = most = 0
         for what, stage, _ in order:
@@ -107,24 +139,46 @@ def test_orders_bubbles_and_what_is_held(schedule: str, virtual: int, ranks: int
     enough = {"gpipe": 1, "1f1b": 1, "zbv_zero_bubble": 2 * ranks - 1}.get(schedule, ranks)
     if micro_batches >= enough:
         work = 3 * micro_batches * virtual
-        assert bubble(schedule, topology, micro_batches) == pytest.approx(1 - work / play(orders, topology.stages), rel=1e-12)
+        assert bubble(schedule, topology, micro_batches) == pytest.approx(
+            1 - work / play(orders, topology.stages), rel=1e-12
+        )
 
 
 def test_the_bubble_of_the_papers() -> None:
-    """(p - 1) / (m + p - 1) of GPipe and 1F1B, whatever a backward pass takes; v times less waiting interleaved."""
+    """(p - 1) / (m + p - 1) of GPipe and 1F1B, whatever a backward pass takes; v times less waiting
+    interleaved.
+    """
     for ranks, micro_batches, recomputes in product((1, 4, 16), (16, 1536), (False, True)):
         whole = (ranks - 1) / (micro_batches + ranks - 1)
         for schedule in ("gpipe", "1f1b"):
-            assert bubble(schedule, Topology(pipeline=ranks), micro_batches, recomputes=recomputes) == pytest.approx(whole)
-        interleaved = bubble("interleaved_1f1b", Topology(pipeline=ranks, virtual=3), micro_batches, recomputes=recomputes)
+            assert bubble(
+                schedule, Topology(pipeline=ranks), micro_batches, recomputes=recomputes
+            ) == pytest.approx(whole)
+        interleaved = bubble(
+            "interleaved_1f1b",
+            Topology(pipeline=ranks, virtual=3),
+            micro_batches,
+            recomputes=recomputes,
+        )
         assert interleaved == pytest.approx((ranks - 1) / (3 * micro_batches + ranks - 1))
 
 
 def test_schedules_say_how_many_micro_batches_they_need() -> None:
     four = Topology(pipeline=4)
-    assert schedule_error("1f1b", four, 3) == "1f1b needs at least 4 micro batches, one a stage, not 3"
-    assert schedule_error("interleaved_1f1b", four, 9) == "interleaved_1f1b needs micro batches in 2 equal rounds, not 9"
-    for schedule, number in (("1f1b", 4), ("gpipe", 1), ("zbv_zero_bubble", 1), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 8)):
+    assert (
+        schedule_error("1f1b", four, 3) == "1f1b needs at least 4 micro batches, one a stage, not 3"
+    )
+    assert (
+        schedule_error("interleaved_1f1b", four, 9)
+        == "interleaved_1f1b needs micro batches in 2 equal rounds, not 9"
+    )
+    for schedule, number in (
+        ("1f1b", 4),
+        ("gpipe", 1),
+        ("zbv_zero_bubble", 1),
+        ("interleaved_1f1b", 3),
+        ("interleaved_zero_bubble", 8),
+    ):
         assert schedule_error(schedule, four, number) is None
     assert schedule_error("1f1b", Topology(), 1) is None
 
@@ -132,13 +186,23 @@ def test_schedules_say_how_many_micro_batches_they_need() -> None:
 PLAYED = [
     *product(("gpipe", "1f1b"), (1,), (2, 3, 5), (1, 2, 5, 6, 14)),
     *product(SPLIT, (1, 2, 3, 4), (2, 3, 4, 5), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 24, 30)),
-    *product(("zbv_zero_bubble",), (2,), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 24)),
+    *product(
+        ("zbv_zero_bubble",), (2,), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 24)
+    ),
 ]
 
 
-def played(schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Micro batches held when they take most, and gradients held, by counting along the whole order."""
-    sent = {stage for stage in topology.stages_of(place) if stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place}
+def played(
+    schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]
+) -> tuple[dict[int, int], int]:
+    """Micro batches held when they take most, and gradients held, by counting along the whole
+    order.
+    """
+    sent = {
+        stage
+        for stage in topology.stages_of(place)
+        if stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place
+    }
     held, worst, gradients, most_gradients = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0, 0
 
     def weight(counts: Mapping[int, int]) -> int:
@@ -154,7 +218,9 @@ def played(schedule: str, topology: Topology, place: int, micro_batches: int, si
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), PLAYED)
-def test_what_is_held_is_that_of_the_whole_order(schedule: str, virtual: int, ranks: int, micro_batches: int) -> None:
+def test_what_is_held_is_that_of_the_whole_order(
+    schedule: str, virtual: int, ranks: int, micro_batches: int
+) -> None:
     """Of any sizes of the stages, at the same moment of those that hold equally much."""
     topology = layout(schedule, virtual, ranks)
     if schedule_error(schedule, topology, micro_batches):
@@ -169,13 +235,18 @@ def test_what_is_held_is_that_of_the_whole_order(schedule: str, virtual: int, ra
 
 @pytest.mark.parametrize("schedule", ["1f1b", *SPLIT, "zbv_zero_bubble"])
 def test_what_is_held_takes_no_loop_over_micro_batches(schedule: str) -> None:
-    """More than some rounds bring nothing new; 127 x 129 micro batches go in 127 rounds of more than there are ranks."""
+    """More than some rounds bring nothing new; 127 x 129 micro batches go in 127 rounds of more
+    than there are ranks.
+    """
     start = time.process_time()
     topology = layout(schedule, 1 if schedule == "1f1b" else 2, 128)
     for place, micro_batches in product((0, 1, 127), (127 * 129, 2**40, 2**40 + 1)):
         sizes = {stage: 1 + stage for stage in topology.stages_of(place)}
         held = held_at_most(schedule, topology, place, micro_batches, sizes)
-        assert max(held.values()) <= 3 * 128 and gradients_at_most(schedule, topology, place, micro_batches) <= 256
+        assert (
+            max(held.values()) <= 3 * 128
+            and gradients_at_most(schedule, topology, place, micro_batches) <= 256
+        )
         if micro_batches == 2**40:
             assert held == held_at_most(schedule, topology, place, 2**20, sizes)
     assert time.process_time() - start < 1

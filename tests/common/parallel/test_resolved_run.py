@@ -12,7 +12,13 @@ def written() -> RunConfig:
     return build_config(
         {
             "output_dir": "out",
-            "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "vocab_size": 256},
+            "model": {
+                "num_layers": 4,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "seq_length": 8,
+                "vocab_size": 256,
+            },
             "train": {"max_epochs": 2, "micro_batch_size": 2, "global_batch_size": 8},
             "optimizer": {"learning_rate": 0.1, "warmup_fraction": 0.5},
             "parallel": {"model_parallel": 2},
@@ -41,12 +47,20 @@ def test_a_copy_computes_anew() -> None:
 def test_the_length_makes_it_a_training_run() -> None:
     run = resolve_length(resolve_config(written(), world_size=4), samples_per_epoch=40)
     assert isinstance(run, TrainingRun)
-    assert (run.train.max_steps, run.optimizer.warmup_steps, run.optimizer.decay_steps) == (10, 5, 10)
+    assert (run.train.max_steps, run.optimizer.warmup_steps, run.optimizer.decay_steps) == (
+        10,
+        5,
+        10,
+    )
 
 
 def test_it_is_written_and_read_as_a_config() -> None:
     run = resolve_config(written(), world_size=4)
     keys = list(written().model_dump())
-    assert run.sizes and list(run.model_dump()) == keys and list(run.model_dump()["model"]) == list(written().model_dump()["model"])
+    assert (
+        run.sizes
+        and list(run.model_dump()) == keys
+        and list(run.model_dump()["model"]) == list(written().model_dump()["model"])
+    )
     assert resolve_config(build_config(parse_yaml(dump_config(run))), world_size=4) == run
     assert as_run(RunConfig, run) == build_config(run.model_dump())

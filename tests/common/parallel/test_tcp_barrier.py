@@ -15,15 +15,22 @@ def barriers(size: int) -> list[TcpBarrier]:
     host = BarrierServer("127.0.0.1")
     with ThreadPoolExecutor(size) as pool:
         first = pool.submit(host.receive, size)
-        others = [pool.submit(connect, rank, "127.0.0.1", host.port, host.token) for rank in range(1, size)]
+        others = [
+            pool.submit(connect, rank, "127.0.0.1", host.port, host.token)
+            for rank in range(1, size)
+        ]
         return [first.result(timeout=20), *(other.result(timeout=20) for other in others)]
 
 
-@pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")])
+@pytest.mark.parametrize(
+    ("address", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")],
+)
 def test_of_one_host_nobody_else_can_call(address: str, bound: str) -> None:
     host = BarrierServer(address)
     with host._listener as listener:
-        assert listener.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)  # a container may have no IPv6
+        # a container may have no IPv6
+        assert listener.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -65,7 +72,10 @@ def test_one_that_has_gone_is_named() -> None:
 def test_a_wait_has_an_end() -> None:
     everyone = barriers(2)
     everyone[0].limit(0.2)
-    with pytest.raises(RunError, match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit"):
+    with pytest.raises(
+        RunError,
+        match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit",
+    ):
         everyone[0].wait()
 
 
@@ -83,5 +93,7 @@ def test_strangers_are_turned_away() -> None:
 def test_a_port_that_nobody_holds_is_one_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(RunError, match=rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"):
+    with pytest.raises(
+        RunError, match=rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"
+    ):
         connect(1, "127.0.0.1", port, "0" * 32)

@@ -11,19 +11,40 @@ from common.parallel.resolved_run import topology_of
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
 # data, tensor, pipeline
-LAYOUTS = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (4, 2, 4), (4, 8, 1), (8, 1, 16), (1, 8, 16), (3, 2, 5), (5, 3, 2)]
-MEGATRON = {GroupKind.TENSOR: "tp", GroupKind.DATA: "dp", GroupKind.PIPELINE: "pp", GroupKind.MODEL: "tp-pp"}
+LAYOUTS = [
+    (1, 1, 1),
+    (8, 1, 1),
+    (1, 4, 1),
+    (1, 1, 4),
+    (2, 2, 2),
+    (4, 2, 4),
+    (4, 8, 1),
+    (8, 1, 16),
+    (1, 8, 16),
+    (3, 2, 5),
+    (5, 3, 2),
+]
+MEGATRON = {
+    GroupKind.TENSOR: "tp",
+    GroupKind.DATA: "dp",
+    GroupKind.PIPELINE: "pp",
+    GroupKind.MODEL: "tp-pp",
+}
 
 
 def parallel_state() -> Any:
     pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("megatron.core.parallel_state", reason="megatron-core is not installed")
+        return pytest.importorskip(
+            "megatron.core.parallel_state", reason="megatron-core is not installed"
+        )
 
 
 def megatron(data: int, tensor: int, pipeline: int) -> Any:
-    return parallel_state().RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    return parallel_state().RankGenerator(
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -43,21 +64,32 @@ def test_coordinates_are_places_in_megatrons_groups(layout: tuple[int, int, int]
     data, tensor, pipeline = layout
     topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
     places = {
-        axis: {rank: place for group in megatron(*layout).get_ranks(axis) for place, rank in enumerate(group)}
+        axis: {
+            rank: place
+            for group in megatron(*layout).get_ranks(axis)
+            for place, rank in enumerate(group)
+        }
         for axis in ("tp", "dp", "pp")
     }
     for rank in range(topology.world_size):
-        at = Coordinates(data=places["dp"][rank], tensor=places["tp"][rank], pipeline=places["pp"][rank])
+        at = Coordinates(
+            data=places["dp"][rank], tensor=places["tp"][rank], pipeline=places["pp"][rank]
+        )
         assert topology.coordinates(rank) == at and topology.rank(at) == rank
         assert topology.holds_embedding(rank) == (places["pp"][rank] == 0)
         assert topology.holds_head(rank) == (places["pp"][rank] == pipeline - 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(layout: tuple[int, int, int]) -> None:
+def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(
+    layout: tuple[int, int, int],
+) -> None:
     data, tensor, pipeline = layout
     topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
-    wanted = [parallel_state().default_embedding_ranks(ranks) for ranks in megatron(*layout).get_ranks("pp")]
+    wanted = [
+        parallel_state().default_embedding_ranks(ranks)
+        for ranks in megatron(*layout).get_ranks("pp")
+    ]
     assert topology.groups(GroupKind.EMBEDDING) == wanted
     holders = {rank for group in wanted for rank in group}
     for rank in range(topology.world_size):
@@ -72,13 +104,27 @@ def test_a_stage_is_a_contiguous_range_of_ranks() -> None:
 
 def test_layers_are_spread_evenly_in_order() -> None:
     topology = Topology(pipeline=4)
-    assert [list(topology.layers_of_stage(stage, 8)) for stage in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)] == [0, 0, 1, 2, 3, 3]
+    assert [list(topology.layers_of_stage(stage, 8)) for stage in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        3,
+    ]
     assert Topology().layers_of_stage(0, 3) == range(3)
 
 
 def test_layers_that_do_not_divide() -> None:
-    message = r"parallel\.pipeline_stage=3 does not divide model\.num_layers=16; choose 1, 2, 4, 8 or 16"
+    message = (
+        r"parallel\.pipeline_stage=3 does not divide model\.num_layers=16; choose 1, 2, 4, 8 or 16"
+    )
     with pytest.raises(ConfigError, match=message):
         Topology(pipeline=3).layers_of_stage(0, 16)
     with pytest.raises(ConfigError, match=message):
@@ -87,31 +133,52 @@ def test_layers_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 32, 1000])
 def test_a_rank_outside_the_world(rank: int) -> None:
-    with pytest.raises(ConfigError, match=rf"rank {rank} is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"rank {rank} is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to"
+        rf" 31",
+    ):
         Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "virtual", "v_shape"), [(2, 2, False), (4, 3, False), (1, 2, False), (2, 2, True), (4, 2, True), (5, 2, True)]
+    ("ranks", "virtual", "v_shape"),
+    [(2, 2, False), (4, 3, False), (1, 2, False), (2, 2, True), (4, 2, True), (5, 2, True)],
 )
-def test_stages_lie_where_torchs_pipelines_look_for_them(ranks: int, virtual: int, v_shape: bool) -> None:
-    utils = pytest.importorskip("torch.distributed.pipelining._utils", reason="torch is not installed")
+def test_stages_lie_where_torchs_pipelines_look_for_them(
+    ranks: int, virtual: int, v_shape: bool
+) -> None:
+    utils = pytest.importorskip(
+        "torch.distributed.pipelining._utils", reason="torch is not installed"
+    )
     topology = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape)
-    theirs = utils.generate_stage_to_rank_mapping(ranks, ranks * virtual, style="v" if v_shape else "loop")
+    theirs = utils.generate_stage_to_rank_mapping(
+        ranks, ranks * virtual, style="v" if v_shape else "loop"
+    )
     assert {stage: topology.place_of_stage(stage) for stage in range(topology.stages)} == theirs
     for place in range(ranks):
-        assert topology.stages_of(place) == tuple(stage for stage, rank in theirs.items() if rank == place)
+        assert topology.stages_of(place) == tuple(
+            stage for stage, rank in theirs.items() if rank == place
+        )
     holders = sorted({theirs[0], theirs[ranks * virtual - 1]})
     assert topology.groups(GroupKind.EMBEDDING) == [holders]
-    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [theirs[ranks * virtual - 1]]
+    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [
+        theirs[ranks * virtual - 1]
+    ]
 
 
 def test_layers_of_virtual_and_uneven_stages() -> None:
     interleaved = Topology(pipeline=2, virtual=2)
     assert [interleaved.layers_of(place, 8) for place in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert [Topology(pipeline=2, virtual=2, v_shape=True).layers_of(place, 8) for place in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [
+        Topology(pipeline=2, virtual=2, v_shape=True).layers_of(place, 8) for place in range(2)
+    ] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     uneven = Topology(pipeline=3, stage_layers=(1, 3, 2))
-    assert [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)] == [[0], [1, 2, 3], [4, 5]]
+    assert [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)] == [
+        [0],
+        [1, 2, 3],
+        [4, 5],
+    ]
     assert [uneven.stage_of_layer(layer, 6) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
 
 
@@ -121,7 +188,14 @@ def test_layers_of_virtual_and_uneven_stages() -> None:
         ({"pipeline_stage": 4}, 4),
         ({"pipeline_stage": 4, "pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
         ({"pipeline_stage": 4, "pipeline_schedule": "interleaved_1f1b"}, 8),
-        ({"pipeline_stage": 4, "pipeline_schedule": "interleaved_zero_bubble", "virtual_stages": 3}, 12),
+        (
+            {
+                "pipeline_stage": 4,
+                "pipeline_schedule": "interleaved_zero_bubble",
+                "virtual_stages": 3,
+            },
+            12,
+        ),
         ({"pipeline_stage": 4, "pipeline_schedule": "zbv_zero_bubble"}, 8),
         ({"pipeline_schedule": "zbv_zero_bubble"}, 1),
     ],
@@ -134,11 +208,26 @@ def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"pipeline_stage": 2, "virtual_stages": 2}, "virtual_stages=2: parallel.pipeline_schedule=1f1b gives a rank one stage; choose"),
-        ({"pipeline_stage": 2, "virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"}, "has 2 a rank; leave virtual_stages out"),
-        ({"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3}, r"2 x 3 virtual stages = 6 do not divide"),
-        ({"pipeline_stage": 2, "stage_layers": [3, 2, 3]}, r"names 3 stages, but parallel.pipeline_stage=2 makes 2; give one number"),
-        ({"pipeline_stage": 2, "stage_layers": [3, 4]}, r"stage_layers=\[3, 4\] add up to 7, but model.num_layers=8; make them agree"),
+        (
+            {"pipeline_stage": 2, "virtual_stages": 2},
+            "virtual_stages=2: parallel.pipeline_schedule=1f1b gives a rank one stage; choose",
+        ),
+        (
+            {"pipeline_stage": 2, "virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
+            "has 2 a rank; leave virtual_stages out",
+        ),
+        (
+            {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},
+            r"2 x 3 virtual stages = 6 do not divide",
+        ),
+        (
+            {"pipeline_stage": 2, "stage_layers": [3, 2, 3]},
+            r"names 3 stages, but parallel.pipeline_stage=2 makes 2; give one number",
+        ),
+        (
+            {"pipeline_stage": 2, "stage_layers": [3, 4]},
+            r"stage_layers=\[3, 4\] add up to 7, but model.num_layers=8; make them agree",
+        ),
     ],
 )
 def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, DataError, DivergedError, GPT2Error, StopRequested, StorageError
+from common.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    GPT2Error,
+    StopRequested,
+    StorageError,
+)
 from common.parallel.topology import Topology
 from common.parallel.world import WorldBase, exit_barrier
 
@@ -23,7 +30,12 @@ class Told(WorldBase):
 
 
 def test_numbers_of_all_ranks() -> None:
-    world = Told(size=3, answer=lambda own: [own, (1e16, 1.0), (-1e16, 1.0)] if isinstance(own, tuple) else [own, 15, 0])
+    world = Told(
+        size=3,
+        answer=lambda own: (
+            [own, (1e16, 1.0), (-1e16, 1.0)] if isinstance(own, tuple) else [own, 15, 0]
+        ),
+    )
     assert world.sum(1.0, 2.0) == [1.0, 4.0], "no digit is lost"
     assert world.all_reduce_max(9) == 15
     assert Told().sum(0.5) == [0.5] and Told().all_reduce_max(3) == 3
@@ -31,7 +43,12 @@ def test_numbers_of_all_ranks() -> None:
 
 def test_what_rank_0_decides_holds_everywhere_and_so_does_its_error() -> None:
     given: list[Any] = []
-    first = Told(rank=0, size=2, answer=lambda own: given.append(own) or [own, [None, None]])  # type: ignore[func-returns-value]
+
+    def answer(own: Any) -> list[Any]:
+        given.append(own)
+        return [own, [None, None]]
+
+    first = Told(rank=0, size=2, answer=answer)
     assert first.decide_on_rank_0(lambda: "resume") == "resume"
 
     def fails() -> str:
@@ -48,7 +65,11 @@ def test_what_rank_0_decides_holds_everywhere_and_so_does_its_error() -> None:
 def test_the_first_fact_that_differs_is_named() -> None:
     facts = {"seed": 1, "rate": float("nan")}
     Told(size=2, answer=lambda own: [own, dict(own)]).require_equal(facts)
-    world = Told(size=4, topology=Topology(data=2, tensor=2), answer=lambda own: [own, {**own, "seed": 2}, own, {**own, "seed": 2}])
+    world = Told(
+        size=4,
+        topology=Topology(data=2, tensor=2),
+        answer=lambda own: [own, {**own, "seed": 2}, own, {**own, "seed": 2}],
+    )
     with pytest.raises(ConfigError, match="rank 1 differs from rank 0 in seed: 2 and 1"):
         world.require_equal(facts)
     assert world.replicas == {0: 0, 1: 1, 2: 0, 3: 1}
@@ -57,9 +78,14 @@ def test_the_first_fact_that_differs_is_named() -> None:
 
 @pytest.mark.parametrize("error", [None, StopRequested(15, "stopped"), DivergedError("nan")])
 def test_nobody_leaves_before_the_others(error: GPT2Error | None) -> None:
-    """What all ranks meet at one step: a launcher would kill rank 0 in the middle of its save when another had left."""
+    """What all ranks meet at one step: a launcher would kill rank 0 in the middle of its save when
+    another had left.
+    """
     met: list[str] = []
-    with pytest.raises(type(error)) if error else nullcontext(), exit_barrier(lambda: met.append("barrier")):
+    with (
+        pytest.raises(type(error)) if error else nullcontext(),
+        exit_barrier(lambda: met.append("barrier")),
+    ):
         if error:
             raise error
     assert met == ["barrier"]

@@ -26,15 +26,27 @@ ROOT = Path(__file__).resolve().parents[3]
         (4, Topology(data=4, tensor=2, pipeline=4), None),
         (4, Topology(data=2, tensor=8, pipeline=2), None),
         (4, Topology(data=32), None),
-        (4, Topology(data=2, tensor=16), "the tensor group of ranks 0-15 lies on 10.155.111.140 and 10.155.111.141"),
+        (
+            4,
+            Topology(data=2, tensor=16),
+            "the tensor group of ranks 0-15 lies on 10.155.111.140 and 10.155.111.141",
+        ),
         (3, Topology(data=6, tensor=4), None),
         (1, Topology(tensor=4, pipeline=2), "pipeline_stage=2 is more than 1 server"),
         (2, Topology(tensor=2, pipeline=8), "pipeline_stage=8 is more than 2 servers"),
-        (3, Topology(data=12, pipeline=2), "10.155.111.141 holds ranks of the pipeline stages 0, 1"),
+        (
+            3,
+            Topology(data=12, pipeline=2),
+            "10.155.111.141 holds ranks of the pipeline stages 0, 1",
+        ),
     ],
 )
-def test_layouts_on_servers_of_8(tmp_path: Path, servers: int, topology: Topology, remark: str | None) -> None:
-    places = places_of_plan(read_table(write_tutorial_table(tmp_path / "table.json", servers=servers)))
+def test_layouts_on_servers_of_8(
+    tmp_path: Path, servers: int, topology: Topology, remark: str | None
+) -> None:
+    places = places_of_plan(
+        read_table(write_tutorial_table(tmp_path / "table.json", servers=servers))
+    )
     found = layout_warnings(places, topology)
     assert found == [] if remark is None else len(found) == 1 and found[0].startswith(remark)
 
@@ -43,10 +55,22 @@ def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) ->
     path = write_tutorial_table(tmp_path / "table.json", servers=1)
     path.write_text(path.read_text().replace("10.155.111.140", "127.0.0.1"))
     table, file = read_table(path), ROOT / "configs/gpt2/run_gpt2.yaml"
-    config = resolve_config(load_config(file, ["parallel.pipeline_stage=2", "train.micro_batch_size=1"]), world_size=8)
-    text = describe_cluster(config, places_of_plan(table), config_path=file, overrides=["seed=7"], table=(path, table), environ={})
+    config = resolve_config(
+        load_config(file, ["parallel.pipeline_stage=2", "train.micro_batch_size=1"]), world_size=8
+    )
+    text = describe_cluster(
+        config,
+        places_of_plan(table),
+        config_path=file,
+        overrides=["seed=7"],
+        table=(path, table),
+        environ={},
+    )
     assert hashlib.sha256(path.read_bytes()).hexdigest() in text
-    assert "warning: pipeline_stage=2 is more than 1 server" in text and "warning: server_id 127.0.0.1 is a loopback address" in text
+    assert (
+        "warning: pipeline_stage=2 is more than 1 server" in text
+        and "warning: server_id 127.0.0.1 is a loopback address" in text
+    )
     assert text.count("run_gpt2.py") == 1 and text.endswith("--run_mode train seed=7\n")
 
 
@@ -60,7 +84,10 @@ def test_children_of_the_second_host() -> None:
     ]
     hosts = make_hosts(places, meeting)
     assert hosts is not None and (hosts.own, hosts.port) == (1, 4001)
-    assert [(host.address, host.ranks) for host in hosts.all] == [("127.0.0.1", (0, 1)), ("node 1", (2, 3))]
+    assert [(host.address, host.ranks) for host in hosts.all] == [
+        ("127.0.0.1", (0, 1)),
+        ("node 1", (2, 3)),
+    ]
 
 
 def test_the_host_of_rank_0_starts_mindspores_scheduler_too() -> None:
@@ -74,7 +101,9 @@ def test_the_host_of_rank_0_starts_mindspores_scheduler_too() -> None:
 
 @pytest.mark.parametrize("preset", ["run_gpt2_13b", "run_gpt2_175b"])
 def test_no_framework_is_loaded_for_a_plan(tmp_path: Path, preset: str) -> None:
-    path = write_tutorial_table(tmp_path / "table.json", servers=4 if preset.endswith("13b") else 16)
+    path = write_tutorial_table(
+        tmp_path / "table.json", servers=4 if preset.endswith("13b") else 16
+    )
     program = f"""
 import sys
 for name in ("torch", "mindspore", "deepspeed", "transformers"):
@@ -82,7 +111,8 @@ for name in ("torch", "mindspore", "deepspeed", "transformers"):
 sys.path.insert(0, {str(ROOT)!r})
 from tools.launch import main
 size = sys.argv[1]
-raise SystemExit(main(["distribute", {str(path)!r}, {str(ROOT / f"configs/gpt2/{preset}.yaml")!r}, "[0,8]", "plan", size,
+config = {str(ROOT / f"configs/gpt2/{preset}.yaml")!r}
+raise SystemExit(main(["distribute", {str(path)!r}, config, "[0,8]", "plan", size,
     "--accelerator=Ascend 910A"]))
 """
     command = [sys.executable, "-c", program, "32" if preset.endswith("13b") else "128"]

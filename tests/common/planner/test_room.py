@@ -21,7 +21,13 @@ from tests.config_overrides import changed
 def config(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "out",
-        "model": {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "seq_length": 64, "vocab_size": 1000},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 256,
+            "num_heads": 4,
+            "seq_length": 64,
+            "vocab_size": 1000,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -30,15 +36,21 @@ def config(**changes: Any) -> RunConfig:
 
 def machine(folder: Path, kilobytes: int, cgroup: str | None = None) -> Path:
     (folder / "proc").mkdir()
-    (folder / "proc" / "meminfo").write_text(f"MemTotal: {kilobytes} kB\nMemFree: 1 kB\nSwapTotal: 1000 kB\n")
+    (folder / "proc" / "meminfo").write_text(
+        f"MemTotal: {kilobytes} kB\nMemFree: 1 kB\nSwapTotal: 1000 kB\n"
+    )
     if cgroup is not None:
         (folder / "sys" / "fs" / "cgroup").mkdir(parents=True)
         (folder / "sys" / "fs" / "cgroup" / "memory.max").write_text(cgroup)
     return folder
 
 
-@pytest.mark.parametrize(("cgroup", "expected"), [(None, 6000 * 1024), ("max\n", 6000 * 1024), ("4096\n", 4096)])
-def test_memory_of_a_machine_or_a_container(tmp_path: Path, cgroup: str | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("cgroup", "expected"), [(None, 6000 * 1024), ("max\n", 6000 * 1024), ("4096\n", 4096)]
+)
+def test_memory_of_a_machine_or_a_container(
+    tmp_path: Path, cgroup: str | None, expected: int
+) -> None:
     assert machine_memory(machine(tmp_path, 5000, cgroup)) == expected
 
 
@@ -47,16 +59,26 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
     assert fits_machine(config(), 10**15, tmp_path) is None
 
 
-def test_weights_and_moments_are_certain_the_rest_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_moments_are_certain_the_rest_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = config()
     plan = make_plan(run).stages[0].memory
     state = plan.weights + plan.optimizer
-    for there, expected in ((plan.peak, None), (plan.peak - 1, "may not fit"), (state, "may not fit")):
+    for there, expected in (
+        (plan.peak, None),
+        (plan.peak - 1, "may not fit"),
+        (state, "may not fit"),
+    ):
         monkeypatch.setattr(room, "machine_memory", lambda there=there: there)
         warning = check_room(run, kind="cpu", device_memory=None, training=True)
         assert warning is None if expected is None else expected in str(warning)
     monkeypatch.setattr(room, "machine_memory", lambda: state - 1)
-    with pytest.raises(ConfigError, match=r"does not fit: a rank needs .* for weights and optimizer state alone, and this machine has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not fit: a rank needs .* for weights and optimizer state alone, and this"
+        r" machine has",
+    ):
         check_room(run, kind="cpu", device_memory=None, training=True)
     assert check_room(run, kind="cpu", device_memory=None) is None  # generation has no moments
     monkeypatch.setattr(room, "machine_memory", lambda: 2 * state - 1)
@@ -71,7 +93,14 @@ def test_a_device_has_its_own_memory() -> None:
         check_room(run, kind="cuda", device_memory=1000, ranks=8, training=True)
 
 
-@pytest.mark.parametrize("changes", [{"model__vocab_multiple": 2**40}, {"train__micro_batch_size": 2**40}, {"model__num_layers": 2**40}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__vocab_multiple": 2**40},
+        {"train__micro_batch_size": 2**40},
+        {"model__num_layers": 2**40},
+    ],
+)
 def test_what_no_machine_holds_is_refused_before_it_is_allocated(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
         check_room(config(**changes), kind="cpu", device_memory=None, training=True)
@@ -92,10 +121,14 @@ class OutOfMemoryError(RuntimeError):
     [
         (numpy_error(), "Unable to allocate 8.00 PiB"),
         (MemoryError(), "the system gave no more"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-                      " 419430400 bytes. Error code 12 (Cannot allocate memory)"), "0.39 GiB at once"),
-        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), "Tried to allocate 20.00 GiB"),
-        (RuntimeError("Device memory isn't enough and alloc failed, kernel name: ..., alloc size: 8"), "memory isn't enough"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't"
+            " allocate memory: you tried to allocate 419430400 bytes. Error code 12 (Cannot"
+            " allocate memory)"), "0.39 GiB at"
+                          " once"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), "Tried"
+            " to allocate 20.00 GiB"),
+        (RuntimeError("Device memory isn't enough and alloc failed, kernel name: ..., alloc size:"
+            " 8"), "memory isn't enough"),
         (RuntimeError("Out of memory. Memory malloc failed."), "Out of memory"),
         (RuntimeError("Storage size calculation overflowed with sizes=[1, 2]"), "overflowed"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
@@ -112,7 +145,13 @@ def test_one_message_with_the_plan_the_machine_and_a_way_out() -> None:
     run = config(train__micro_batch_size=8)
     message = out_of_memory(MemoryError(), run, training=True)
     assert message is not None and "\n" not in message
-    for part in ("out of memory: ", "this machine has ", "train.micro_batch_size (now 8)", "train.recompute=full", "parallel.zero_stage"):
+    for part in (
+        "out of memory: ",
+        "this machine has ",
+        "train.micro_batch_size (now 8)",
+        "train.recompute=full",
+        "parallel.zero_stage",
+    ):
         assert part in message
     assert f"holds {make_plan(run).peak / 2**30:.2f} GiB at most" in message
     assert out_of_memory(ValueError("x"), run) is None
@@ -121,7 +160,9 @@ def test_one_message_with_the_plan_the_machine_and_a_way_out() -> None:
 def test_the_plan_says_when_this_machine_is_too_small(tmp_path: Path) -> None:
     folder = machine(tmp_path, 1000)
     line = fits_machine(config(), 10**9, folder)
-    assert line is not None and re.match(r"does not fit this machine: a rank needs 0.93 GiB, and there are 0.00 GiB; ", line)
+    assert line is not None and re.match(
+        r"does not fit this machine: a rank needs 0.93 GiB, and there are 0.00 GiB; ", line
+    )
     assert fits_machine(config(), 1000, folder) is None
     assert fits_machine(config(device="cuda"), 10**9, folder) is None
     (folder / "dev").mkdir()

@@ -1,4 +1,6 @@
-"""Suggested layouts: all of N devices, each held against the memory given, and a reason for every other."""
+"""Suggested layouts: all of N devices, each held against the memory given, and a reason for every
+other.
+"""
 
 import time
 from pathlib import Path
@@ -12,7 +14,15 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.topology import Topology
 from common.planner.plan import make_plan, memory_limit, time_of
-from common.planner.suggest import Layout, Suggestions, _ways, _with_layout, describe_suggestions, suggest, telling_places
+from common.planner.suggest import (
+    Layout,
+    Suggestions,
+    _ways,
+    _with_layout,
+    describe_suggestions,
+    suggest,
+    telling_places,
+)
 from common.resolve.derive import resolve_config, written_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
@@ -25,19 +35,31 @@ def preset(name: str, *overrides: str) -> RunConfig:
 
 
 def layouts(found: Suggestions) -> set[tuple[int, int, int]]:
-    plans = [layout.plan.topology for layout in found.fitting] + [layout for some in found.refused.values() for layout in some]
+    plans = [layout.plan.topology for layout in found.fitting] + [
+        layout for some in found.refused.values() for layout in some
+    ]
     return {(plan.data, plan.tensor, plan.pipeline) for plan in plans}
 
 
 def test_every_layout_is_suggested_or_refused() -> None:
     found = suggest(preset("run_gpt2_13b"), 32, ASCEND)
-    wanted = {(d, t, p) for d in range(1, 33) for t in range(1, 33) for p in range(1, 33) if d * t * p == 32}
+    wanted = {
+        (d, t, p)
+        for d in range(1, 33)
+        for t in range(1, 33)
+        for p in range(1, 33)
+        if d * t * p == 32
+    }
     assert layouts(found) == wanted
     assert len(found.fitting) + sum(map(len, found.refused.values())) == len(wanted)
     seconds = [layout.seconds for layout in found.fitting]
     assert seconds == sorted(seconds) and len(seconds) > 5
-    tutorial = preset("run_gpt2_13b")  # MindFormers' own layout of 32 fits, and is not faster than what is suggested
-    assert (4, 2, 4) in {(some.plan.topology.data, some.plan.topology.tensor, some.plan.topology.pipeline) for some in found.fitting}
+    # MindFormers' own layout of 32 fits, and is not faster than what is suggested
+    tutorial = preset("run_gpt2_13b")
+    assert (4, 2, 4) in {
+        (some.plan.topology.data, some.plan.topology.tensor, some.plan.topology.pipeline)
+        for some in found.fitting
+    }
     assert seconds[0] <= time_of(make_plan(tutorial), tutorial, ASCEND).total
 
 
@@ -49,15 +71,27 @@ def test_what_is_suggested_fits_and_is_a_run() -> None:
         assert layout.plan.peak < 31 * 2**30  # context.max_device_memory=31GB of the preset
         assert layout.plan.batch.global_batch == 192 and layout.plan.batch.micro_batch == 2
     text = describe_suggestions(found, 16, require_accelerator("Ascend 910B2"))
-    (words,) = [line.removeprefix("The first: ").split() for line in text.splitlines() if line.startswith("The first: ")]
-    again = preset("run_gpt2_13b", "backend=torch", "train.recompute_slice_activation=false", *words)
+    (words,) = [
+        line.removeprefix("The first: ").split()
+        for line in text.splitlines()
+        if line.startswith("The first: ")
+    ]
+    again = preset(
+        "run_gpt2_13b", "backend=torch", "train.recompute_slice_activation=false", *words
+    )
     assert make_plan(again) == found.fitting[0].plan
 
 
 def small(**sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "nowhere",
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 32, "vocab_size": 1000},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 48,
+            "num_heads": 6,
+            "seq_length": 32,
+            "vocab_size": 1000,
+        },
         "train": {"micro_batch_size": 1, "global_batch_size": 12},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -66,7 +100,11 @@ def small(**sections: Any) -> RunConfig:
 
 def refused(config: RunConfig, devices: int) -> dict[tuple[int, int, int], str]:
     found = suggest(config, devices, ASCEND)
-    return {(each.data, each.tensor, each.pipeline): reason for reason, some in found.refused.items() for each in some}
+    return {
+        (each.data, each.tensor, each.pipeline): reason
+        for reason, some in found.refused.items()
+        for each in some
+    }
 
 
 def test_reasons() -> None:
@@ -76,11 +114,16 @@ def test_reasons() -> None:
     assert reasons[4, 1, 3] == "parallel.pipeline_stage=3 does not divide model.num_layers=4"
     for possible in ((12, 1, 1), (6, 2, 1), (3, 1, 4), (1, 3, 4), (1, 6, 2)):
         assert possible not in reasons
-    assert refused(small(train={"micro_batch_size": 1, "global_batch_size": 4}), 6)[6, 1, 1].startswith("train.global_batch_size=4 is no")
+    assert refused(small(train={"micro_batch_size": 1, "global_batch_size": 4}), 6)[
+        6, 1, 1
+    ].startswith("train.global_batch_size=4 is no")
     assert refused(small(train={"micro_batch_size": 1, "global_batch_size": 4}), 8)[4, 1, 2] == (
         "1f1b needs at least 2 micro batches, one a stage, not 1"
     )
-    assert refused(small(engine="deepspeed"), 2)[1, 2, 1] == "engine deepspeed has no tensor parallel in this version"
+    assert (
+        refused(small(engine="deepspeed"), 2)[1, 2, 1]
+        == "engine deepspeed has no tensor parallel in this version"
+    )
 
 
 def test_nothing_fits() -> None:
@@ -89,11 +132,17 @@ def test_nothing_fits() -> None:
     assert found.fitting == ()
     text = describe_suggestions(found, 8, ASCEND)
     assert "none fits; take more devices" in text
-    assert "more than the 30.1 GiB of a device, whatever ZeRO and recomputation do" in text and "GB" not in text  # 32 but for 6 %
+    # 32 but for 6 %
+    assert (
+        "more than the 30.1 GiB of a device, whatever ZeRO and recomputation do" in text
+        and "GB" not in text
+    )
 
 
 def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
-    """A model that fits as it is keeps whole state and recomputes nothing; DeepSpeed's pipeline has ZeRO stage 1 alone."""
+    """A model that fits as it is keeps whole state and recomputes nothing; DeepSpeed's pipeline has
+    ZeRO stage 1 alone.
+    """
     for layout in suggest(small(), 4, ASCEND).fitting:
         assert layout.config.train.recompute == "none"
     for layout in suggest(small(engine="deepspeed"), 4, ASCEND).fitting:
@@ -102,7 +151,9 @@ def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
 
 @pytest.mark.parametrize("devices", [0, -3])
 def test_no_devices(devices: int) -> None:
-    with pytest.raises(ConfigError, match=f"--devices {devices}: expected how many there are, at least 1"):
+    with pytest.raises(
+        ConfigError, match=f"--devices {devices}: expected how many there are, at least 1"
+    ):
         suggest(small(), devices, ASCEND)
 
 
@@ -113,7 +164,13 @@ def test_more_devices_than_any_cluster_has() -> None:
 
 def test_layouts_of_a_model_without_end_take_seconds() -> None:
     start = time.process_time()
-    endless = {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6, "seq_length": 32, "vocab_size": 1000}
+    endless = {
+        "num_layers": 2**40,
+        "hidden_size": 48,
+        "num_heads": 6,
+        "seq_length": 32,
+        "vocab_size": 1000,
+    }
     assert not suggest(small(model=endless), 221760, ASCEND).fitting
     assert time.process_time() - start < 30, "counted layer by layer it never ends"
 
@@ -123,7 +180,9 @@ def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
     best = None
     limit = memory_limit(config, ASCEND)
     for zero, recompute, sequence in _ways(config, topology):
-        candidate = _with_layout(config, topology, zero=zero, recompute=recompute, sequence=sequence)
+        candidate = _with_layout(
+            config, topology, zero=zero, recompute=recompute, sequence=sequence
+        )
         if isinstance(candidate, str) or (plan := make_plan(candidate)).peak > (limit or 0):
             continue
         seconds = time_of(plan, candidate, ASCEND).total
@@ -141,25 +200,52 @@ def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
         {"engine": "deepspeed"},
         {"parallel": {"pipeline_schedule": "interleaved_1f1b"}},
         {"parallel": {"pipeline_schedule": "interleaved_zero_bubble"}},
-        {"parallel": {"pipeline_schedule": "zbv_zero_bubble"}, "precision": {"compute": "bfloat16"}},
+        {
+            "parallel": {"pipeline_schedule": "zbv_zero_bubble"},
+            "precision": {"compute": "bfloat16"},
+        },
     ],
 )
 def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: int) -> None:
-    """Some ranks and less recomputation settle what all ranks and every way would: the same layouts, in the same time."""
-    model = {"num_layers": 24, "hidden_size": 4096, "num_heads": 32, "seq_length": 1024, "vocab_size": 50257}
+    """Some ranks and less recomputation settle what all ranks and every way would: the same
+    layouts, in the same time.
+    """
+    model = {
+        "num_layers": 24,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "seq_length": 1024,
+        "vocab_size": 50257,
+    }
     train = {"micro_batch_size": 1, "global_batch_size": 48}
-    config = small(**{"model": model, "train": train, "context": {"max_device_memory": f"{memory}GB"}, **sections})
+    config = small(
+        **{
+            "model": model,
+            "train": train,
+            "context": {"max_device_memory": f"{memory}GB"},
+            **sections,
+        }
+    )
     found = suggest(config, 24, ASCEND)
-    wanted = [tried_one_by_one(config, Topology(data=d, tensor=t, pipeline=p)) for d, t, p in layouts(found) if t <= ASCEND.server_devices]
-    fitting = sorted((layout for layout in wanted if layout is not None), key=lambda layout: layout.seconds)
+    wanted = [
+        tried_one_by_one(config, Topology(data=d, tensor=t, pipeline=p))
+        for d, t, p in layouts(found)
+        if t <= ASCEND.server_devices
+    ]
+    fitting = sorted(
+        (layout for layout in wanted if layout is not None), key=lambda layout: layout.seconds
+    )
     assert sorted((layout.seconds, str(layout.plan.topology)) for layout in found.fitting) == [
-        (layout.seconds, str(layout.plan.topology)) for layout in sorted(fitting, key=lambda some: (some.seconds, str(some.plan.topology)))
+        (layout.seconds, str(layout.plan.topology))
+        for layout in sorted(fitting, key=lambda some: (some.seconds, str(some.plan.topology)))
     ]
     chosen = {str(layout.plan.topology): layout.config for layout in fitting}
     assert all(layout.config == chosen[str(layout.plan.topology)] for layout in found.fitting)
     for layout in found.fitting:
         stages = layout.plan.stages
-        assert layout.plan.peak == max(stages[place].memory.peak for place in telling_places(layout.plan.topology))
+        assert layout.plan.peak == max(
+            stages[place].memory.peak for place in telling_places(layout.plan.topology)
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,10 +256,20 @@ def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: 
         ("interleaved_zero_bubble", {"num_layers": 5040, "hidden_size": 840, "num_heads": 840}),
     ],
 )
-def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(schedule: str, sections: dict[str, int]) -> None:
-    """221760 = 2^6 x 3^2 x 5 x 7 x 11 devices have 4536 layouts, and a batch of 4 samples a device divides among them all."""
+def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
+    schedule: str, sections: dict[str, int]
+) -> None:
+    """221760 = 2^6 x 3^2 x 5 x 7 x 11 devices have 4536 layouts, and a batch of 4 samples a device
+    divides among them all.
+    """
     start = time.process_time()
-    model = {"hidden_size": 5120, "num_heads": 40, "seq_length": 1024, "vocab_size": 50257, **sections}
+    model = {
+        "hidden_size": 5120,
+        "num_heads": 40,
+        "seq_length": 1024,
+        "vocab_size": 50257,
+        **sections,
+    }
     train = {"micro_batch_size": 1, "global_batch_size": 4 * 221760}
     config = small(model=model, train=train, parallel={"pipeline_schedule": schedule})
     found = suggest(config, 221760, require_accelerator("Ascend 910B1"))

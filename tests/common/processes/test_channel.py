@@ -30,7 +30,9 @@ def test_objects_arrive_whole_and_in_order(ends: Ends) -> None:
     assert other.recv(100) == b'{"c": "\\u00e9\\n"}\n'
 
 
-@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n", b"[" * 5000 + b"\n"])
+@pytest.mark.parametrize(
+    "line", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n", b"[" * 5000 + b"\n"]
+)
 def test_a_line_that_is_not_an_object_ends_the_channel(ends: Ends, line: bytes) -> None:
     channel, other = ends
     other.sendall(line)
@@ -61,7 +63,10 @@ def test_a_line_without_an_end_is_not_kept(ends: Ends) -> None:
 def test_threads_that_send_at_once_do_not_mix_their_lines(ends: Ends) -> None:
     channel, other = ends
     peer = Channel(other.dup(), "a launcher")
-    threads = [threading.Thread(target=lambda n=n: [channel.send({"n": [n] * 2000}) for _ in range(20)]) for n in range(4)]
+    threads = [
+        threading.Thread(target=lambda n=n: [channel.send({"n": [n] * 2000}) for _ in range(20)])
+        for n in range(4)
+    ]
     for thread in threads:
         thread.start()
     received = [peer.receive(10.0)["n"] for _ in range(80)]

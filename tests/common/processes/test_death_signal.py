@@ -1,4 +1,6 @@
-"""What the project starts dies with the process that started it, also where nothing was left that could end it."""
+"""What the project starts dies with the process that started it, also where nothing was left that
+could end it.
+"""
 
 import os
 import signal
@@ -16,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(program: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT, env=clean_environment(PYTHONPATH=str(ROOT), **variables))
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=clean_environment(PYTHONPATH=str(ROOT), **variables),
+    )
 
 
 def killed(process: subprocess.Popen[bytes], victims: Callable[[], list[int]]) -> None:
@@ -30,13 +36,16 @@ def killed(process: subprocess.Popen[bytes], victims: Callable[[], list[int]]) -
 @pytest.mark.parametrize(
     "program",
     [
-        "import sys; from common.processes.programs import run_program; run_program(['sleep', sys.argv[1]], 60)",
+        "import sys; from common.processes.programs import run_program; run_program(['sleep',"
+        " sys.argv[1]], 60)",
         "import sys; from common.cluster import hccn; hccn._ask('sleep', sys.argv[1])",
     ],
     ids=["the doctor", "hccl_tools"],
 )
 def test_programs_of_others_die_with_the_tool(program: str, tmp_path: Path) -> None:
-    (tmp_path / "sleep").write_text(f"#!{sys.executable}\nimport time; time.sleep(60)  # every word of a tool's is taken\n")
+    (tmp_path / "sleep").write_text(
+        f"#!{sys.executable}\nimport time; time.sleep(60)  # every word of a tool's is taken\n"
+    )
     (tmp_path / "sleep").chmod(0o755)
     mark = f"60.{os.getpid()}"
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -50,18 +59,31 @@ from pathlib import Path
 from common.cluster.rank_environment import SCHEDULER
 from common.launcher.supervisor import Job, supervise
 from common.processes.ranks import ProcessSpec
-rank = ProcessSpec(rank=0, command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]), environment={})
-scheduler = ProcessSpec(rank=-1, command=(*SCHEDULER, sys.argv[1]), environment={"MS_ROLE": "MS_SCHED"}, name="scheduler")
+rank = ProcessSpec(
+    rank=0,
+    command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]),
+    environment={},
+)
+scheduler = ProcessSpec(
+    rank=-1,
+    command=(*SCHEDULER, sys.argv[1]),
+    environment={"MS_ROLE": "MS_SCHED"},
+    name="scheduler",
+)
 supervise(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_limit=600))
 """
 
 
 def test_mindspores_scheduler_dies_with_launcher_and_guard(tmp_path: Path) -> None:
-    """Of a stand-in for MindSpore, whose meeting takes for ever. The guard goes first, so that it ends nobody."""
+    """Of a stand-in for MindSpore, whose meeting takes for ever. The guard goes first, so that it
+    ends nobody.
+    """
     package = tmp_path / "mindspore"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "communication.py").write_text("import pathlib, time\ndef init():\n    print('meeting', flush=True); time.sleep(600)\n")
+    (package / "communication.py").write_text(
+        "import pathlib, time\ndef init():\n    print('meeting', flush=True); time.sleep(600)\n"
+    )
     log = tmp_path / "mf_parallel_scheduler" / "mindformer.log"
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)],
@@ -79,7 +101,11 @@ def test_mindspores_scheduler_dies_with_launcher_and_guard(tmp_path: Path) -> No
         assert len(guards) == len(scheduler) == 1
         for pid in (*guards, launcher.pid):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not set(scheduler) & set(pids_with(str(tmp_path))), "the end of the scheduler", seconds=5)
+        wait_until(
+            lambda: not set(scheduler) & set(pids_with(str(tmp_path))),
+            "the end of the scheduler",
+            seconds=5,
+        )
     finally:
         launcher.kill()
         launcher.wait()

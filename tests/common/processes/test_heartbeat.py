@@ -20,12 +20,17 @@ ROOT = Path(__file__).resolve().parents[3]
 START = "import os, subprocess, sys; from common.processes.heartbeat import beat, start_heartbeat; "
 
 
-def run(program: str, *, launcher: int | str | None = None, pipe: int | str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    program: str, *, launcher: int | str | None = None, pipe: int | str | None = None
+) -> subprocess.CompletedProcess[str]:
     variables = {"GPT2_LAUNCHER_PID": launcher, "GPT2_HEARTBEAT_FD": pipe}
     return subprocess.run(
         [sys.executable, "-c", START + program],
         cwd=ROOT,
-        env={**os.environ, **{name: str(value) for name, value in variables.items() if value is not None}},
+        env={
+            **os.environ,
+            **{name: str(value) for name, value in variables.items() if value is not None},
+        },
         pass_fds=[pipe] if isinstance(pipe, int) else [],
         start_new_session=True,
         capture_output=True,
@@ -52,7 +57,10 @@ def test_beats_and_signs_of_life() -> None:
 
 def test_what_a_rank_starts_does_not_speak_for_it() -> None:
     """Neither by the environment nor by the open pipe, started by exec or by fork."""
-    child = START + "import sys; pipe = sys.argv[1]; start_heartbeat(); beat(1, 'by exec'); print(os.path.exists('/proc/self/fd/' + pipe))"
+    child = (
+        START + "import sys; pipe = sys.argv[1]; start_heartbeat(); beat(1, 'by exec');"
+        " print(os.path.exists('/proc/self/fd/' + pipe))"
+    )
     program = f"""
 pipe = os.environ["GPT2_HEARTBEAT_FD"]
 start_heartbeat()
@@ -76,7 +84,10 @@ os.waitpid(pid, 0)
 def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher() -> None:
     """Read back by PR_GET_PDEATHSIG = 2 of <linux/prctl.h>."""
     reading, writing = os.pipe()
-    ask = "start_heartbeat(); import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); print(number.value)"
+    ask = (
+        "start_heartbeat(); import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2,"
+        " ctypes.byref(number)); print(number.value)"
+    )
     assert run(ask, launcher=os.getpid(), pipe=writing).stdout.split() == [str(int(signal.SIGKILL))]
     os.close(reading)
     os.close(writing)
@@ -88,13 +99,23 @@ def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "the launcher of this rank, process 1, is gone" in done.stderr
     os.close(reading)
-    done = run("start_heartbeat(); beat(1, 'computing'); print('went on')", launcher=os.getpid(), pipe=writing)  # nobody can read it
+    # nobody can read it
+    done = run(
+        "start_heartbeat(); beat(1, 'computing'); print('went on')",
+        launcher=os.getpid(),
+        pipe=writing,
+    )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     os.close(writing)
 
 
-@pytest.mark.parametrize(("launcher", "pipe"), [(None, None), ("own", None), (None, "77"), ("x", "77"), ("own", "77"), ("own", "1")])
-def test_a_process_that_was_not_launched_does_nothing(launcher: str | None, pipe: str | None) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "pipe"),
+    [(None, None), ("own", None), (None, "77"), ("x", "77"), ("own", "77"), ("own", "1")],
+)
+def test_a_process_that_was_not_launched_does_nothing(
+    launcher: str | None, pipe: str | None
+) -> None:
     """77 is no open file, and 1 is made one that is no pipe."""
     program = """
 import tempfile, threading
@@ -111,7 +132,11 @@ assert os.fstat(1).st_size == 0
 
 def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
     reading, writing = os.pipe()
-    done = run("start_heartbeat(); [beat(step, 'computing') for step in range(100000)]", launcher=os.getpid(), pipe=writing)
+    done = run(
+        "start_heartbeat(); [beat(step, 'computing') for step in range(100000)]",
+        launcher=os.getpid(),
+        pipe=writing,
+    )
     assert done.returncode == 0, done.stderr
     os.close(reading)
     os.close(writing)
@@ -124,15 +149,31 @@ def test_beat_in_this_process_is_a_no_op() -> None:
 
 def test_the_launcher_reads_lines_however_they_come() -> None:
     reading, writing = os.pipe()
-    monitor = Monitor(rank=2, name="rank 2", log=Path("x.log"), pid=os.getpid(), pipe=reading, now=100.0)
-    assert (monitor.state(101.0).step, monitor.state(101.0).idle, monitor.state(101.0).silent) == (-1, 1.0, None)
+    monitor = Monitor(
+        rank=2, name="rank 2", log=Path("x.log"), pid=os.getpid(), pipe=reading, now=100.0
+    )
+    assert (monitor.state(101.0).step, monitor.state(101.0).idle, monitor.state(101.0).silent) == (
+        -1,
+        1.0,
+        None,
+    )
     os.write(writing, b"alive\n7 reading da")
     monitor.read(103.0)
-    assert (monitor.state(104.0).step, monitor.state(104.0).idle, monitor.state(104.0).silent) == (-1, 4.0, 1.0)
+    assert (monitor.state(104.0).step, monitor.state(104.0).idle, monitor.state(104.0).silent) == (
+        -1,
+        4.0,
+        1.0,
+    )
     os.write(writing, b"ta\nrubbish\n\xff\xfe\n")
     monitor.read(105.0)
     state = monitor.state(106.0)
-    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (7, "reading data", 1.0, 1.0, psutil.STATUS_RUNNING)
+    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (
+        7,
+        "reading data",
+        1.0,
+        1.0,
+        psutil.STATUS_RUNNING,
+    )
     os.write(writing, b"alive\n")
     monitor.read(108.0)
     assert (monitor.state(108.0).idle, monitor.state(108.0).silent) == (3.0, 0.0)
@@ -151,7 +192,14 @@ def test_states_of_processes() -> None:
 
 def rank(number: int, step: int, doing: str = "computing") -> RankState:
     return RankState(
-        rank=number, name=f"rank {number}", log="", step=step, doing=doing, idle=60.0, silent=1.0, process_state=psutil.STATUS_SLEEPING
+        rank=number,
+        name=f"rank {number}",
+        log="",
+        step=step,
+        doing=doing,
+        idle=60.0,
+        silent=1.0,
+        process_state=psutil.STATUS_SLEEPING,
     )
 
 
@@ -160,7 +208,13 @@ def rank(number: int, step: int, doing: str = "computing") -> RankState:
     [
         ([rank(0, 5), replace(rank(1, 5), process_state=psutil.STATUS_STOPPED), rank(2, 4)], [1]),
         ([rank(0, 5), replace(rank(1, 5), silent=45.0), rank(2, 4)], [1]),
-        ([replace(rank(0, 5), silent=45.0), replace(rank(1, 5), process_state=psutil.STATUS_STOPPED, silent=45.0)], [1]),
+        (
+            [
+                replace(rank(0, 5), silent=45.0),
+                replace(rank(1, 5), process_state=psutil.STATUS_STOPPED, silent=45.0),
+            ],
+            [1],
+        ),
         ([rank(0, 5), rank(1, 4, "saving"), rank(2, 5)], [1]),
         ([rank(0, 5), rank(1, 5, "reading data"), rank(2, 5, "reading data")], [1, 2]),
         ([rank(0, 5), rank(1, -1, "starting")], [1]),

@@ -18,5 +18,10 @@ def test_a_loopback_address_is_listened_at_alone(address: str) -> None:
 
 def test_gloo_and_nccl_keep_to_one_host() -> None:
     alone = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert network_of_one_host(Process(rank=1, world_size=4, local_rank=1, local_world_size=4)) == alone
-    assert network_of_one_host(Process(rank=1, world_size=4, local_rank=1, local_world_size=2)) == {}
+    assert (
+        network_of_one_host(Process(rank=1, world_size=4, local_rank=1, local_world_size=4))
+        == alone
+    )
+    assert (
+        network_of_one_host(Process(rank=1, world_size=4, local_rank=1, local_world_size=2)) == {}
+    )

@@ -12,7 +12,10 @@ import pytest
 from common.processes import process_tree
 from common.processes.process_tree import adopted_orphans, end_all, living, reap
 
-LEAVE = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, start_new_session=True).pid)"
+LEAVE = (
+    "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL,"
+    " start_new_session=True).pid)"
+)
 
 
 def stat(pid: int) -> tuple[int, str]:
@@ -36,7 +39,11 @@ def test_the_table_is_that_of_the_kernel() -> None:
 
 def test_an_orphan_in_a_session_of_its_own_is_found_and_ended() -> None:
     with adopted_orphans() as before:
-        orphan = int(subprocess.run([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, check=True, timeout=60).stdout)
+        orphan = int(
+            subprocess.run(
+                [sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, check=True, timeout=60
+            ).stdout
+        )
         assert orphan in living(before)
         assert end_all((), before, 10.0) == []
         reap(before)

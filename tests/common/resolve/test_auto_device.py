@@ -14,15 +14,26 @@ def config(device: str, device_id: int = 0) -> RunConfig:
             "output_dir": "out",
             "device": device,
             "context": {"device_id": device_id},
-            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 100},
+            "model": {
+                "num_layers": 1,
+                "hidden_size": 8,
+                "num_heads": 1,
+                "seq_length": 8,
+                "vocab_size": 100,
+            },
             "optimizer": {"learning_rate": 0.1},
         }
     )
 
 
 def test_the_cause_comes_first() -> None:
-    message = r"^device=auto became cpu because no GPU or NPU is seen here .* refuses this: no bfloat16$"
-    with pytest.raises(DeviceError, match=message), naming_auto(config("auto"), "cpu", "GPU or NPU"):
+    message = (
+        r"^device=auto became cpu because no GPU or NPU is seen here .* refuses this: no bfloat16$"
+    )
+    with (
+        pytest.raises(DeviceError, match=message),
+        naming_auto(config("auto"), "cpu", "GPU or NPU"),
+    ):
         raise DeviceError("no bfloat16")
 
 

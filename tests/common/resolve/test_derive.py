@@ -17,7 +17,13 @@ from tests.config_overrides import changed
 def config(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "out",
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 16, "seq_length": 8, "vocab_size": 100},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 16,
+            "seq_length": 8,
+            "vocab_size": 100,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -25,9 +31,16 @@ def config(**changes: Any) -> RunConfig:
 
 
 def test_derived_values_are_filled_in() -> None:
-    resolved = resolve_config(config(model__dropout=0.1, model__hidden_dropout=0.0, train__global_batch_size=12), world_size=2)
+    resolved = resolve_config(
+        config(model__dropout=0.1, model__hidden_dropout=0.0, train__global_batch_size=12),
+        world_size=2,
+    )
     assert (resolved.model.ffn_hidden_size, resolved.model.max_positions) == (128, 8)
-    assert (resolved.model.embedding_dropout, resolved.model.attention_dropout, resolved.model.hidden_dropout) == (0.1, 0.1, 0.0)
+    assert (
+        resolved.model.embedding_dropout,
+        resolved.model.attention_dropout,
+        resolved.model.hidden_dropout,
+    ) == (0.1, 0.1, 0.0)
     assert (resolved.parallel.data_parallel, resolved.train.accumulation_steps) == (2, 3)
     assert resolved.loss_scale.mode == "none"
     assert resolve_config(config(precision="fp16")).loss_scale.mode == "dynamic"
@@ -37,23 +50,52 @@ def test_derived_values_are_filled_in() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel__model_parallel": 3}, "parallel.model_parallel=3 does not divide model.num_heads=16; choose 1, 2, 4, 8 or 16"),
+        (
+            {"parallel__model_parallel": 3},
+            "parallel.model_parallel=3 does not divide model.num_heads=16; choose 1, 2, 4, 8 or 16",
+        ),
         ({"model__num_heads": 5}, "model.num_heads=5 does not divide model.hidden_size=32"),
-        ({"parallel__pipeline_stage": 3}, "parallel.pipeline_stage=3 does not divide model.num_layers=4; choose 1, 2 or 4"),
+        (
+            {"parallel__pipeline_stage": 3},
+            "parallel.pipeline_stage=3 does not divide model.num_layers=4; choose 1, 2 or 4",
+        ),
         ({"model__max_positions": 4}, "model.seq_length=8 is longer than model.max_positions=4"),
-        ({"train__accumulation_steps": 2, "parallel__micro_batch_num": 4}, "train.accumulation_steps=2 and parallel.micro_batch_num=4"),
-        ({"train__max_epochs": 1.0}, "train.max_steps=10 and train.max_epochs=1.0 both set the length"),
-        ({"optimizer__momentum": 0.9}, "optimizer.momentum=0.9 means nothing to optimizer.name=adamw"),
-        ({"optimizer__min_learning_rate": 0.5}, "optimizer.min_learning_rate=0.5 is above optimizer.learning_rate=0.1"),
-        ({"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1}, "say the same thing twice"),
+        (
+            {"train__accumulation_steps": 2, "parallel__micro_batch_num": 4},
+            "train.accumulation_steps=2 and parallel.micro_batch_num=4",
+        ),
+        (
+            {"train__max_epochs": 1.0},
+            "train.max_steps=10 and train.max_epochs=1.0 both set the length",
+        ),
+        (
+            {"optimizer__momentum": 0.9},
+            "optimizer.momentum=0.9 means nothing to optimizer.name=adamw",
+        ),
+        (
+            {"optimizer__min_learning_rate": 0.5},
+            "optimizer.min_learning_rate=0.5 is above optimizer.learning_rate=0.1",
+        ),
+        (
+            {"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1},
+            "say the same thing twice",
+        ),
         ({"parallel__data_parallel": 2}, "= 2 processes, but 1 are running"),
-        ({"backend": "mindspore", "train__compile": True}, "train.compile=true is for backend torch"),
+        (
+            {"backend": "mindspore", "train__compile": True},
+            "train.compile=true is for backend torch",
+        ),
         ({"profile__stop": 3}, "profile.stop=3 needs profile.start"),
         ({"profile": {"start": 5, "stop": 3}}, "profile.stop=3 is before profile.start=5"),
         ({"profile__memory": True}, "profile.memory=true needs profile.start"),
         ({"train__skip_outliers": True}, "set logging.outlier_deviations=6"),
         (
-            {"backend": "mindspore", "train__skip_outliers": True, "train__sink_size": 4, "logging__outlier_deviations": 6.0},
+            {
+                "backend": "mindspore",
+                "train__skip_outliers": True,
+                "train__sink_size": 4,
+                "logging__outlier_deviations": 6.0,
+            },
             "train.sink_size=4 starts a step before it knows them",
         ),
     ],
@@ -73,7 +115,9 @@ def test_contradictions(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -> None:
-    resolved = resolve_length(resolve_config(config(optimizer__warmup_fraction=0.1, **changes)), samples_per_epoch=100)
+    resolved = resolve_length(
+        resolve_config(config(optimizer__warmup_fraction=0.1, **changes)), samples_per_epoch=100
+    )
     assert resolved.train.max_steps == steps
     assert resolved.optimizer.decay_steps == steps
     assert resolved.optimizer.warmup_steps == int(0.1 * steps)
@@ -81,7 +125,10 @@ def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -
 
 def test_a_length_that_nobody_can_count_is_refused() -> None:
     endless = resolve_config(config(train__max_steps=None, train__max_epochs=2.0**40))
-    with pytest.raises(ConfigError, match=r"train.max_epochs=1099511627776.0 of 100 samples are \d+ steps; lower it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.max_epochs=1099511627776.0 of 100 samples are \d+ steps; lower it",
+    ):
         resolve_length(endless, samples_per_epoch=100)
     with pytest.raises(ConfigError, match=r"train.max_epochs: .*, found 1e\+308"):
         config(train__max_steps=None, train__max_epochs=1e308)
@@ -96,7 +143,13 @@ def every_float() -> Iterator[tuple[str, Any]]:
                     yield f"{section}__{name}", inner
 
 
-HOST_FLOATS = {"train__max_epochs", "runtime__stall_limit", "predict__temperature", "predict__repetition_penalty", "predict__top_p"}
+HOST_FLOATS = {
+    "train__max_epochs",
+    "runtime__stall_limit",
+    "predict__temperature",
+    "predict__repetition_penalty",
+    "predict__top_p",
+}
 """Those with narrower bounds of their own."""
 
 
@@ -108,7 +161,9 @@ def test_floats_are_bounded_by_what_float32_holds(name: str, value: float) -> No
     assert name.replace("__", ".") in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
+@pytest.mark.parametrize(
+    "value", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)]
+)
 def test_what_float32_holds_is_taken(value: float) -> None:
     assert config(optimizer__epsilon=value).optimizer.epsilon == value
     assert config(optimizer__weight_decay=0.0).optimizer.weight_decay == 0.0
@@ -127,16 +182,36 @@ def test_a_number_of_a_device_is_a_number_of_a_device() -> None:
 
 
 def test_warm_up_beyond_the_end() -> None:
-    with pytest.raises(ConfigError, match=r"warmup_steps=11 is beyond the schedule's end at step 10"):
-        resolve_length(resolve_config(config(optimizer__warmup_steps=11, optimizer__decay_steps=10)), samples_per_epoch=100)
-    assert resolve_length(resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100).optimizer.decay_steps == 11
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps=11 is beyond the schedule's end at step 10"
+    ):
+        resolve_length(
+            resolve_config(config(optimizer__warmup_steps=11, optimizer__decay_steps=10)),
+            samples_per_epoch=100,
+        )
+    assert (
+        resolve_length(
+            resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100
+        ).optimizer.decay_steps
+        == 11
+    )
 
 
 def test_vocabulary_against_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
         resolve_vocabulary(resolve_config(config()), 101, "the tokenizer")
-    assert resolve_vocabulary(resolve_config(config(model__vocab_size=50304)), 50257, "t").model.vocab_size == 50257
-    assert resolve_vocabulary(resolve_config(config(model__vocab_size=13317)), 13316, "t").model.vocab_size == 13317
+    assert (
+        resolve_vocabulary(
+            resolve_config(config(model__vocab_size=50304)), 50257, "t"
+        ).model.vocab_size
+        == 50257
+    )
+    assert (
+        resolve_vocabulary(
+            resolve_config(config(model__vocab_size=13317)), 13316, "t"
+        ).model.vocab_size
+        == 13317
+    )
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
@@ -155,8 +230,16 @@ def test_modes_of_one_device_do_not_ask_for_the_layout_of_the_training(mode: str
         parallel__zero_stage=1,
     )
     for processes, task in ((1, "validation"), (16, "text")):
-        found = resolve_mode(trained.model_copy(update={"evaluation": EvaluationConfig(task=task)}), mode, world_size=processes)
-        assert (found.parallel.data_parallel, found.parallel.model_parallel, found.parallel.zero_stage) == (1, 1, 0)
+        found = resolve_mode(
+            trained.model_copy(update={"evaluation": EvaluationConfig(task=task)}),
+            mode,
+            world_size=processes,
+        )
+        assert (
+            found.parallel.data_parallel,
+            found.parallel.model_parallel,
+            found.parallel.zero_stage,
+        ) == (1, 1, 0)
         assert found.validation.micro_batch_size == 2
     with pytest.raises(ConfigError, match="16 processes, but 1 are running"):
         resolve_mode(trained, "train", world_size=1)
@@ -164,14 +247,36 @@ def test_modes_of_one_device_do_not_ask_for_the_layout_of_the_training(mode: str
 
 def test_an_evaluation_that_ranks_share_keeps_what_makes_the_model_fit() -> None:
     trained = config(
-        parallel={"data_parallel": 2, "model_parallel": 4, "pipeline_stage": 2, "zero_stage": 3, "pipeline_schedule": "interleaved_1f1b"},
-        train={"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 2, "global_batch_size": 8},
+        parallel={
+            "data_parallel": 2,
+            "model_parallel": 4,
+            "pipeline_stage": 2,
+            "zero_stage": 3,
+            "pipeline_schedule": "interleaved_1f1b",
+        },
+        train={
+            "max_steps": 10,
+            "micro_batch_size": 2,
+            "accumulation_steps": 2,
+            "global_batch_size": 8,
+        },
     )
     for processes, copies, stage in ((16, 2, 3), (8, 1, 0)):
         found = resolve_mode(trained, "eval", world_size=processes).parallel
-        assert (found.data_parallel, found.model_parallel, found.pipeline_stage, found.zero_stage) == (copies, 4, 2, stage)
-    deepspeed = config(engine="deepspeed", parallel__zero_stage=2, deepspeed__offload_optimizer=True)
+        assert (
+            found.data_parallel,
+            found.model_parallel,
+            found.pipeline_stage,
+            found.zero_stage,
+        ) == (copies, 4, 2, stage)
+    deepspeed = config(
+        engine="deepspeed", parallel__zero_stage=2, deepspeed__offload_optimizer=True
+    )
     found = resolve_mode(deepspeed, "eval", world_size=2)
-    assert (found.engine, found.parallel.data_parallel, found.parallel.zero_stage) == ("native", 2, 0)
+    assert (found.engine, found.parallel.data_parallel, found.parallel.zero_stage) == (
+        "native",
+        2,
+        0,
+    )
     with pytest.raises(ConfigError, match="6"):
         resolve_mode(trained, "eval", world_size=6)

@@ -1,4 +1,6 @@
-"""DeepSpeed's settings as generated, what a file of one's own may add to them, and which layouts are refused."""
+"""DeepSpeed's settings as generated, what a file of one's own may add to them, and which layouts
+are refused.
+"""
 
 import json
 import os
@@ -40,7 +42,13 @@ def resolved(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "out",
         "engine": "deepspeed",
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "vocab_size": 100},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 8,
+            "vocab_size": 100,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -54,7 +62,9 @@ def test_golden(name: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
-    assert text == golden.read_text(), "DeepSpeed's settings changed; if that is wanted: make golden"
+    assert text == golden.read_text(), (
+        "DeepSpeed's settings changed; if that is wanted: make golden"
+    )
 
 
 def own_file(folder: Path, tree: Any) -> str:
@@ -81,14 +91,29 @@ def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"train_batch_size": 64}, "train_batch_size=64, but from the run's config follows 24; set train.global_batch_size"),
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2, but from the run's config follows 1; set parallel.zero_stage"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled=True, but from the run's config follows False; set precision.parameters"),
+        (
+            {"train_batch_size": 64},
+            "train_batch_size=64, but from the run's config follows 24; set"
+            " train.global_batch_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}},
+            "zero_optimization.stage=2, but from the run's config follows 1; set"
+            " parallel.zero_stage",
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            "bf16.enabled=True, but from the run's config follows False; set precision.parameters",
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "but from the run's config follows nothing of that name; set deepspeed.offload_optimizer",
+            "but from the run's config follows nothing of that name; set"
+            " deepspeed.offload_optimizer",
         ),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler has its place in this run's config (optimizer.schedule"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler has its place in this run's config (optimizer.schedule",
+        ),
         ({"optimizer": {"type": "Adam"}}, "optimizer has its place in this run's config"),
         ({"curriculum_learning": {}}, "curriculum_learning is not taken over by this version"),
         ("[]", "expected keys and values, found a list"),
@@ -111,29 +136,89 @@ PIPELINE = {"parallel__pipeline_stage": 2}
 @pytest.mark.parametrize(
     ("changes", "messages"),
     [
-        (PIPELINE, ("parallel.zero_stage=0 with parallel.pipeline_stage=2", "does not clip", "set zero_stage=1", MATRIX)),
-        (PIPELINE | {"parallel__zero_stage": 2}, ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "refuses it", MATRIX)),
-        (PIPELINE | {"parallel__zero_stage": 3}, ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "refuses it", MATRIX)),
-        ({"parallel__model_parallel": 2}, ("parallel.model_parallel=2 needs engine=native", MATRIX)),
-        (PIPELINE | STAGE_1 | {"parallel__pipeline_schedule": "gpipe"}, ("parallel.pipeline_schedule=gpipe", "1f1b")),
+        (
+            PIPELINE,
+            (
+                "parallel.zero_stage=0 with parallel.pipeline_stage=2",
+                "does not clip",
+                "set zero_stage=1",
+                MATRIX,
+            ),
+        ),
+        (
+            PIPELINE | {"parallel__zero_stage": 2},
+            ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "refuses it", MATRIX),
+        ),
+        (
+            PIPELINE | {"parallel__zero_stage": 3},
+            ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "refuses it", MATRIX),
+        ),
+        (
+            {"parallel__model_parallel": 2},
+            ("parallel.model_parallel=2 needs engine=native", MATRIX),
+        ),
+        (
+            PIPELINE | STAGE_1 | {"parallel__pipeline_schedule": "gpipe"},
+            ("parallel.pipeline_schedule=gpipe", "1f1b"),
+        ),
         (STAGE_1 | {"parallel__shard_size": 2}, ("parallel.shard_size=2", "data_parallel=4")),
-        (STAGE_1 | {"parallel__strategy": "horovod"}, ("parallel.strategy=horovod: DeepSpeed combines gradients itself",)),
-        ({"deepspeed__offload_optimizer": True}, ("deepspeed.offload_optimizer=true with parallel.zero_stage=0",)),
-        (STAGE_1 | {"deepspeed__offload_parameters": True}, ("deepspeed.offload_parameters=true with parallel.zero_stage=1",)),
-        ({"precision": {"parameters": "bfloat16"}}, ("precision.parameters=bfloat16 with parallel.zero_stage=0", "set zero_stage=1")),
-        ({"train__compile": True, "parallel__zero_stage": 3}, ("train.compile=true with parallel.zero_stage=3",)),
-        ({"train__skip_outliers": True, "logging__outlier_deviations": 6.0}, ("train.skip_outliers=true: DeepSpeed",)),
+        (
+            STAGE_1 | {"parallel__strategy": "horovod"},
+            ("parallel.strategy=horovod: DeepSpeed combines gradients itself",),
+        ),
+        (
+            {"deepspeed__offload_optimizer": True},
+            ("deepspeed.offload_optimizer=true with parallel.zero_stage=0",),
+        ),
+        (
+            STAGE_1 | {"deepspeed__offload_parameters": True},
+            ("deepspeed.offload_parameters=true with parallel.zero_stage=1",),
+        ),
+        (
+            {"precision": {"parameters": "bfloat16"}},
+            ("precision.parameters=bfloat16 with parallel.zero_stage=0", "set zero_stage=1"),
+        ),
+        (
+            {"train__compile": True, "parallel__zero_stage": 3},
+            ("train.compile=true with parallel.zero_stage=3",),
+        ),
+        (
+            {"train__skip_outliers": True, "logging__outlier_deviations": 6.0},
+            ("train.skip_outliers=true: DeepSpeed",),
+        ),
         ({"backend": "mindspore"}, ("engine=deepspeed is for backend torch, not mindspore",)),
-        ({"deepspeed__config_file": "absent.json"}, ("deepspeed.config_file: absent.json: no such file",)),
-        ({"engine": "native", "deepspeed__build_kernels": True}, ("deepspeed.build_kernels=True needs engine=deepspeed",)),
+        (
+            {"deepspeed__config_file": "absent.json"},
+            ("deepspeed.config_file: absent.json: no such file",),
+        ),
+        (
+            {"engine": "native", "deepspeed__build_kernels": True},
+            ("deepspeed.build_kernels=True needs engine=deepspeed",),
+        ),
         (
             {"engine": "native", "parallel": {"strategy": "parameter_server", "zero_stage": 1}},
-            ("parallel.strategy=parameter_server is data parallel alone, but parallel.zero_stage=1", NATIVE),
+            (
+                "parallel.strategy=parameter_server is data parallel alone, but"
+                " parallel.zero_stage=1",
+                NATIVE,
+            ),
         ),
-        ({"engine": "native", "parallel__sequence_parallel": True}, ("sequence_parallel=true needs parallel.model_parallel", NATIVE)),
-        ({"engine": "native", "parallel": {"model_parallel": 4, "zero_stage": 2}}, ("parallel.zero_stage=2 splits over", NATIVE)),
-        ({"engine": "native", "parallel__shard_size": 2}, ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE)),
-        ({"engine": "native", "train__compile": True} | PIPELINE, ("train.compile=true goes with data and tensor parallel", NATIVE)),
+        (
+            {"engine": "native", "parallel__sequence_parallel": True},
+            ("sequence_parallel=true needs parallel.model_parallel", NATIVE),
+        ),
+        (
+            {"engine": "native", "parallel": {"model_parallel": 4, "zero_stage": 2}},
+            ("parallel.zero_stage=2 splits over", NATIVE),
+        ),
+        (
+            {"engine": "native", "parallel__shard_size": 2},
+            ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE),
+        ),
+        (
+            {"engine": "native", "train__compile": True} | PIPELINE,
+            ("train.compile=true goes with data and tensor parallel", NATIVE),
+        ),
         (
             {
                 "engine": "native",
@@ -142,9 +227,17 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             },
             ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
         ),
-        ({"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"}, ("is for backend torch, not mindspore",)),
         (
-            {"engine": "native", "backend": "mindspore", "device": "cpu", "parallel__shard_size": 2},
+            {"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"},
+            ("is for backend torch, not mindspore",),
+        ),
+        (
+            {
+                "engine": "native",
+                "backend": "mindspore",
+                "device": "cpu",
+                "parallel__shard_size": 2,
+            },
             ("parallel.shard_size=2 is for backend torch",),
         ),
     ],
@@ -174,7 +267,9 @@ MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
         ),
     ],
 )
-def test_what_mindspore_does_not_run_is_refused_with_what_it_does(changes: dict[str, Any], message: str) -> None:
+def test_what_mindspore_does_not_run_is_refused_with_what_it_does(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**MINDSPORE, **changes)
     assert message in str(caught.value) and "backend=mindspore goes with" in str(caught.value)
@@ -195,5 +290,8 @@ def test_what_mindspore_runs(changes: dict[str, Any]) -> None:
 
 
 def test_mindspore_zero_needs_replicas() -> None:
-    with pytest.raises(ConfigError, match=r"zero_stage=1 splits over data-parallel ranks, and there is 1; set zero_stage=0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"zero_stage=1 splits over data-parallel ranks, and there is 1; set zero_stage=0",
+    ):
         resolved(**MINDSPORE, parallel={"zero_stage": 1, "model_parallel": 4})

@@ -1,4 +1,6 @@
-"""Modes 0 to 3 of MindSpore: MindFormers' own YAML, the settings that follow from presets, and what is refused before any framework."""
+"""Modes 0 to 3 of MindSpore: MindFormers' own YAML, the settings that follow from presets, and what
+is refused before any framework.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ parallel_config: # 模型的并行配置
   vocab_emb_dp: True # 词表是否使用数据并行
   gradient_aggregation_group: 4 # 梯度聚合组数，在组内融合通信算子，提升通信效率
 """
-"""The parameters of the 13B tutorial of MindFormers r0.3, word for word, below the names of our bases."""
+"""The parameters of the 13B tutorial of MindFormers r0.3, word for word, below the names of our
+bases.
+"""
 
 
 def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
@@ -58,24 +62,39 @@ def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
         "output_dir": "out",
         "backend": "mindspore",
         "device": "npu",
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "vocab_size": 100},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 8,
+            "vocab_size": 100,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
         "optimizer": {"learning_rate": 0.1},
     }
     return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("run_gpt2_13b", 9), ("run_gpt2_13b_dp4_mp8", 31), ("run_gpt2_52b", 127)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("run_gpt2_13b", 9), ("run_gpt2_13b_dp4_mp8", 31), ("run_gpt2_52b", 127)]
+)
 def test_golden(name: str, rank: int) -> None:
     config = load_config(FOLDER / f"{name}.yaml", ["device=npu"])
     parallel = config.parallel
     world_size = (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage
-    text = json.dumps(semi_auto_settings(resolve_config(config, world_size=world_size), rank), indent=1) + "\n"
+    text = (
+        json.dumps(
+            semi_auto_settings(resolve_config(config, world_size=world_size), rank), indent=1
+        )
+        + "\n"
+    )
     golden = GOLDEN / f"{name}.json"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
-    assert text == golden.read_text(), "the settings of semi-automatic parallel changed; if that is wanted: make golden"
+    assert text == golden.read_text(), (
+        "the settings of semi-automatic parallel changed; if that is wanted: make golden"
+    )
 
 
 def test_mindformers_own_file(tmp_path: Path) -> None:
@@ -88,33 +107,51 @@ def test_mindformers_own_file(tmp_path: Path) -> None:
     assert found.train == shipped.train and found.train.global_batch_size == 192
     assert found.train.recompute == "full" and found.train.recompute_slice_activation
     assert found.parallel.zero_stage == 1 and found.device == "npu"
-    assert splits_vocabulary(found), "with a pipeline vocab_emb_dp is false in r0.3, whatever the file says"
+    assert splits_vocabulary(found), (
+        "with a pipeline vocab_emb_dp is false in r0.3, whatever the file says"
+    )
 
 
 def test_names_of_mindformers(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     text = TUTORIAL.format(folder=FOLDER)
-    path.write_text(text.replace("enable_parallel_optimizer: True", "enable_parallel_optimizer: False"))
+    path.write_text(
+        text.replace("enable_parallel_optimizer: True", "enable_parallel_optimizer: False")
+    )
     with pytest.raises(
-        ConfigError, match=r"own.yaml:\d+: parallel_config.optimizer_shard=True .* parallel.enable_parallel_optimizer=False"
+        ConfigError,
+        match=r"own.yaml:\d+: parallel_config.optimizer_shard=True .*"
+        r" parallel.enable_parallel_optimizer=False",
     ):
         load_config(path)
     path.write_text(text.replace("vocab_emb_dp: True", "expert_parallel: 2"))
-    with pytest.raises(ConfigError, match=r"parallel_config.expert_parallel=2: this version has 1 alone"):
+    with pytest.raises(
+        ConfigError, match=r"parallel_config.expert_parallel=2: this version has 1 alone"
+    ):
         load_config(path)
     path.write_text(text.replace("vocab_emb_dp", "vocab_emb_pd"))
     with pytest.raises(
-        ConfigError, match=r"own.yaml:\d+: parallel_config.vocab_emb_pd: unknown key; did you mean parallel_config.vocab_emb_dp"
+        ConfigError,
+        match=r"own.yaml:\d+: parallel_config.vocab_emb_pd: unknown key; did you mean"
+        r" parallel_config.vocab_emb_dp",
     ):
         load_config(path)
     path.write_text(text.replace("vocab_emb_dp: True", "expert_parallel: 1"))
-    words = ["parallel_config.model_parallel=4", "parallel_config.use_seq_parallel=true", "parallel.strategy_ckpt_save_file=s_{rank}.ckpt",
+    words = ["parallel_config.model_parallel=4", "parallel_config.use_seq_parallel=true",
+    "parallel.strategy_ckpt_save_file=s_{rank}.ckpt",
              "recompute_config.recompute=false", "micro_batch_interleave_num=2", 
              "parallel.parallel_mode=2", "parallel.loss_repeated_mean=true"]  # fmt: skip
     found = load_config(path, words)
-    assert found.parallel.model_parallel == 4 and found.parallel.sequence_parallel and found.parallel.micro_batch_interleave_num == 2
+    assert (
+        found.parallel.model_parallel == 4
+        and found.parallel.sequence_parallel
+        and found.parallel.micro_batch_interleave_num == 2
+    )
     assert found.train.recompute == "none" and found.parallel.parallel_mode == "auto_parallel"
-    config = resolve_config(load_config(path, [*words[2:4], *words[5:], "train.recompute_slice_activation=false"]), world_size=32)
+    config = resolve_config(
+        load_config(path, [*words[2:4], *words[5:], "train.recompute_slice_activation=false"]),
+        world_size=32,
+    )
     assert semi_auto_settings(config, 5)["strategy_ckpt_config"]["save_file"] == "s_5.ckpt"
 
 
@@ -122,40 +159,58 @@ def test_who_splits_the_work() -> None:
     several = resolved(parallel__model_parallel=2, device="auto")
     assert compiled_mode(several, "npu") and not compiled_mode(several, "cpu")
     assert not compiled_mode(resolved(world_size=1), "npu")
-    for number, mode in enumerate(["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]):
+    for number, mode in enumerate(
+        ["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
+    ):
         config = resolved(parallel__parallel_mode=number)
-        assert config.parallel.parallel_mode == mode and compiled_mode(config, "npu") == (number in (1, 2))
-    assert not compiled_mode(resolve_mode(resolved(parallel__parallel_mode=1), "eval", world_size=1), "npu")
+        assert config.parallel.parallel_mode == mode and compiled_mode(config, "npu") == (
+            number in (1, 2)
+        )
+    assert not compiled_mode(
+        resolve_mode(resolved(parallel__parallel_mode=1), "eval", world_size=1), "npu"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cpu", "parallel__parallel_mode": 1}, "device=cpu; set parallel.parallel_mode=3"),
+        ({"device": "cpu", "parallel__parallel_mode": 1}, "device=cpu; set"
+            " parallel.parallel_mode=3"),
         ({"device": "cpu", "parallel__parallel_mode": 2}, "splits graphs for Ascend"),
-        ({"parallel__parallel_mode": 0, "parallel__model_parallel": 2}, "parallel_mode=data_parallel with parallel.model_parallel=2"),
-        ({"parallel__parallel_mode": 3, "parallel__full_batch": True}, "parallel.full_batch=True: only parallel.parallel_mode 1"),
+        ({"parallel__parallel_mode": 0, "parallel__model_parallel": 2},
+        "parallel_mode=data_parallel with parallel.model_parallel=2"),
+        ({"parallel__parallel_mode": 3, "parallel__full_batch": True}, "parallel.full_batch=True:"
+            " only parallel.parallel_mode 1"),
         ({"device": "cpu", "parallel__enable_alltoall": True}, "parallel.enable_alltoall=True"),
-        ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: only parallel.parallel_mode 1"),
+        ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: only"
+            " parallel.parallel_mode 1"),
         ({"train__parallel_optimizer_comm_recompute": True}, "MindSpore 2.10 takes no notice"),
-        ({"parallel__pipeline_stage": 4, "train__accumulation_steps": 2}, "micro_batch_num=2 is below parallel.pipeline_stage=4"),
-        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"}, "pipeline_schedule=1f1b with one"),
-        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "gpipe"}, "one stage a rank, found gpipe"),
+        ({"parallel__pipeline_stage": 4, "train__accumulation_steps": 2}, "micro_batch_num=2 is"
+            " below parallel.pipeline_stage=4"),
+        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"},
+        "pipeline_schedule=1f1b with one"),
+        ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "gpipe"}, "one stage a"
+            " rank, found gpipe"),
         ({"world_size": 1, "parallel__parallel_mode": 1}, "several processes, and there is 1"),
         ({"context__mode": 1}, "context.mode=graph"),
         ({"parallel__sequence_parallel": True}, "model_parallel above 1"),
         ({"parallel__zero_stage": 1, "parallel__model_parallel": 4}, "there is 1"),
         ({"parallel__zero_stage": 1, "parallel__shard_size": 3}, "shard_size=3 does not divide"),
         ({"parallel__shard_size": 2}, "needs parallel.zero_stage"),
-        ({"parallel__micro_batch_interleave_num": 4}, "micro_batch_interleave_num=4 does not divide"),
+        ({"parallel__micro_batch_interleave_num": 4}, "micro_batch_interleave_num=4 does not"
+            " divide"),
         (
-            {"parallel": {"micro_batch_interleave_num": 2, "model_parallel": 2, "pipeline_stage": 2}},
+            {"parallel": {"micro_batch_interleave_num": 2, "model_parallel": 2,
+            "pipeline_stage": 2}},
             "cannot compile the three together",
         ),
         ({"parallel__search_mode": "sharding_propagation"}, r"parallel_mode=2 \(auto_parallel\)"),
-        ({"parallel__enable_parallel_optimizer": False, "parallel__zero_stage": 1}, "contradict each other"),
-        ({"parallel__parallel_optimizer_config": {"gradient_accumulation_shard": True}}, "enable_parallel_optimizer=true"),
-        ({"backend": "torch", "device": "cpu", "parallel__parallel_mode": 1}, "parallel_mode=semi_auto_parallel is for backend"),
+        ({"parallel__enable_parallel_optimizer": False, "parallel__zero_stage": 1}, "contradict"
+            " each other"),
+        ({"parallel__parallel_optimizer_config": {"gradient_accumulation_shard": True}},
+        "enable_parallel_optimizer=true"),
+        ({"backend": "torch", "device": "cpu", "parallel__parallel_mode": 1},
+        "parallel_mode=semi_auto_parallel is for backend"),
     ],
 )  # fmt: skip
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -177,8 +232,14 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
     with pytest.raises(ConfigError, match=r"parallel.zero_stage=2 is for backend torch"):
         check_here(resolved(device="auto", parallel__zero_stage=2), tmp_path)
     assert check_here(resolved(device="auto"), tmp_path) == "cpu"
-    for refused in ({"train__recompute_slice_activation": True, "train__recompute": "full"}, {"context__device_id": 3}):
-        with pytest.raises(ConfigError, match=r"^device=auto became cpu because no Ascend is seen here .*leave it out"):
+    for refused in (
+        {"train__recompute_slice_activation": True, "train__recompute": "full"},
+        {"context__device_id": 3},
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"^device=auto became cpu because no Ascend is seen here .*leave it out",
+        ):
             check_here(resolved(device="auto", parallel__model_parallel=2, **refused), tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "davinci0").touch()
@@ -187,6 +248,14 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
 
 def test_other_names_of_zero() -> None:
     assert resolved(parallel__enable_parallel_optimizer=True).parallel.zero_stage == 1
-    sharded = resolved(parallel__enable_parallel_optimizer=True, parallel__parallel_optimizer_config={"gradient_accumulation_shard": True})
-    assert semi_auto_settings(sharded, 0)["parallel_optimizer_config"]["optimizer_level"] == "level2"
-    assert semi_auto_settings(resolved(parallel__full_batch=False), 0)["dataset_strategy"] == ((4, 1), (4, 1))
+    sharded = resolved(
+        parallel__enable_parallel_optimizer=True,
+        parallel__parallel_optimizer_config={"gradient_accumulation_shard": True},
+    )
+    assert (
+        semi_auto_settings(sharded, 0)["parallel_optimizer_config"]["optimizer_level"] == "level2"
+    )
+    assert semi_auto_settings(resolved(parallel__full_batch=False), 0)["dataset_strategy"] == (
+        (4, 1),
+        (4, 1),
+    )

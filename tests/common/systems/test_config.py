@@ -1,4 +1,6 @@
-"""Configurations of MindFormers, FleetX, Megatron and OneFlow, whole, in our words: held against the presets that follow them."""
+"""Configurations of MindFormers, FleetX, Megatron and OneFlow, whole, in our words: held against
+the presets that follow them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,35 @@ from tools import convert_config
 
 ORIGINALS = Path(__file__).parent / "originals"
 PRESETS = Path(__file__).parents[3] / "configs" / "gpt2"
-OURS = {"data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device", "predict"}
-"""What the presets choose themselves: where the data and the run folder are, how often is saved and logged."""
+OURS = {
+    "data.train",
+    "data.tokenizer",
+    "output_dir",
+    "logging",
+    "validation",
+    "checkpoint",
+    "device",
+    "predict",
+}
+"""What the presets choose themselves: where the data and the run folder are, how often is saved and
+logged.
+"""
 
 
-def differences(config: Any, preset: str, world_size: int, but: frozenset[str] = frozenset()) -> dict[str, tuple[Any, Any]]:
+def differences(
+    config: Any, preset: str, world_size: int, but: frozenset[str] = frozenset()
+) -> dict[str, tuple[Any, Any]]:
     """The resolved keys in which a configuration differs from a preset, with both values."""
-    resolved, other = (resolve_config(each, world_size=world_size) for each in (config, load_config(PRESETS / f"{preset}.yaml")))
+    resolved, other = (
+        resolve_config(each, world_size=world_size)
+        for each in (config, load_config(PRESETS / f"{preset}.yaml"))
+    )
     found, expected = dict(flatten(resolved.model_dump())), dict(flatten(other.model_dump()))
     return {
         key: (found.get(key), expected.get(key))
         for key in sorted(found.keys() | expected.keys())
-        if found.get(key) != expected.get(key) and not any(key == name or key.startswith(f"{name}.") for name in OURS | but)
+        if found.get(key) != expected.get(key)
+        and not any(key == name or key.startswith(f"{name}.") for name in OURS | but)
     }
 
 
@@ -36,7 +55,8 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
     assert opened.system == "MindFormers"
     assert differences(opened.config, "run_gpt2_13b", 32) == {
         "context.save_graphs_path": ("./graph", None),
-        "model.dropout": (0.0, 0.1),  # of no part: embedding, attention and hidden dropout are given
+        # of no part: embedding, attention and hidden dropout are given
+        "model.dropout": (0.0, 0.1),
         "parallel.full_batch": (True, None),
         "parallel.parallel_mode": ("semi_auto_parallel", None),
         "parallel.strategy_ckpt_config.save_file": ("./ckpt_strategy.ckpt", None),
@@ -46,25 +66,50 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
 
 def test_mindformers_r1_has_the_numbers_of_its_124m() -> None:
     config = resolve_config(open_config(ORIGINALS / "mindformers_r1.yaml").config, world_size=8)
-    assert (config.backend, config.device, config.logging.style, config.seed) == ("mindspore", "npu", "mindformers", 0)
-    assert (config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size, config.model.vocab_size) == (
+    assert (config.backend, config.device, config.logging.style, config.seed) == (
+        "mindspore",
+        "npu",
+        "mindformers",
+        0,
+    )
+    assert (
+        config.model.num_layers,
+        config.model.hidden_size,
+        config.model.ffn_hidden_size,
+        config.model.vocab_size,
+    ) == (
         12,
         768,
         3072,
         50257,
     )
     assert (config.precision.parameters, config.precision.compute) == ("float32", "float16")
-    assert (config.train.micro_batch_size, config.train.max_epochs, config.train.global_batch_size) == (8, 3, 64)
-    assert (config.optimizer.learning_rate, config.optimizer.min_learning_rate, config.optimizer.beta2) == (1e-4, 1e-5, 0.95)
+    assert (
+        config.train.micro_batch_size,
+        config.train.max_epochs,
+        config.train.global_batch_size,
+    ) == (8, 3, 64)
+    assert (
+        config.optimizer.learning_rate,
+        config.optimizer.min_learning_rate,
+        config.optimizer.beta2,
+    ) == (1e-4, 1e-5, 0.95)
     assert (config.loss_scale.mode, config.loss_scale.initial) == ("dynamic", 2.0**32)
     assert (config.checkpoint.ckpt_prefix, config.parallel.data_parallel) == ("gpt", 8)
 
 
 @pytest.mark.parametrize(
-    "words", [["backend=torch", "device=cpu"], ["device=cpu", "parallel.data_parallel=16", "parallel.pipeline_stage=1"]]
+    "words",
+    [
+        ["backend=torch", "device=cpu"],
+        ["device=cpu", "parallel.data_parallel=16", "parallel.pipeline_stage=1"],
+    ],
 )
 def test_mindformers_keys_without_effect_on_a_cpu_or_on_torch_are_dropped(words) -> None:
-    config = resolve_config(open_config(ORIGINALS / "mindformers_r0.3" / "run_gpt2_13b.yaml", words).config, world_size=32)
+    config = resolve_config(
+        open_config(ORIGINALS / "mindformers_r0.3" / "run_gpt2_13b.yaml", words).config,
+        world_size=32,
+    )
     assert config.parallel.model_parallel == 2
     assert config.train.recompute == "full"
 
@@ -80,7 +125,8 @@ def test_mindformers_keys_without_effect_on_a_cpu_or_on_torch_are_dropped(words)
 )
 def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
     opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml")
-    expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}  # theirs is the padded size
+    # theirs is the padded size
+    expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
     if "6.7b" in preset:
         expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
     assert differences(opened.config, preset, devices) == expected
@@ -95,15 +141,28 @@ def test_fleetx_overrides_and_generation() -> None:
         "Generation.top_k=7",
     ]
     config = open_config(path, ["predict.temperature=0.5", *theirs]).config
-    assert (config.predict.strategy, config.predict.top_k, config.predict.top_p, config.predict.temperature) == ("sampling", 7, 0.75, 0.5)
+    assert (
+        config.predict.strategy,
+        config.predict.top_k,
+        config.predict.top_p,
+        config.predict.temperature,
+    ) == ("sampling", 7, 0.75, 0.5)
     assert (config.predict.min_new_tokens, config.predict.max_new_tokens) == (1, 200)
-    assert (config.model.hidden_size, config.checkpoint.load, config.data.split) == (512, "out/epoch_0_step_1", "900,50,1")
+    assert (config.model.hidden_size, config.checkpoint.load, config.data.split) == (
+        512,
+        "out/epoch_0_step_1",
+        "900,50,1",
+    )
 
 
-COMMON = """--lr-decay-iters 320000 --lr-decay-style cosine --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0
- --train-iters 500000 --log-interval 100 --save-interval 100000 --eval-interval 1000 --eval-iters 10 --split 949,50,1
- --attention-dropout 0.0 --hidden-dropout 0.0 --data-path data/my-gpt_text_sentence --vocab-file data/gpt2-vocab.json
- --merge-file data/gpt2-merges.txt --data-impl mmap --distributed-backend nccl --num-workers 16 --seed 1234 --fp16
+COMMON = """--lr-decay-iters 320000 --lr-decay-style cosine --lr-warmup-fraction .01 \
+--weight-decay 1e-2 --clip-grad 1.0
+ --train-iters 500000 --log-interval 100 --save-interval 100000 --eval-interval 1000 \
+--eval-iters 10 --split 949,50,1
+ --attention-dropout 0.0 --hidden-dropout 0.0 --data-path data/my-gpt_text_sentence \
+--vocab-file data/gpt2-vocab.json
+ --merge-file data/gpt2-merges.txt --data-impl mmap --distributed-backend nccl \
+--num-workers 16 --seed 1234 --fp16
  --save ckpts/ckpts_tmp --load ckpts/ckpts_tmp --tensorboard-dir ckpts/ckpts_tmp/tensorboard_dir
  --initial-loss-scale 4096 --loss-scale-window 500 --hysteresis 2"""
 RECOMPUTED = " --checkpoint-activations --deepspeed-activation-checkpointing"
@@ -113,14 +172,23 @@ MODELZOO = {
     "run_gpt2_1.3b_modelzoo": ((2, 2), (2048, 24, 16, 1024), (32, 8), ("2e-4", "2e-5")),
     "run_gpt2_2.7b": ((2, 2), (2560, 32, 32, 2048), (32, 8), ("1.6e-4", "1.6e-5")),
     "run_gpt2_3.7b": ((2, 2), (3072, 32, 32, 2048), (16, 4), ("1.2e-4", "1.2e-5")),
-    "run_gpt2_345m_modelzoo_without_mp": ((1, 1), (1024, 24, 16, 1024), (64, 8), ("1.5e-4", "1e-5")),
+    "run_gpt2_345m_modelzoo_without_mp": (
+        (1, 1),
+        (1024, 24, 16, 1024),
+        (64, 8),
+        ("1.5e-4", "1e-5"),
+    ),
 }
 
 
 def modelzoo_flags(preset: str) -> str:
-    (tensor, stages), (width, layers, heads, length), (whole, micro), (rate, least) = MODELZOO[preset]
-    text = f"""--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {stages} --num-layers {layers} --hidden-size {width}
-     --num-attention-heads {heads} --seq-length {length} --max-position-embeddings {length} --micro-batch-size {micro}
+    (tensor, stages), (width, layers, heads, length), (whole, micro), (rate, least) = MODELZOO[
+        preset
+    ]
+    text = f"""--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {stages} \
+--num-layers {layers} --hidden-size {width}
+     --num-attention-heads {heads} --seq-length {length} --max-position-embeddings {length} \
+--micro-batch-size {micro}
      --global-batch-size {whole} --lr {rate} --min-lr {least} {COMMON}"""
     return f"{text} --loss-scale 65536" if "without_mp" in preset else text + RECOMPUTED
 
@@ -128,7 +196,9 @@ def modelzoo_flags(preset: str) -> str:
 @pytest.mark.parametrize("preset", MODELZOO)
 def test_the_modelzoos_flags_are_the_presets(preset, tmp_path) -> None:
     file = tmp_path / "flags.txt"
-    file.write_text("python3 run.py pretrain_gpt.py " + modelzoo_flags(preset).replace("\n", " \\\n"))
+    file.write_text(
+        "python3 run.py pretrain_gpt.py " + modelzoo_flags(preset).replace("\n", " \\\n")
+    )
     opened = open_flags("megatron", read_flag_file(file), where=str(file))
     assert opened.system == "Megatron"
     assert differences(opened.config, preset, 8) == {}
@@ -136,18 +206,36 @@ def test_the_modelzoos_flags_are_the_presets(preset, tmp_path) -> None:
 
 
 def test_oneflows_flags_are_the_preset() -> None:
-    flags = """--num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 --micro-batch-size 8 --global-batch-size 512
-     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-gpus-per-node 8 --num-nodes 4 --node-ips 10.0.0.1,10.0.0.2
-     --train-iters 500000 --learning-rate 1.5e-4 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01
-     --initial-loss-scale 4294967296 --optimizer adamw --initial-loss-scale 4294967296 --weight-decay 1e-2 --clip-grad 1.0
-     --split 949,50,1 --checkpoint-activations --multihead-attention-fusion --fp16 --log-interval 100 --save-interval 10000
-     --dataset data/gpt_sample_dataset_text_document --save checkpoint --load checkpoint --metric-print-format table"""
+    flags = """--num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 \
+--micro-batch-size 8 --global-batch-size 512
+     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-gpus-per-node 8 \
+--num-nodes 4 --node-ips 10.0.0.1,10.0.0.2
+     --train-iters 500000 --learning-rate 1.5e-4 --min-lr 1.0e-5 --lr-decay-style cosine \
+--lr-decay-iters 320000 --lr-warmup-fraction 0.01
+     --initial-loss-scale 4294967296 --optimizer adamw \
+--initial-loss-scale 4294967296 --weight-decay 1e-2 --clip-grad 1.0
+     --split 949,50,1 --checkpoint-activations --multihead-attention-fusion --fp16 \
+--log-interval 100 --save-interval 10000
+     --dataset data/gpt_sample_dataset_text_document --save checkpoint --load checkpoint \
+--metric-print-format table"""
     assert differences(open_flags("oneflow", flags.split()).config, "run_gpt2_2304x24", 32) == {}
 
 
-@pytest.mark.parametrize("name", ["mindformers_r0.3/run_gpt2_13b.yaml", "mindformers_r1.yaml", "fleetx/pretrain_gpt_1.3B_dp8.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mindformers_r0.3/run_gpt2_13b.yaml",
+        "mindformers_r1.yaml",
+        "fleetx/pretrain_gpt_1.3B_dp8.yaml",
+    ],
+)
 def test_what_convert_config_writes_reads_back_equal(name, tmp_path, capsys) -> None:
-    assert convert_config.main([str(ORIGINALS / name), "--output", str(tmp_path / "ours.yaml"), "seed=7"]) == 0
+    assert (
+        convert_config.main(
+            [str(ORIGINALS / name), "--output", str(tmp_path / "ours.yaml"), "seed=7"]
+        )
+        == 0
+    )
     written = load_config(tmp_path / "ours.yaml")
     assert written == open_config(ORIGINALS / name, ["seed=7"]).config
     assert find_dialect(tmp_path / "ours.yaml") is None
@@ -156,7 +244,10 @@ def test_what_convert_config_writes_reads_back_equal(name, tmp_path, capsys) -> 
 
 
 def test_convert_config_takes_flags(capsys) -> None:
-    assert convert_config.main(["--from", "megatron", "--", *modelzoo_flags("run_gpt2_2.7b").split()]) == 0
+    assert (
+        convert_config.main(["--from", "megatron", "--", *modelzoo_flags("run_gpt2_2.7b").split()])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "model_parallel: 2  # tensor_model_parallel_size" in text
     assert "#   distributed_backend: the device says how ranks talk" in text
@@ -173,27 +264,58 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         {"a.yaml": "Global: {seed: 1}\ntrain: {max_steps: 1}\n"},
         r"a\.yaml:2: train is ours, and Global \(.*a\.yaml:1\) is",
     ),
-    "no base": ({"a.yaml": "Global: {seed: 1}\n_base_: b.yaml\n"}, r"a\.yaml:2: _base_: .*b\.yaml: no such file"),
-    "a circle": ({"a.yaml": "base_config: [b.yaml]\n", "b.yaml": "base_config: [a.yaml]\n"}, "files include each other"),
-    "base of numbers": ({"a.yaml": "base_config: [1]\n"}, r"a\.yaml:1: base_config: expected the name of a file"),
+    "no base": (
+        {"a.yaml": "Global: {seed: 1}\n_base_: b.yaml\n"},
+        r"a\.yaml:2: _base_: .*b\.yaml: no such file",
+    ),
+    "a circle": (
+        {"a.yaml": "base_config: [b.yaml]\n", "b.yaml": "base_config: [a.yaml]\n"},
+        "files include each other",
+    ),
+    "base of numbers": (
+        {"a.yaml": "base_config: [1]\n"},
+        r"a\.yaml:1: base_config: expected the name of a file",
+    ),
     "unknown": (
         {"a.yaml": "runner_config: {epoch: 1}\n"},
         r"a\.yaml:1: runner_config\.epoch: unknown key; did you mean runner_config\.epochs\?",
     ),
-    "far": ({"a.yaml": "Engine: {zzz: 1}\n"}, r"Engine\.zzz: unknown key; it is not known of PaddleFleetX"),
-    "no such value": ({"a.yaml": "Global: {device: tpu}\n"}, r"a\.yaml:1: Global\.device='tpu': expected gpu or npu or cpu"),
-    "a number": ({"a.yaml": "Generation: {top_p: much}\n"}, r"Generation\.top_p='much': expected a number"),
-    "not here": ({"a.yaml": "moe_config: {expert_num: 8}\n"}, r"moe_config\.expert_num=8: mixture of experts is not in this version"),
-    "QAT": ({"a.yaml": "Quantization: {enable: True}\n"}, r"Quantization\.enable=True: quantization-aware training is not in this version"),
+    "far": (
+        {"a.yaml": "Engine: {zzz: 1}\n"},
+        r"Engine\.zzz: unknown key; it is not known of PaddleFleetX",
+    ),
+    "no such value": (
+        {"a.yaml": "Global: {device: tpu}\n"},
+        r"a\.yaml:1: Global\.device='tpu': expected gpu or npu or cpu",
+    ),
+    "a number": (
+        {"a.yaml": "Generation: {top_p: much}\n"},
+        r"Generation\.top_p='much': expected a number",
+    ),
+    "not here": (
+        {"a.yaml": "moe_config: {expert_num: 8}\n"},
+        r"moe_config\.expert_num=8: mixture of experts is not in this version",
+    ),
+    "QAT": (
+        {"a.yaml": "Quantization: {enable: True}\n"},
+        r"Quantization\.enable=True: quantization-aware training is not in this version",
+    ),
     "conflict": (
-        {"a.yaml": "runner_config: {epochs: 1}\nmodel: {model_config: {hidden_size: 8, embedding_size: 16}}\n"},
-        r"a\.yaml:2: model\.model_config\.hidden_size makes model\.hidden_size=8, and model\.model_config\.embedding_size makes it 16",
+        {
+            "a.yaml": "runner_config: {epochs: 1}\nmodel: {model_config: {hidden_size: 8,"
+            " embedding_size: 16}}\n"
+        },
+        r"a\.yaml:2: model\.model_config\.hidden_size makes model\.hidden_size=8, and"
+        r" model\.model_config\.embedding_size makes it 16",
     ),
     "batch": (
         {"a.yaml": "Global: {local_batch_size: 7, micro_batch_size: 2}\n"},
         r"local_batch_size=7: expected a multiple of micro_batch_size=2",
     ),
-    "callback": ({"a.yaml": "callbacks: [{type: Mine}]\n"}, r"a\.yaml:1: callbacks\.0='Mine': this callback is not known"),
+    "callback": (
+        {"a.yaml": "callbacks: [{type: Mine}]\n"},
+        r"a\.yaml:1: callbacks\.0='Mine': this callback is not known",
+    ),
     "cut short": ({"a.yaml": "Global: {seed: 1\n"}, r"a\.yaml"),
     "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, and in no file"),
 }
@@ -214,7 +336,11 @@ def test_bad_files_are_refused_with_file_and_line(fault, tmp_path) -> None:
         (["Global"], "expected section.key=value"),
         (["Global.seed.x=1"], "Global.seed is not a section|seed is not a section"),
         (["Data.Train.dataset.split.9=1"], "the list has places 0 to 2"),
-        (["Model.hiden_size=1"], r"command line: Model\.hiden_size: Model\.hiden_size: unknown key; did you mean Model\.hidden_size"),
+        (
+            ["Model.hiden_size=1"],
+            r"command line: Model\.hiden_size: Model\.hiden_size: unknown key; did you mean"
+            r" Model\.hidden_size",
+        ),
     ],
 )
 def test_bad_overrides_of_fleetx(words, message) -> None:
@@ -227,7 +353,10 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
     [
         ("24 --num-layers", "'24' stands where a flag is expected"),
         ("--num-layers 24 --num-layers 12", "--num-layers is given twice, as 24 and 12"),
-        ("--num-layer 24", r"command line: --num-layer: num_layer: unknown key; did you mean num_layers\?"),
+        (
+            "--num-layer 24",
+            r"command line: --num-layer: num_layer: unknown key; did you mean num_layers\?",
+        ),
         ("--lr fast", "lr='fast': expected a number"),
         ("--optimizer lamb", "optimizer='lamb': expected adam or adamw or sgd"),
         ("--swiglu", "swiglu=True: GPT-2 has it otherwise"),
@@ -241,14 +370,27 @@ def test_bad_flags(text, message) -> None:
 
 def test_a_file_of_flags_is_a_configuration(tmp_path) -> None:
     """Whose flags they are shows in their names."""
-    for system, text in (("Megatron", "--lr 1e-4 --micro-batch-size 1"), ("OneFlow", "--learning-rate 1e-4 --micro-batch-size 1")):
+    for system, text in (
+        ("Megatron", "--lr 1e-4 --micro-batch-size 1"),
+        ("OneFlow", "--learning-rate 1e-4 --micro-batch-size 1"),
+    ):
         file = tmp_path / f"{system}.sh"
-        file.write_text(f"torchrun pretrain.py {text} --num-layers 1 \\\n --hidden-size 8 --num-attention-heads 1 --seq-length 8")
+        file.write_text(
+            f"torchrun pretrain.py {text} --num-layers 1 \\\n --hidden-size 8 --num-attention-heads"
+            " 1 --seq-length 8"
+        )
         opened = open_config(file, ["train.max_steps=3"])
-        assert (opened.system, opened.config.optimizer.learning_rate, opened.config.train.max_steps) == (system, 1e-4, 3)
+        assert (
+            opened.system,
+            opened.config.optimizer.learning_rate,
+            opened.config.train.max_steps,
+        ) == (system, 1e-4, 3)
 
 
-@pytest.mark.parametrize(("text", "message"), [('--lr "1', "No closing quotation"), ("--lr $LR", "variables are the shell's")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('--lr "1', "No closing quotation"), ("--lr $LR", "variables are the shell's")],
+)
 def test_bad_files_of_flags(tmp_path, text, message) -> None:
     (tmp_path / "flags.txt").write_text(text)
     with pytest.raises(ConfigError, match=message):

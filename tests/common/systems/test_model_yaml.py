@@ -19,9 +19,23 @@ from common.systems.run_state import moment_shapes
 from common.systems.weights import Weight, Weights
 from common.weights.names import parameter_shapes
 
-MODEL = {"num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11, "ffn_hidden_size": 8, "max_positions": 8}
+MODEL = {
+    "num_layers": 1,
+    "hidden_size": 4,
+    "num_heads": 2,
+    "seq_length": 8,
+    "vocab_size": 11,
+    "ffn_hidden_size": 8,
+    "max_positions": 8,
+}
 RUN: dict[str, Any] = {
-    "state": {"step": 3, "consumed_samples": 6, "sample_hash": "", "skipped_steps": 0, "skipped_in_a_row": 0},
+    "state": {
+        "step": 3,
+        "consumed_samples": 6,
+        "sample_hash": "",
+        "skipped_steps": 0,
+        "skipped_in_a_row": 0,
+    },
     "engine": {"optimizer_steps": 3, "loss_scale": {}, "rng": {}},
     "config": {"optimizer": {"name": "adamw", "decay_steps": 9}, "train": {"global_batch_size": 2}},
 }
@@ -34,16 +48,25 @@ def read(folder: Path, text: str) -> tuple[ModelConfig, dict[str, Any] | None]:
 
 def zeros(shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
     return {
-        name: Weight(dtype="float32", shape=shape, load=lambda shape=shape: np.zeros(shape, np.float32)) for name, shape in shapes.items()
+        name: Weight(
+            dtype="float32", shape=shape, load=lambda shape=shape: np.zeros(shape, np.float32)
+        )
+        for name, shape in shapes.items()
     }
 
 
-def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(tmp_path: Path) -> None:
+def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
+    tmp_path: Path,
+) -> None:
     model, run = read(tmp_path, yaml.safe_dump({"model": MODEL, "run": RUN}))
     tensors, moments = zeros(parameter_shapes(model)), zeros(moment_shapes(model, "adamw"))
-    weights = Weights(path=tmp_path, format="mindformers", model=model, tensors=tensors, moments=moments, run=run)
+    weights = Weights(
+        path=tmp_path, format="mindformers", model=model, tensors=tensors, moments=moments, run=run
+    )
     write_megatron(tmp_path / "out", weights, None)
-    saved = torch.load(tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    saved = torch.load(
+        tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
+    )
     assert "opt_param_scheduler" not in saved
     assert saved["optimizer"]["param_groups"][0]["step"] == 3
 
@@ -84,17 +107,31 @@ def test_a_date_is_text(tmp_path: Path) -> None:
         (("run", "state"), None, "state is None"),
         (("run", "state", "step"), -1, "state.step is -1"),
         (("run", "state", "losses"), [None], "state.losses.0 is None"),
-        (("run", "engine", "loss_scale"), {"mode": "dynamic"}, "engine.loss_scale lacks one of mode, value"),
+        (
+            ("run", "engine", "loss_scale"),
+            {"mode": "dynamic"},
+            "engine.loss_scale lacks one of mode, value",
+        ),
         (("run", "engine", "loss_scale"), {"value": "x"}, "engine.loss_scale.value is 'x'"),
         (("run", "config", "optimizer", "name"), "lamb", "config.optimizer.name is 'lamb'"),
-        (("run", "config", "optimizer", "learning_rate"), [], r"config.optimizer.learning_rate is \[\]"),
+        (
+            ("run", "config", "optimizer", "learning_rate"),
+            [],
+            r"config.optimizer.learning_rate is \[\]",
+        ),
         (("run", "config", "precision"), 5, "config.precision is 5"),
-        (("run", "config", "train", "global_batch_size"), "two", "config.train.global_batch_size is 'two'"),
+        (
+            ("run", "config", "train", "global_batch_size"),
+            "two",
+            "config.train.global_batch_size is 'two'",
+        ),
         (("model",), [1], "no section model .found a list"),
         (("model", "num_layers"), "9" * 500, "num_layers='9{70,80}... of the model"),
     ],
 )
-def test_values_of_wrong_types(tmp_path: Path, path: tuple[str, ...], value: Any, problem: str) -> None:
+def test_values_of_wrong_types(
+    tmp_path: Path, path: tuple[str, ...], value: Any, problem: str
+) -> None:
     words: Any = copy.deepcopy({"model": MODEL, "run": RUN})
     place = words
     for key in path[:-1]:

@@ -1,4 +1,6 @@
-"""What other formats call the parameters: against transformers, megatron-core, written-out lists and the formulas of their layouts."""
+"""What other formats call the parameters: against transformers, megatron-core, written-out lists
+and the formulas of their layouts.
+"""
 
 from typing import Any
 
@@ -12,10 +14,19 @@ from common.systems.name_map import Fusion, NameMap, NameRow
 from common.weights.names import parameter_shapes
 
 NAME_MAPS = {
-    "hf": hugging_face.names.NAME_MAPS, "openai": openai.names.NAME_MAPS, "fleetx": fleetx.names.NAME_MAPS, **mindformers.names.NAME_MAPS,
+    "hf": hugging_face.names.NAME_MAPS, "openai": openai.names.NAME_MAPS,
+    "fleetx": fleetx.names.NAME_MAPS, **mindformers.names.NAME_MAPS,
     **megatron.names.NAME_MAPS,
 }  # fmt: skip
-MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=7, vocab_size=11, ffn_hidden_size=20, max_positions=9)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=12,
+    num_heads=3,
+    seq_length=7,
+    vocab_size=11,
+    ffn_hidden_size=20,
+    max_positions=9,
+)
 
 
 def theirs(name_map: NameMap, model: ModelConfig = MODEL) -> dict[str, tuple[int, ...]]:
@@ -25,14 +36,26 @@ def theirs(name_map: NameMap, model: ModelConfig = MODEL) -> dict[str, tuple[int
 
 def random_parameters(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
-    return {name: generator.standard_normal(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+    return {
+        name: generator.standard_normal(shape, np.float32)
+        for name, shape in parameter_shapes(model).items()
+    }
 
 
-def packed(name_map: NameMap, parameters: dict[str, np.ndarray], model: ModelConfig = MODEL) -> dict[str, np.ndarray]:
-    return {row.theirs: row.pack([parameters[name] for name in row.ours], model.num_heads) for row in name_map.rows(model.num_layers)}
+def packed(
+    name_map: NameMap, parameters: dict[str, np.ndarray], model: ModelConfig = MODEL
+) -> dict[str, np.ndarray]:
+    return {
+        row.theirs: row.pack([parameters[name] for name in row.ours], model.num_heads)
+        for row in name_map.rows(model.num_layers)
+    }
 
 
-EVERY_MAP = [pytest.param(name_map, id=f"{name}-{number}") for name, maps in NAME_MAPS.items() for number, name_map in enumerate(maps)]
+EVERY_MAP = [
+    pytest.param(name_map, id=f"{name}-{number}")
+    for name, maps in NAME_MAPS.items()
+    for number, name_map in enumerate(maps)
+]
 
 
 @pytest.mark.parametrize("name_map", EVERY_MAP)
@@ -47,11 +70,22 @@ def test_every_parameter_has_one_place(name_map: NameMap) -> None:
 def test_hugging_face_is_what_transformers_has(number: int) -> None:
     """Names and shapes of both of its classes, and the values of a fused weight by their logits."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 9, "vocab_size": 11, "n_inner": 20}
-    model = (transformers.GPT2LMHeadModel, transformers.GPT2Model)[number](transformers.GPT2Config(**sizes))
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 12,
+        "n_head": 3,
+        "n_positions": 9,
+        "vocab_size": 11,
+        "n_inner": 20,
+    }
+    model = (transformers.GPT2LMHeadModel, transformers.GPT2Model)[number](
+        transformers.GPT2Config(**sizes)
+    )
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     name_map = NAME_MAPS["hf"][number]
-    assert expected.pop("lm_head.weight", (11, 12)) == (11, 12) and name_map.head == "lm_head.weight"
+    assert (
+        expected.pop("lm_head.weight", (11, 12)) == (11, 12) and name_map.head == "lm_head.weight"
+    )
     assert theirs(name_map) == expected
 
     # of a linear layer (out, in), transformers' Conv1D (in, out) must give the same
@@ -62,17 +96,24 @@ def test_hugging_face_is_what_transformers_has(number: int) -> None:
     x = np.random.default_rng(1).standard_normal((5, 12), np.float32)
     with torch.no_grad():
         for part in ("weight", "bias"):
-            getattr(layer.attn.c_attn, part).copy_(torch.from_numpy(np.ascontiguousarray(found[f"{prefix}h.1.attn.c_attn.{part}"])))
+            getattr(layer.attn.c_attn, part).copy_(
+                torch.from_numpy(np.ascontiguousarray(found[f"{prefix}h.1.attn.c_attn.{part}"]))
+            )
         queries = layer.attn.c_attn(torch.from_numpy(x)).split(12, dim=-1)
     for name, values in zip("qkv", queries, strict=True):
-        linear = x @ parameters[f"h.1.attn.{name}_proj.weight"].T + parameters[f"h.1.attn.{name}_proj.bias"]
+        linear = (
+            x @ parameters[f"h.1.attn.{name}_proj.weight"].T
+            + parameters[f"h.1.attn.{name}_proj.bias"]
+        )
         np.testing.assert_allclose(values.numpy(), linear, rtol=1e-5, atol=1e-5)
 
 
 def test_causal_masks_of_old_files_are_ignored() -> None:
     for name_map, prefix in zip(NAME_MAPS["hf"], ("transformer.", ""), strict=True):
         assert all(name_map.ignores(f"{prefix}h.3.attn.{name}") for name in ("bias", "masked_bias"))
-        assert not name_map.ignores(f"{prefix}h.3.attn.c_attn.bias") and not name_map.ignores(f"other.{prefix}h.3.attn.bias")
+        assert not name_map.ignores(f"{prefix}h.3.attn.c_attn.bias") and not name_map.ignores(
+            f"other.{prefix}h.3.attn.bias"
+        )
 
 
 def test_megatron_core_is_what_its_model_has(tmp_path: Any) -> None:
@@ -84,17 +125,33 @@ def test_megatron_core_is_what_its_model_has(tmp_path: Any) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
     try:
         parallel_state.initialize_model_parallel()
-        config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=3, ffn_hidden_size=20, use_cpu_initialization=True)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=12,
+            num_attention_heads=3,
+            ffn_hidden_size=20,
+            use_cpu_initialization=True,
+        )
         model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=11, max_sequence_length=9)
-        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+        expected = {
+            name: tuple(tensor.shape)
+            for name, tensor in model.state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
     name_map = NAME_MAPS["megatron_core"][0]
-    assert theirs(name_map) == {name: shape for name, shape in expected.items() if not name_map.ignores(name) and name != name_map.head}
+    assert theirs(name_map) == {
+        name: shape
+        for name, shape in expected.items()
+        if not name_map.ignores(name) and name != name_map.head
+    }
 
 
 MINDFORMERS = """
@@ -123,7 +180,9 @@ backbone.embedding.position_embedding.embedding_table 9x12 | wpe.weight
 
 @pytest.mark.parametrize("release", ["mindformers", "mindformers_r0.3"])
 def test_mindformers_has_these_names(release: str) -> None:
-    """From its sources r0.6 to r1.5; r0.3 put two names under another prefix, and not the embeddings."""
+    """From its sources r0.6 to r1.5; r0.3 put two names under another prefix, and not the
+    embeddings.
+    """
     parameters, (name_map,) = random_parameters(MODEL), NAME_MAPS[release]
     found = packed(name_map, parameters)
     assert len(found) == 16 * 2 + 4
@@ -133,18 +192,30 @@ def test_mindformers_has_these_names(release: str) -> None:
             name = name.replace("backbone.blocks", "gpt2.backbone.transformer.encoder.blocks")
             name = name.replace("backbone.layernorm.", "gpt2.backbone.layernorm.")
         assert found[name].shape == tuple(map(int, shape.split("x")))
-        np.testing.assert_array_equal(found[name], parameters[ours].T if transposed else parameters[ours])
+        np.testing.assert_array_equal(
+            found[name], parameters[ours].T if transposed else parameters[ours]
+        )
 
 
 def test_openai_has_these_names() -> None:
-    found, parameters = packed(NAME_MAPS["openai"][0], random_parameters(MODEL)), random_parameters(MODEL)
-    for name, ours in (("model/wte", "wte.weight"), ("model/ln_f/g", "ln_f.weight"), ("model/h1/ln_2/b", "h.1.ln_2.bias")):
+    found, parameters = (
+        packed(NAME_MAPS["openai"][0], random_parameters(MODEL)),
+        random_parameters(MODEL),
+    )
+    for name, ours in (
+        ("model/wte", "wte.weight"),
+        ("model/ln_f/g", "ln_f.weight"),
+        ("model/h1/ln_2/b", "h.1.ln_2.bias"),
+    ):
         np.testing.assert_array_equal(found[name], parameters[ours])
     np.testing.assert_array_equal(found["model/h1/mlp/c_fc/w"], parameters["h.1.mlp.c_fc.weight"].T)
-    np.testing.assert_array_equal(found["model/h1/attn/c_attn/w"][:, 12:24], parameters["h.1.attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(
+        found["model/h1/attn/c_attn/w"][:, 12:24], parameters["h.1.attn.k_proj.weight"].T
+    )
 
 
-# where row r of output d of head h lies, with 4 outputs a head and 3 heads: Megatron-LM's checkpoint versions 0, 1 and 2
+# where row r of output d of head h lies, with 4 outputs a head and 3 heads: Megatron-LM's
+# checkpoint versions 0, 1 and 2
 PLACES = {
     Fusion.BLOCKS: lambda part, head, output: part * 12 + head * 4 + output,
     Fusion.OUTPUTS: lambda part, head, output: (head * 4 + output) * 3 + part,
@@ -160,15 +231,24 @@ def test_rows_of_query_key_and_value_lie_where_the_formula_says(fusion: Fusion) 
     for part, values in enumerate(parts):
         for head in range(3):
             for output in range(4):
-                np.testing.assert_array_equal(found[PLACES[fusion](part, head, output)], values[head * 4 + output])
+                np.testing.assert_array_equal(
+                    found[PLACES[fusion](part, head, output)], values[head * 4 + output]
+                )
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_versions_of_megatron(version: int) -> None:
     fusions = [Fusion.BLOCKS, Fusion.OUTPUTS, Fusion.HEADS]
     name_map = NAME_MAPS["megatron"][0].fused(fusions[version])
-    (row,) = (row for row in name_map.rows(2) if row.theirs == "language_model.encoder.layers.1.self_attention.query_key_value.bias")
-    assert row.pack([np.full(12, part) for part in range(3)], 3)[:5].tolist() == [[0] * 5, [0, 1, 2, 0, 1], [0, 0, 0, 0, 1]][version]
+    (row,) = (
+        row
+        for row in name_map.rows(2)
+        if row.theirs == "language_model.encoder.layers.1.self_attention.query_key_value.bias"
+    )
+    assert (
+        row.pack([np.full(12, part) for part in range(3)], 3)[:5].tolist()
+        == [[0] * 5, [0, 1, 2, 0, 1], [0, 0, 0, 0, 1]][version]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,11 +260,19 @@ def test_versions_of_megatron(version: int) -> None:
     outputs=st.integers(1, 4),
     inputs=st.integers(0, 6),
 )
-def test_what_is_unpacked_is_what_was_packed(fusion: Fusion, parts: int, transposed: bool, heads: int, outputs: int, inputs: int) -> None:
+def test_what_is_unpacked_is_what_was_packed(
+    fusion: Fusion, parts: int, transposed: bool, heads: int, outputs: int, inputs: int
+) -> None:
     row = NameRow(ours=tuple("qkv"[:parts]), theirs="t", transposed=transposed, fusion=fusion)
     shape = (heads * outputs, inputs) if inputs else (heads * outputs,)
-    given_parts = [np.random.default_rng(part).integers(0, 2**16, shape, np.uint16) for part in range(parts)]
+    given_parts = [
+        np.random.default_rng(part).integers(0, 2**16, shape, np.uint16) for part in range(parts)
+    ]
     found = row.pack(given_parts, heads)
     assert found.shape == row.shape(dict.fromkeys(row.ours, shape))
-    for one, other in zip([row.part(np.ascontiguousarray(found), heads, number) for number in range(parts)], given_parts, strict=True):
+    for one, other in zip(
+        [row.part(np.ascontiguousarray(found), heads, number) for number in range(parts)],
+        given_parts,
+        strict=True,
+    ):
         np.testing.assert_array_equal(one, other)

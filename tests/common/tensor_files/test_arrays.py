@@ -9,13 +9,22 @@ import torch
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.tensor_files.arrays import FileTensor, bytes_of, map_file, prefetch_arrays, round_to_bfloat16, widen_bfloat16
+from common.tensor_files.arrays import (
+    FileTensor,
+    bytes_of,
+    map_file,
+    prefetch_arrays,
+    round_to_bfloat16,
+    widen_bfloat16,
+)
 
 
 def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
     words = np.arange(2**16, dtype=np.uint16)
     wide = widen_bfloat16(words)
-    np.testing.assert_array_equal(wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy())
+    np.testing.assert_array_equal(
+        wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy()
+    )
     back, number = round_to_bfloat16(wide), ~np.isnan(wide)
     np.testing.assert_array_equal(back[number], words[number])
     assert np.isnan(widen_bfloat16(back[~number])).all()
@@ -23,8 +32,17 @@ def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
 
 def test_float32_is_rounded_as_torch_does() -> None:
     rng = np.random.default_rng(0)
-    ties = (np.arange(0x7F60, 0x7F90, dtype=np.uint32) << 16) | 0x8000  # halves, and beyond the largest
-    bits = np.concatenate([rng.integers(0, 2**32, 100_000, dtype=np.uint32), ties, ties + 1, ties - 1, ties | 0x80000000])
+    # halves, and beyond the largest
+    ties = (np.arange(0x7F60, 0x7F90, dtype=np.uint32) << 16) | 0x8000
+    bits = np.concatenate(
+        [
+            rng.integers(0, 2**32, 100_000, dtype=np.uint32),
+            ties,
+            ties + 1,
+            ties - 1,
+            ties | 0x80000000,
+        ]
+    )
     only_low_payload = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
     values = np.concatenate([bits, only_low_payload]).view(np.float32)
     expected = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
@@ -32,7 +50,9 @@ def test_float32_is_rounded_as_torch_does() -> None:
     np.testing.assert_array_equal(found[~nan], expected[~nan])
     assert np.isnan(widen_bfloat16(found[nan])).all()
     assert ((found[nan] >> 15) == (values[nan].view(np.uint32) >> 31)).all()
-    assert round_to_bfloat16(np.float32(1.5)).shape == () and round_to_bfloat16(values[:6].reshape(2, 3).T).shape == (3, 2)
+    assert round_to_bfloat16(np.float32(1.5)).shape == () and round_to_bfloat16(
+        values[:6].reshape(2, 3).T
+    ).shape == (3, 2)
 
 
 @pytest.mark.parametrize("cuts", [(), (7,), (8, 40), (5, 6, 95)])
@@ -60,15 +80,21 @@ def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Pat
     (tmp_path / "x").write_bytes(b"\1\0\2\0")
     content = map_file(tmp_path / "x")
     array = FileTensor(name="a", dtype="bfloat16", shape=(2,), segments=(content,)).read()
-    assert np.shares_memory(array, content) and not array.flags.writeable and array.tolist() == [1, 2]
+    assert (
+        np.shares_memory(array, content) and not array.flags.writeable and array.tolist() == [1, 2]
+    )
     with pytest.raises(CheckpointError, match="no such file"):
         map_file(tmp_path / "y")
 
 
 def test_arrays_made_ahead_are_whole_when_they_come() -> None:
-    """Transposed ones share two pieces of memory; others are what was made. An error comes in its turn."""
+    """Transposed ones share two pieces of memory; others are what was made. An error comes in its
+    turn.
+    """
     shapes = [(300, 7), (0, 5), (2, 900), (7, 300), (4,), (), (513, 300)]
-    made = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes]
+    made = [
+        np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes
+    ]
 
     def broken() -> NDArray[Any]:
         raise OSError("unreadable")
@@ -78,6 +104,8 @@ def test_arrays_made_ahead_are_whole_when_they_come() -> None:
         ordered = next(found)
         assert ordered.flags.c_contiguous
         np.testing.assert_array_equal(ordered, array.T)
-        np.testing.assert_array_equal(np.frombuffer(bytes_of(ordered), np.float32), array.T.reshape(-1))
+        np.testing.assert_array_equal(
+            np.frombuffer(bytes_of(ordered), np.float32), array.T.reshape(-1)
+        )
     with pytest.raises(OSError, match="unreadable"):
         next(found)

@@ -39,7 +39,9 @@ def require_arrays(path: Path) -> None:
 
 
 @pytest.mark.parametrize("seal", [True, False])
-def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspore: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mindspore_reads_and_writes_the_same(
+    tmp_path: Path, seal: bool, mindspore: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ms = mindspore
     from mindspore.train import serialization
 
@@ -51,8 +53,16 @@ def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspo
         assert bytes(loaded[name].get_bytes()) == array.tobytes()
     monkeypatch.setattr(serialization, "SLICE_SIZE", 1)  # KiB
     large = np.arange(600, dtype=np.float32).reshape(200, 3)
-    records = [*({"name": name, "data": loaded[name]} for name in ARRAYS), {"name": "large", "data": ms.Tensor(large)}]
-    ms.save_checkpoint(records, str(tmp_path / "theirs.ckpt"), crc_check=seal, append_dict={"note": "abcé", "loss_scale": 1024.0})
+    records = [
+        *({"name": name, "data": loaded[name]} for name in ARRAYS),
+        {"name": "large", "data": ms.Tensor(large)},
+    ]
+    ms.save_checkpoint(
+        records,
+        str(tmp_path / "theirs.ckpt"),
+        crc_check=seal,
+        append_dict={"note": "abcé", "loss_scale": 1024.0},
+    )
     require_arrays(tmp_path / "theirs.ckpt")
     with open_tensors(tmp_path / "theirs.ckpt") as stored:
         assert len(stored["large"].segments) == 3
@@ -60,7 +70,9 @@ def test_mindspore_reads_and_writes_the_same(tmp_path: Path, seal: bool, mindspo
         assert stored.plain == {"note": "abcé"} and stored["loss_scale"].read() == 1024
 
 
-def test_parts_are_joined_and_rectangles_cut_across_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_joined_and_rectangles_cut_across_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mindspore_ckpt, "_SLICE", 20)
     require_arrays(write(tmp_path / "x.ckpt", seal=False))
     with open_tensors(tmp_path / "x.ckpt") as stored:
@@ -75,7 +87,8 @@ def test_every_cut_is_refused_or_loses_whole_tensors(tmp_path: Path) -> None:
         short.write_bytes(content[:cut])
         try:
             with open_tensors(short) as stored:
-                whole.append(len(stored))  # the format has no length: a cut between two values shows in what is missing alone
+                # the format has no length: a cut between two values shows in what is missing alone
+                whole.append(len(stored))
         except CheckpointError as error:
             assert "not a whole MindSpore checkpoint" in str(error)
     assert whole == [1, 2, 3, 4, 5]
@@ -106,7 +119,10 @@ ONE = value(b"a", tensor(b"\x08\x01", b"Float32", b"\0" * 4))
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (value(b"a", tensor(b"\x08\x02", b"Float32", b"\0" * 4)), r"a has 4 bytes, and its shape is float32 \[2\]"),
+        (
+            value(b"a", tensor(b"\x08\x02", b"Float32", b"\0" * 4)),
+            r"a has 4 bytes, and its shape is float32 \[2\]",
+        ),
         (value(b"a", tensor(b"\x08\x01", b"Complex64", b"\0" * 8)), "of type 'Complex64'"),
         (value(b"a", b"\x1a\x00"), "map parameter"),
         (value(b"a", b"\x12\x00"), "no type or no content"),
@@ -119,14 +135,25 @@ ONE = value(b"a", tensor(b"\x08\x01", b"Float32", b"\0" * 4))
         (b"\x10\x01", "no tensor"),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_message_that_does_not_fit_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
     (tmp_path / "x.ckpt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"not a whole MindSpore checkpoint.*({reason})"), open_tensors(tmp_path / "x.ckpt"):
+    with (
+        pytest.raises(CheckpointError, match=f"not a whole MindSpore checkpoint.*({reason})"),
+        open_tensors(tmp_path / "x.ckpt"),
+    ):
         pass
 
 
 def test_older_scalars_and_packed_shapes_are_read(tmp_path: Path) -> None:
-    content = value(b"step_num", tensor(b"\x08\x00", b"Int32", b"\7\0\0\0")) + value(b"a", tensor(b"\x0a\x02\x02\x01", b"UInt8", b"\1\2"))
+    content = value(b"step_num", tensor(b"\x08\x00", b"Int32", b"\7\0\0\0")) + value(
+        b"a", tensor(b"\x0a\x02\x02\x01", b"UInt8", b"\1\2")
+    )
     (tmp_path / "x.ckpt").write_bytes(content)
     with open_tensors(tmp_path / "x.ckpt") as stored:
-        assert stored["step_num"].read() == 7 and stored["step_num"].shape == () and stored["a"].read().tolist() == [[1], [2]]
+        assert (
+            stored["step_num"].read() == 7
+            and stored["step_num"].shape == ()
+            and stored["a"].read().tolist() == [[1], [2]]
+        )

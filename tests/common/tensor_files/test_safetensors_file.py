@@ -26,11 +26,21 @@ def test_the_library_writes_what_we_read(tmp_path: Path) -> None:
         assert stored.plain == {"format": "pt", "note": "7"}
         assert stored.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
-            assert stored[name].dtype == str(tensor.dtype).removeprefix("torch.") and stored[name].shape == tensor.shape
-        assert torch.equal(torch.from_numpy(stored["half"].read().view(np.int16).copy()).view(torch.bfloat16), TENSORS["half"])
+            assert (
+                stored[name].dtype == str(tensor.dtype).removeprefix("torch.")
+                and stored[name].shape == tensor.shape
+            )
+        assert torch.equal(
+            torch.from_numpy(stored["half"].read().view(np.int16).copy()).view(torch.bfloat16),
+            TENSORS["half"],
+        )
         assert stored["half"].read([[1, 2], [0, 2]]).shape == (1, 2)
         np.testing.assert_array_equal(stored["double"].read(), np.arange(4.0))
-        assert stored["scalar"].read() == 7 and stored["mask"].read().tolist() == [True, False] and stored["empty"].read().shape == (0, 3)
+        assert (
+            stored["scalar"].read() == 7
+            and stored["mask"].read().tolist() == [True, False]
+            and stored["empty"].read().shape == (0, 3)
+        )
 
 
 def raw(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
@@ -73,8 +83,13 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
         (raw(b'{"a": ' + b"9" * 5000 + b"}"), "a number of 5000 digits"),
     ],
 )
-def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_file_that_does_not_fit_together_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"not a whole safetensors file.*({reason})"), open_tensors(path):
+    with (
+        pytest.raises(CheckpointError, match=f"not a whole safetensors file.*({reason})"),
+        open_tensors(path),
+    ):
         pass

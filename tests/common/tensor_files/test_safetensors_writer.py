@@ -12,13 +12,22 @@ from common.errors import CheckpointError
 from common.tensor_files.safetensors_file import open_safetensors, shapes_of, write_safetensors
 
 arrays = hnp.arrays(
-    st.sampled_from([np.float32, np.float16, np.int64, np.uint8]), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
+    st.sampled_from([np.float32, np.float16, np.int64, np.uint8]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
 )
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.dictionaries(st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"), arrays, max_size=5))
-def test_the_library_reads_what_we_write(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray]) -> None:
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
+        arrays,
+        max_size=5,
+    )
+)
+def test_the_library_reads_what_we_write(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray]
+) -> None:
     path = tmp_path_factory.mktemp("safetensors") / "x.safetensors"
     write_safetensors(path, tensors)
     read = load_file(path)
@@ -39,5 +48,8 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": np.ones((4, 4), np.float32)})
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"), open_safetensors(path) as reader:
+    with (
+        pytest.raises(CheckpointError, match="not a whole safetensors file"),
+        open_safetensors(path) as reader,
+    ):
         shapes_of(reader)

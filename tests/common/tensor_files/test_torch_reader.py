@@ -21,7 +21,11 @@ from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 
 
 def as_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.array(array).view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(np.array(array))
+    return (
+        torch.from_numpy(np.array(array).view(np.int16)).view(dtype)
+        if dtype == torch.bfloat16
+        else torch.from_numpy(np.array(array))
+    )
 
 
 def megatron_like() -> dict[str, Any]:
@@ -32,12 +36,16 @@ def megatron_like() -> dict[str, Any]:
     return {
         "model": OrderedDict(
             {
-                "matrix": matrix, "transposed": matrix.t(), "cut": matrix[1:3, 2:5], "every_second": matrix[:, ::2],
-                "expanded": torch.ones(1, 3).expand(2, 3), "empty": torch.zeros(0, 2), "scalar": torch.tensor(2.5),
+                "matrix": matrix, "transposed": matrix.t(), "cut": matrix[1:3, 2:5],
+                "every_second": matrix[:, ::2],
+                "expanded": torch.ones(1, 3).expand(2, 3), "empty": torch.zeros(0, 2),
+                "scalar": torch.tensor(2.5),
                 "bf": matrix.bfloat16()[1:], "a.weight": shared, "b.weight": shared,
                 "linear": torch.nn.Linear(2, 3).state_dict(),
-                "parameter": torch.nn.Parameter(matrix.double()), "bytes": torch.tensor([1, 2], dtype=torch.uint8),
-                "numbers": {0: torch.arange(3), 1: torch.arange(3, dtype=torch.int32)}, "mask": torch.tensor([True, False]),
+                "parameter": torch.nn.Parameter(matrix.double()),
+                "bytes": torch.tensor([1, 2], dtype=torch.uint8),
+                "numbers": {0: torch.arange(3), 1: torch.arange(3, dtype=torch.int32)},
+                "mask": torch.tensor([True, False]),
             }
         ),
         "optimizer": {"fp32_from_fp16_params": [[copy, torch.nn.Parameter(torch.ones(2))]]},
@@ -48,7 +56,11 @@ def flat(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {path: tree.detach()}
     parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    return {name: tensor for key, part in parts for name, tensor in flat(part, f"{path}.{key}" if path else str(key)).items()}
+    return {
+        name: tensor
+        for key, part in parts
+        for name, tensor in flat(part, f"{path}.{key}" if path else str(key)).items()
+    }
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
@@ -60,7 +72,9 @@ def test_what_torch_saves_is_read(tmp_path: Path, as_zip: bool) -> None:
     with open_tensors(tmp_path / "x.pt") as stored:
         assert list(stored) == list(expected)
         for name, tensor in expected.items():
-            assert stored[name].shape == tensor.shape and stored[name].dtype == str(tensor.dtype).removeprefix("torch.")
+            assert stored[name].shape == tensor.shape and stored[name].dtype == str(
+                tensor.dtype
+            ).removeprefix("torch.")
             assert torch.equal(as_torch(stored[name].read(), tensor.dtype), tensor), name
             if tensor.ndim == 2 and tensor.numel():
                 part = stored[name].read([[1, 2], [1, 2]])
@@ -72,23 +86,44 @@ def test_what_torch_saves_is_read(tmp_path: Path, as_zip: bool) -> None:
 def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
     rng = np.random.default_rng(0).random(3)
     saved = {
-        "args": argparse.Namespace(hidden_size=8, params_dtype=torch.float16, lr=1e-3, data_path=["a"], seed=None),
-        "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]), "device": torch.device("cpu"), "ids": {1, 2},
-        "rng": {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "array": rng,
-                "big": rng.astype(">f4"), "matrix": np.asfortranarray(rng.reshape(3, 1) + rng), "number": np.float32(2.5)},
+        "args": argparse.Namespace(hidden_size=8, params_dtype=torch.float16, lr=1e-3,
+        data_path=["a"], seed=None),
+        "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"), "ids": {1, 2},
+        "rng": {"random": random.getstate(), "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(), "array": rng,
+                "big": rng.astype(">f4"), "matrix": np.asfortranarray(rng.reshape(3, 1) + rng),
+                "number": np.float32(2.5)},
         "raw": b"\x00\xff", "none": b"", "storage": torch.arange(3.0).untyped_storage(),
     }  # fmt: skip
     torch.save(saved, tmp_path / "x.pt")
     with open_tensors(tmp_path / "x.pt") as stored:
         tree = stored.tree
-        assert vars(tree["args"]) == {"hidden_size": 8, "params_dtype": "torch.float16", "lr": 1e-3, "data_path": ["a"], "seed": None}
+        assert vars(tree["args"]) == {
+            "hidden_size": 8,
+            "params_dtype": "torch.float16",
+            "lr": 1e-3,
+            "data_path": ["a"],
+            "seed": None,
+        }
         assert stored.plain["args.hidden_size"] == 8 and stored.plain["iteration"] == 2**40
-        assert tree["size"] == (2, 3) and tree["device"] == "cpu" and tree["ids"] == {1, 2} and tree["raw"] == b"\x00\xff"
-        assert tree["none"] == b"" and tree["rng"]["random"] == random.getstate() and tree["rng"]["number"] == 2.5
+        assert (
+            tree["size"] == (2, 3)
+            and tree["device"] == "cpu"
+            and tree["ids"] == {1, 2}
+            and tree["raw"] == b"\x00\xff"
+        )
+        assert (
+            tree["none"] == b""
+            and tree["rng"]["random"] == random.getstate()
+            and tree["rng"]["number"] == 2.5
+        )
         for name in ("array", "big", "matrix"):
             np.testing.assert_array_equal(tree["rng"][name], saved["rng"][name])
         np.testing.assert_array_equal(tree["rng"]["numpy"][1], np.random.get_state()[1])
-        assert torch.equal(torch.from_numpy(tree["rng"]["torch"].read().copy()), torch.get_rng_state())
+        assert torch.equal(
+            torch.from_numpy(tree["rng"]["torch"].read().copy()), torch.get_rng_state()
+        )
         assert tree["storage"].read().tobytes() == np.arange(3, dtype=np.float32).tobytes()
 
 
@@ -119,19 +154,27 @@ CODE = {
 
 @pytest.mark.parametrize("kind", [*CODE, "extension"])
 @pytest.mark.parametrize("old", [False, True])
-def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, kind: str, old: bool) -> None:
+def test_a_pickle_that_names_code_is_refused_and_not_executed(
+    tmp_path: Path, kind: str, old: bool
+) -> None:
     target = tmp_path / "executed"
     program = CODE.get(kind, b"\x82\x01.").replace(b"{}", str(target).encode())
     path = tmp_path / "x.bin"
     if old:
-        head = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
+        head = (
+            pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+            + pickle.dumps(1001, 2)
+            + pickle.dumps({"little_endian": True}, 2)
+        )
         path.write_bytes(head + program)
     else:
         archive(path, program)
     with pytest.raises(CheckpointError) as caught, open_tensors(path):
         pass
     assert not target.exists()
-    assert kind == "extension" or ("nothing of it was executed" in str(caught.value) and "safetensors" in str(caught.value))
+    assert kind == "extension" or (
+        "nothing of it was executed" in str(caught.value) and "safetensors" in str(caught.value)
+    )
     assert kind != "call" or "names posix.system" in str(caught.value)
 
 
@@ -156,26 +199,36 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, ki
     ],
 )
 def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"not a whole file of torch\.save"), open_tensors(archive(tmp_path / "x.pt", program)):
+    with (
+        pytest.raises(CheckpointError, match=r"not a whole file of torch\.save"),
+        open_tensors(archive(tmp_path / "x.pt", program)),
+    ):
         pass
     torch.save({"a": torch.ones(2)}, tmp_path / "y.pt")  # and later files are read as before
     with open_tensors(tmp_path / "y.pt") as stored:
         assert stored["a"].read().tolist() == [1, 1]
 
 
-def test_lists_of_lists_that_grow_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_lists_that_grow_without_end_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_pickle, "_MAX_VALUES", 1000)
     grown: list[Any] = []
     for _ in range(40):
         grown = [grown, grown]
     torch.save({"a": grown}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="more than 1000 values"), open_tensors(tmp_path / "x.pt"):
+    with (
+        pytest.raises(CheckpointError, match="more than 1000 values"),
+        open_tensors(tmp_path / "x.pt"),
+    ):
         pass
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4), st.integers(0, 3))
-def test_any_view_is_read(tmp_path_factory: pytest.TempPathFactory, dims: list[tuple[int, int]], offset: int) -> None:
+def test_any_view_is_read(
+    tmp_path_factory: pytest.TempPathFactory, dims: list[tuple[int, int]], offset: int
+) -> None:
     shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
     tensor = torch.arange(100, dtype=torch.int16).as_strided(shape, strides, offset)
     path = tmp_path_factory.mktemp("view") / "x.pt"
@@ -183,16 +236,23 @@ def test_any_view_is_read(tmp_path_factory: pytest.TempPathFactory, dims: list[t
     with open_tensors(path) as stored:
         np.testing.assert_array_equal(stored["a"].read(), tensor.numpy())
         rectangle = [(size // 2, size) for size in shape]
-        np.testing.assert_array_equal(stored["a"].read(rectangle), tensor.numpy()[tuple(slice(*span) for span in rectangle)])
+        np.testing.assert_array_equal(
+            stored["a"].read(rectangle), tensor.numpy()[tuple(slice(*span) for span in rectangle)]
+        )
 
 
 def test_parts_of_a_storage_in_files_of_the_first_torch(tmp_path: Path) -> None:
     storage = b"(Vstorage\nctorch\nFloatStorage\nVroot\nVcpu\nK\x06(Vpart\nK\x02K\x03ttQ"
     view = b"ctorch._utils\n_rebuild_tensor\n(" + storage + b"K\x01K\x02\x85K\x01\x85tR"
-    head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    head = b"".join(
+        pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    )
     data = (6).to_bytes(8, "little") + np.arange(6, dtype=np.float32).tobytes()
-    (tmp_path / "x.pt").write_bytes(head + b"\x80\x02}Va\n" + view + b"s." + pickle.dumps(["root"], 2) + data)
-    expected = torch.load(tmp_path / "x.pt", weights_only=False)["a"]  # weights_only knows no text opcodes
+    (tmp_path / "x.pt").write_bytes(
+        head + b"\x80\x02}Va\n" + view + b"s." + pickle.dumps(["root"], 2) + data
+    )
+    # weights_only knows no text opcodes
+    expected = torch.load(tmp_path / "x.pt", weights_only=False)["a"]
     with open_tensors(tmp_path / "x.pt") as stored:
         assert stored["a"].read().tolist() == expected.tolist() == [3, 4]
 
@@ -204,12 +264,19 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
     with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         kind, scaler = stored.plain["kind"], stored.plain["scaler"]
     assert (kind.name, kind.arguments) == ("megatron.core.enums.ModelType", (1,))
-    assert (scaler.name, scaler.state) == ("megatron.fp16.loss_scaler.DynamicLossScaler", {"cur_scale": 8})
+    assert (scaler.name, scaler.state) == (
+        "megatron.fp16.loss_scaler.DynamicLossScaler",
+        {"cur_scale": 8},
+    )
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_every_cut_is_refused(tmp_path: Path, as_zip: bool) -> None:
-    torch.save({"a": torch.ones(40), "b": torch.arange(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=as_zip)
+    torch.save(
+        {"a": torch.ones(40), "b": torch.arange(3)},
+        tmp_path / "x.pt",
+        _use_new_zipfile_serialization=as_zip,
+    )
     content = (tmp_path / "x.pt").read_bytes()
     short = tmp_path / "short.bin"
     for cut in [0, 1, 3, *range(4, len(content) - 1, 13), len(content) - 1]:
@@ -219,12 +286,19 @@ def test_every_cut_is_refused(tmp_path: Path, as_zip: bool) -> None:
 
 
 def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path) -> None:
-    """Against zipfile, which compares too. The other storages are still read: each is compared when one of its tensors is."""
+    """Against zipfile, which compares too. The other storages are still read: each is compared when
+    one of its tensors is.
+    """
     path, rng = tmp_path / "x.pt", random.Random(0)
-    torch.save({"a": torch.arange(300.0).reshape(3, 100), "b": torch.ones(5, dtype=torch.float16)}, path)
+    torch.save(
+        {"a": torch.arange(300.0).reshape(3, 100), "b": torch.ones(5, dtype=torch.float16)}, path
+    )
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
-        places = {info.filename: (whole.index(archive.read(info)), info.file_size) for info in archive.infolist()}
+        places = {
+            info.filename: (whole.index(archive.read(info)), info.file_size)
+            for info in archive.infolist()
+        }
     for name in ("x/data.pkl", "x/byteorder", "x/data/0", "x/data/1"):
         for _ in range(20):
             changed, (first, size) = bytearray(whole), places[name]
@@ -236,11 +310,17 @@ def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path) -> None:
                 with open_tensors(path) as file:
                     bad, good = ("a", "b") if name.endswith("0") else ("b", "a")
                     for part in (None, [(0, 1)] * len(file[bad].shape)):
-                        with pytest.raises(CheckpointError, match=rf"x.pt: {name} has changed since it was written: its CRC-32 is"):
+                        with pytest.raises(
+                            CheckpointError,
+                            match=rf"x.pt: {name} has changed since it was written: its CRC-32 is",
+                        ):
                             file[bad].read(part)
                     assert file[good].read().sum() == (5 if good == "b" else 44850)
             else:
-                with pytest.raises(CheckpointError, match=f"{name} has changed"), open_tensors(path):
+                with (
+                    pytest.raises(CheckpointError, match=f"{name} has changed"),
+                    open_tensors(path),
+                ):
                     pass
 
 
@@ -261,10 +341,19 @@ def test_views_beyond_their_storage_and_packed_records_are_refused(tmp_path: Pat
     longer = program.replace(b"K\x00K\x04\x85", b"K\x01K\x04\x85")
     assert longer != program
     for change, reason in (
-        (archive(tmp_path / "offset.pt", longer, **{"data/0": data}), "ends at element 4 of a storage of 4"),
-        (archive(tmp_path / "short.pt", program, **{"data/0": data[:-1]}), "storage 0 has 15 bytes instead of 16"),
+        (
+            archive(tmp_path / "offset.pt", longer, **{"data/0": data}),
+            "ends at element 4 of a storage of 4",
+        ),
+        (
+            archive(tmp_path / "short.pt", program, **{"data/0": data[:-1]}),
+            "storage 0 has 15 bytes instead of 16",
+        ),
         (archive(tmp_path / "missing.pt", program), "holds no storage 0"),
-        (archive(tmp_path / "big.pt", program, **{"data/0": data, "byteorder": b"big"}), "big-endian"),
+        (
+            archive(tmp_path / "big.pt", program, **{"data/0": data, "byteorder": b"big"}),
+            "big-endian",
+        ),
     ):
         with pytest.raises(CheckpointError, match=reason), open_tensors(change):
             pass
@@ -277,14 +366,22 @@ def test_views_beyond_their_storage_and_packed_records_are_refused(tmp_path: Pat
 def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = {
-        "m": ("float32", matrix), "half": ("float16", matrix.astype(np.float16)), "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)),
-        "step": ("int64", np.array(5)), "none": ("int32", np.zeros((0, 2), np.int32)), "yes": ("bool", np.array([True, False])),
-        "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)), "turned": ("float32", matrix.T),
+        "m": ("float32", matrix), "half": ("float16", matrix.astype(np.float16)),
+        "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)),
+        "step": ("int64", np.array(5)), "none": ("int32", np.zeros((0, 2), np.int32)),
+        "yes": ("bool", np.array([True, False])),
+        "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
+        "turned": ("float32", matrix.T),
     }  # fmt: skip
-    leaves = {name: TensorLeaf(name=name, dtype=word, shape=array.shape) for name, (word, array) in arrays.items()}
+    leaves = {
+        name: TensorLeaf(name=name, dtype=word, shape=array.shape)
+        for name, (word, array) in arrays.items()
+    }
     tree = {
-        "model": {**leaves, "tied": leaves["m"]}, "groups": [{"params": [0, 1], "betas": (0.9, 0.95), "none": ()}, []],
-        "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1, "dtype": TorchName("torch.bfloat16"),
+        "model": {**leaves, "tied": leaves["m"]},
+        "groups": [{"params": [0, 1], "betas": (0.9, 0.95), "none": ()}, []],
+        "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,
+        "dtype": TorchName("torch.bfloat16"),
     }  # fmt: skip
     path = tmp_path / "model_optim_rng.pt"
     stream_torch(path, tree, (array for _, array in arrays.values()))
@@ -296,7 +393,10 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     assert loaded["model"]["tied"].data_ptr() == loaded["model"]["m"].data_ptr()
     assert torch.load(path, weights_only=True, mmap=True)["model"]["turned"].shape == (3, 2)
     plain = {key: value for key, value in loaded.items() if key != "model"}
-    assert plain == {**{key: value for key, value in tree.items() if key != "model"}, "dtype": torch.bfloat16}
+    assert plain == {
+        **{key: value for key, value in tree.items() if key != "model"},
+        "dtype": torch.bfloat16,
+    }
     with zipfile.ZipFile(path) as file:
         assert file.testzip() is None
     content = path.read_bytes()
@@ -304,7 +404,10 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_a_namespace_and_numpy_values_are_written_as_torch_writes_them(tmp_path: Path) -> None:
-    tree = {"args": argparse.Namespace(hidden_size=8, dtype=TorchName("torch.float16")), "state": np.random.get_state()}
+    tree = {
+        "args": argparse.Namespace(hidden_size=8, dtype=TorchName("torch.float16")),
+        "state": np.random.get_state(),
+    }
     stream_torch(tmp_path / "x.pt", tree, [])
     loaded = torch.load(tmp_path / "x.pt", weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)

@@ -1,4 +1,6 @@
-"""Two oracles built from the files without any code of the project, and a small vocabulary to break."""
+"""Two oracles built from the files without any code of the project, and a small vocabulary to
+break.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def huggingface_ids(gpt2_vocab_files: tuple[Path, Path]) -> Encode:
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
-def tokenizer(request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path]) -> GPT2BPETokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path]
+) -> GPT2BPETokenizer:
     """The tokenizer under test, once with each backend."""
     pytest.importorskip(request.param)
     built = GPT2BPETokenizer.from_files(*gpt2_vocab_files, backend=request.param)
@@ -51,10 +55,14 @@ def tokenizer(request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path
 
 @pytest.fixture(scope="session")
 def byte_characters() -> list[str]:
-    """The 256 characters of GPT-2's byte alphabet, in byte order (openai/gpt-2 src/encoder.py, bytes_to_unicode)."""
+    """The 256 characters of GPT-2's byte alphabet, in byte order (openai/gpt-2 src/encoder.py,
+    bytes_to_unicode).
+    """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    table = {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + n) for n, byte in enumerate(hidden)
+    }
     return [table[byte] for byte in range(256)]
 
 
@@ -64,12 +72,20 @@ class SmallVocabulary:
     def __init__(self, folder: Path, byte_characters: list[str]) -> None:
         self.folder = folder
         self.merges = ["h e", "l l", "he ll", "hell o", "Ġ t"]
-        tokens = [*byte_characters, *(merge.replace(" ", "") for merge in self.merges), "<|endoftext|>"]
+        tokens = [
+            *byte_characters,
+            *(merge.replace(" ", "") for merge in self.merges),
+            "<|endoftext|>",
+        ]
         self.ids: dict[str, object] = {token: number for number, token in enumerate(tokens)}
 
-    def write(self, vocab_text: str | None = None, merge_text: str | None = None) -> tuple[Path, Path]:
+    def write(
+        self, vocab_text: str | None = None, merge_text: str | None = None
+    ) -> tuple[Path, Path]:
         vocab_file, merge_file = self.folder / "vocab.json", self.folder / "merges.txt"
-        vocab_file.write_text(json.dumps(self.ids) if vocab_text is None else vocab_text, encoding="utf-8")
+        vocab_file.write_text(
+            json.dumps(self.ids) if vocab_text is None else vocab_text, encoding="utf-8"
+        )
         merges = "#version: 0.2\n" + "\n".join(self.merges) + "\n"
         merge_file.write_text(merges if merge_text is None else merge_text, encoding="utf-8")
         return vocab_file, merge_file

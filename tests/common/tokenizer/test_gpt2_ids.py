@@ -66,7 +66,9 @@ def test_reference_ids(tokenizer: GPT2BPETokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
-def test_odd_texts(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, huggingface_ids: Encode, text: str) -> None:
+def test_odd_texts(
+    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, huggingface_ids: Encode, text: str
+) -> None:
     expected = tiktoken_ids(text)
     assert expected == huggingface_ids(text)
     assert same(tokenizer.encode(text), expected)
@@ -75,7 +77,13 @@ def test_odd_texts(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, huggingfac
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_start_of_corpora(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, huggingface_ids: Encode, shared_data: Path, name: str) -> None:
+def test_start_of_corpora(
+    tokenizer: GPT2BPETokenizer,
+    tiktoken_ids: Encode,
+    huggingface_ids: Encode,
+    shared_data: Path,
+    name: str,
+) -> None:
     slow = tokenizer.backend == "tokenizers"
     text = read_start(shared_data / name, MEGABYTE // 8 if slow else MEGABYTE // 4)
     expected = tiktoken_ids(text)
@@ -90,7 +98,9 @@ def test_start_of_corpora(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, hug
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", CORPORA)
-def test_whole_corpora(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, shared_data: Path, name: str) -> None:
+def test_whole_corpora(
+    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, shared_data: Path, name: str
+) -> None:
     text = read_start(shared_data / name)
     documents = text.split("<|endoftext|>")
     for document, ids in zip(documents, tokenizer.encode_batch(documents), strict=True):
@@ -99,17 +109,25 @@ def test_whole_corpora(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, shared
 
 
 @pytest.fixture(scope="module")
-def class_probe(tmp_path_factory: pytest.TempPathFactory, byte_characters: list[str]) -> tuple[Path, Path]:
-    """A vocabulary whose only merges join the last byte of any character to a following "a", "1" or "!".
+def class_probe(
+    tmp_path_factory: pytest.TempPathFactory, byte_characters: list[str]
+) -> tuple[Path, Path]:
+    """A vocabulary whose only merges join the last byte of any character to a following "a", "1" or
+    "!".
 
-    Such a merge happens exactly when the pattern does not cut there: the ids tell a letter, a digit and a mark apart.
+    Such a merge happens exactly when the pattern does not cut there: the ids tell a letter, a digit
+    and a mark apart.
     """
     characters = byte_characters
     merges = [(last, after) for last in characters[:0xC0] for after in "a1!"]
     tokens = [*characters, *(left + right for left, right in merges), "<|endoftext|>"]
     folder = tmp_path_factory.mktemp("probe")
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("".join(f"{left} {right}\n" for left, right in merges), encoding="utf-8")
+    (folder / "vocab.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
+    (folder / "merges.txt").write_text(
+        "".join(f"{left} {right}\n" for left, right in merges), encoding="utf-8"
+    )
     return folder / "vocab.json", folder / "merges.txt"
 
 
@@ -122,11 +140,17 @@ def wrongly_classed(files: tuple[Path, Path], backend: str, points: list[int]) -
     oracle = ByteLevelBPETokenizer(*map(str, files))
     probes = [chr(point) + after for point in points for after in "a1!"]
     found = ours.encode_batch(probes)
-    return [ascii(probe) for probe, ids in zip(probes, found, strict=True) if ids.tolist() != oracle.encode(probe).ids]
+    return [
+        ascii(probe)
+        for probe, ids in zip(probes, found, strict=True)
+        if ids.tolist() != oracle.encode(probe).ids
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_characters_that_a_later_unicode_made_letters(class_probe: tuple[Path, Path], backend: str) -> None:
+def test_characters_that_a_later_unicode_made_letters(
+    class_probe: tuple[Path, Path], backend: str
+) -> None:
     """gigatoken alone takes U+10955 for a letter, and so "'d" after it for a contraction."""
     ranges = [(max(first - 1, 0), last + 1) for first, last in DISPUTED]
     points = [point for first, last in ranges for point in range(first, last + 1)]
@@ -137,20 +161,39 @@ def test_characters_that_a_later_unicode_made_letters(class_probe: tuple[Path, P
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_character_has_the_same_class(class_probe: tuple[Path, Path], backend: str) -> None:
     """Fails when a library moves to another Unicode release: then extend unicode_drift.py."""
-    assert wrongly_classed(class_probe, backend, [point for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]) == []
+    assert (
+        wrongly_classed(
+            class_probe,
+            backend,
+            [point for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF],
+        )
+        == []
+    )
 
 
 def test_a_disputed_character_in_a_batch(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode) -> None:
     batch = ["plain", "\U00010955's", "é", "\ua7ce'd \U000323b0'll", "", "\U0001f600's"]
-    assert [ids.tolist() for ids in tokenizer.encode_batch(batch)] == [tiktoken_ids(text) for text in batch]
-    assert [tokenizer.encode(text).tolist() for text in batch] == [tiktoken_ids(text) for text in batch]
-    assert is_disputed(batch[1]) and is_disputed(batch[3]) and not is_disputed("".join(batch[::2] + batch[5:]))
+    assert [ids.tolist() for ids in tokenizer.encode_batch(batch)] == [
+        tiktoken_ids(text) for text in batch
+    ]
+    assert [tokenizer.encode(text).tolist() for text in batch] == [
+        tiktoken_ids(text) for text in batch
+    ]
+    assert (
+        is_disputed(batch[1])
+        and is_disputed(batch[3])
+        and not is_disputed("".join(batch[::2] + batch[5:]))
+    )
 
 
 # Any character, and far more often than chance those at which the pattern of GPT-2 cuts.
-borders = st.sampled_from("\U00010955\ua7ce\U000323b0 \t\n\r\x1c\x85\xa0\u3000'sltdvremaZ09²½中é!-😀\u0301")
+borders = st.sampled_from(
+    "\U00010955\ua7ce\U000323b0 \t\n\r\x1c\x85\xa0\u3000'sltdvremaZ09²½中é!-😀\u0301"
+)
 texts = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), borders), max_size=200)
-quick = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @quick
@@ -166,7 +209,9 @@ def test_any_text(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, text: str) 
 def test_a_batch_is_its_texts(tokenizer: GPT2BPETokenizer, batch: list[str]) -> None:
     expected = [tokenizer.encode(text).tolist() for text in batch]
     assert [ids.tolist() for ids in tokenizer.encode_batch(batch)] == expected
-    assert [ids.tolist() for ids in tokenizer.encode_packed([text.encode() for text in batch]).rows()] == expected
+    assert [
+        ids.tolist() for ids in tokenizer.encode_packed([text.encode() for text in batch]).rows()
+    ] == expected
     packed = tokenizer.encode_packed(batch)
     assert packed.ids.tolist() == [token for ids in expected for token in ids]
     assert packed.lengths.tolist() == [len(ids) for ids in expected]
@@ -198,12 +243,16 @@ def long_text(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def oracle_of_long_text(huggingface_ids: Encode) -> Callable[[str], np.ndarray]:
-    """Hugging Face's ids: its merges use a heap, its lexer does not backtrack. Made once for the three backends."""
+    """Hugging Face's ids: its merges use a heap, its lexer does not backtrack. Made once for the
+    three backends.
+    """
     return functools.cache(lambda name: np.array(huggingface_ids(long_text(name))))
 
 
 def within(seconds: float, call: Callable[[], np.ndarray]) -> np.ndarray:
-    """The result of ``call``; fails when it takes longer, which native code does not let a signal do."""
+    """The result of ``call``; fails when it takes longer, which native code does not let a signal
+    do.
+    """
     results: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()
@@ -213,12 +262,19 @@ def within(seconds: float, call: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 LONG = ["one letter", "letters", "Chinese", "spaces, a word"]
-LONGER = [pytest.param(name, marks=pytest.mark.campaign) for name in ("digits", "marks", "spaces", "lines, a word, spaces")]
+LONGER = [
+    pytest.param(name, marks=pytest.mark.campaign)
+    for name in ("digits", "marks", "spaces", "lines, a word, spaces")
+]
 
 
 @pytest.mark.parametrize("name", [*LONG, *LONGER])
-def test_a_megabyte_without_a_border(tokenizer: GPT2BPETokenizer, oracle_of_long_text: Callable[[str], np.ndarray], name: str) -> None:
-    """Completes at all (quadratic code takes minutes here; tiktoken alone panics on the white space) and is exact."""
+def test_a_megabyte_without_a_border(
+    tokenizer: GPT2BPETokenizer, oracle_of_long_text: Callable[[str], np.ndarray], name: str
+) -> None:
+    """Completes at all (quadratic code takes minutes here; tiktoken alone panics on the white
+    space) and is exact.
+    """
     text = long_text(name)
     ids = within(120, lambda: tokenizer.encode_batch(["x", text])[1])
     assert np.array_equal(ids, oracle_of_long_text(name))
@@ -228,13 +284,19 @@ def test_a_megabyte_without_a_border(tokenizer: GPT2BPETokenizer, oracle_of_long
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", "\x85", " \n"])
 @pytest.mark.parametrize("after", ["x", "1", "!", "中", "\x1c", "", "x" * 5 + " " * 60 + "y"])
-def test_cutting_long_space_is_exact(tiktoken_ids: Encode, monkeypatch: pytest.MonkeyPatch, space: str, after: str) -> None:
+def test_cutting_long_space_is_exact(
+    tiktoken_ids: Encode, monkeypatch: pytest.MonkeyPatch, space: str, after: str
+) -> None:
     """The work-around for tiktoken, at a size that tiktoken alone can do."""
     import re
 
     from common.tokenizer import bpe_backends
 
-    monkeypatch.setattr(bpe_backends, "_LONG_SPACE", re.compile(bpe_backends._LONG_SPACE.pattern.replace("200000", "50")))
+    monkeypatch.setattr(
+        bpe_backends,
+        "_LONG_SPACE",
+        re.compile(bpe_backends._LONG_SPACE.pattern.replace("200000", "50")),
+    )
     text = "word" + space * 55 + after
     parts = list(bpe_backends._cut_long_space(text))
     assert "".join(parts) == text
@@ -242,8 +304,12 @@ def test_cutting_long_space_is_exact(tiktoken_ids: Encode, monkeypatch: pytest.M
     assert [token for part in parts for token in tiktoken_ids(part)] == tiktoken_ids(text)
 
 
-def test_texts_that_hold_the_border_between_texts(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode) -> None:
-    """tiktoken gets many texts in one call, with a border between them; a text may hold that border."""
+def test_texts_that_hold_the_border_between_texts(
+    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode
+) -> None:
+    """tiktoken gets many texts in one call, with a border between them; a text may hold that
+    border.
+    """
     texts = ["a", "", f"b{_BORDER}c", _BORDER, "d " * 5, "", _BORDER[:-1], _BORDER[1:]]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == list(tiktoken_ids(text)), text

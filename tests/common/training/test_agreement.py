@@ -1,4 +1,6 @@
-"""Every host compares the checksums of the checkpoint that it reads, once, and a fault on one rank ends all."""
+"""Every host compares the checksums of the checkpoint that it reads, once, and a fault on one rank
+ends all.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +42,10 @@ def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
     def one(rank: int) -> BaseException | None:
         HERE.rank = rank
         try:
-            agreement.check_everywhere(SingleProcessDataParallel(rank=rank, size=ranks, barrier=barrier, values=values), checkpoint)
+            agreement.check_everywhere(
+                SingleProcessDataParallel(rank=rank, size=ranks, barrier=barrier, values=values),
+                checkpoint,
+            )
         except (CheckpointError, ConfigError) as error:
             return error
         return None
@@ -52,22 +57,37 @@ def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     manifest = {"state": {"step": 5}, "engine": {}, "config": {}}
-    files = {"model.safetensors": {"w": np.ones(3, np.float32)}, "optimizer.safetensors": {"w.exp_avg": np.ones(3, np.float32)}}
-    return CheckpointWriter(tmp_path, asynchronous=False).save(Snapshot(files=files, manifest=manifest))
+    files = {
+        "model.safetensors": {"w": np.ones(3, np.float32)},
+        "optimizer.safetensors": {"w.exp_avg": np.ones(3, np.float32)},
+    }
+    return CheckpointWriter(tmp_path, asynchronous=False).save(
+        Snapshot(files=files, manifest=manifest)
+    )
 
 
-@pytest.mark.parametrize(("hosts", "readers"), [("aaaa", []), ("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])])
-def test_one_rank_of_each_host_reads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, readers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "readers"), [("aaaa", []), ("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])]
+)
+def test_one_rank_of_each_host_reads(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, readers: list[int]
+) -> None:
     seen: list[int] = []
     read = agreement.read_manifest
     monkeypatch.setattr(agreement, "_view_of", lambda path: hosts[HERE.rank])
-    monkeypatch.setattr(agreement, "read_manifest", lambda path: seen.append(HERE.rank) or read(path))
+    monkeypatch.setattr(
+        agreement, "read_manifest", lambda path: seen.append(HERE.rank) or read(path)
+    )
     assert check(checkpoint, 4) == [None] * 4
     assert sorted(seen) == readers
 
 
-def test_other_bytes_on_one_host_end_all_ranks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second host's file is of the right size, and has another bit; rank 0 has compared its own before."""
+def test_other_bytes_on_one_host_end_all_ranks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second host's file is of the right size, and has another bit; rank 0 has compared its own
+    before.
+    """
     path = checkpoint / "optimizer.safetensors"
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 64
@@ -76,11 +96,14 @@ def test_other_bytes_on_one_host_end_all_ranks(checkpoint: Path, monkeypatch: py
     failures = check(checkpoint, 3)
     assert [type(failure) for failure in failures] == [CheckpointError] * 3
     assert {str(failure) for failure in failures} == {
-        f"rank 2: {path}: its bytes have changed since it was written (CRC-32); use another checkpoint"
+        f"rank 2: {path}: its bytes have changed since it was written (CRC-32); use another"
+        " checkpoint"
     }
 
 
-def test_processes_of_one_host_that_read_the_same_files_see_the_same(checkpoint: Path, tmp_path: Path) -> None:
+def test_processes_of_one_host_that_read_the_same_files_see_the_same(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     before = agreement._view_of(checkpoint)
     assert agreement._view_of(checkpoint) == before
     (tmp_path / "copy").write_bytes((checkpoint / "optimizer.safetensors").read_bytes())

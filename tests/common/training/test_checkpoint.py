@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
     manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-    return Snapshot(files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest=manifest)
+    return Snapshot(
+        files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest=manifest
+    )
 
 
 def assert_loads(folder: Path) -> int:
@@ -50,7 +52,11 @@ def test_save_find_and_keep(tmp_path: Path, asynchronous: bool) -> None:
     writer.wait()
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_00000010", "step_00000015"]
     assert (tmp_path / "latest").read_text() == "step_00000015\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010", "step_00000015"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000010",
+        "step_00000015",
+    ]
     for where in (tmp_path, tmp_path / "latest", tmp_path / "step_00000015"):
         assert find_checkpoint(where) == tmp_path / "step_00000015"
 
@@ -69,7 +75,9 @@ def test_going_back_never_prunes_what_was_just_saved(tmp_path: Path) -> None:
     assert assert_loads(tmp_path) == 50
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.save(snapshot(5))
     writer.wait()
@@ -79,7 +87,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(module, "write_safetensors", full)
     writer.save(snapshot(10))
-    with pytest.raises(StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"):
+    with pytest.raises(
+        StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"
+    ):
         writer.wait()
     assert assert_loads(tmp_path) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005"]
@@ -93,7 +103,11 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     """On a file system of 1 MB, where this process may mount one."""
     small = tmp_path / "small"
     small.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True, text=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)],
+        capture_output=True,
+        text=True,
+    )
     if mount.returncode:
         pytest.skip(f"no right to mount a small file system: {mount.stderr.strip()}")
     try:
@@ -117,7 +131,8 @@ step = int(sys.argv[2])
 while True:
     step += 1
     tensors = {"w": np.full(300_000, step, np.float32)}
-    writer.save(Snapshot(files={"model.safetensors": tensors}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
+    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
+    writer.save(Snapshot(files={"model.safetensors": tensors}, manifest=manifest))
     print(step, flush=True)
 """
 
@@ -126,7 +141,11 @@ def kill_while_saving(folder: Path, kills: int) -> None:
     moments = random.Random(0)
     step = 0
     for _ in range(kills):
-        with subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, str(folder), str(step)], cwd=ROOT, stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(
+            [sys.executable, "-c", _SAVE_FOREVER, str(folder), str(step)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        ) as child:
             assert child.stdout is not None
             for _ in range(3):  # two saves are surely whole when the third begins
                 child.stdout.readline()
@@ -148,7 +167,9 @@ def test_kill_nine_while_saving_200_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["before the new one is in place", "after"])
 def test_killed_while_replacing_a_checkpoint(tmp_path: Path, moment: str) -> None:
-    """A step saved again moves the old folder away first: whatever the moment, one of the two is there afterwards."""
+    """A step saved again moves the old folder away first: whatever the moment, one of the two is
+    there afterwards.
+    """
     CheckpointWriter(tmp_path, asynchronous=False).save(snapshot(5))
     kept = tmp_path / ".step_00000005.replaced.tmp"
     if moment == "after":
@@ -160,7 +181,9 @@ def test_killed_while_replacing_a_checkpoint(tmp_path: Path, moment: str) -> Non
     assert not kept.exists()
 
 
-def test_a_failed_replacement_puts_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_puts_the_old_checkpoint_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = CheckpointWriter(tmp_path, asynchronous=False)
     writer.save(snapshot(5))
     rename = os.replace
@@ -199,7 +222,9 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=rf"model.safetensors: {len(whole) - 1} bytes, expected {len(whole)}"):
+    with pytest.raises(
+        CheckpointError, match=rf"model.safetensors: {len(whole) - 1} bytes, expected {len(whole)}"
+    ):
         read_manifest(folder)
     weights.unlink()
     with pytest.raises(CheckpointError, match="missing, expected"):
@@ -222,7 +247,9 @@ def test_a_lost_latest_file_is_no_loss(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
 
 
-def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fails_gives_back_what_was_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the next update would wait for ever."""
 
     def fails(path: Path, tensors: CopyOnWriteArrays) -> int:
@@ -230,7 +257,10 @@ def test_a_writer_that_fails_gives_back_what_was_lent(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("common.training.checkpoint_writer.write_safetensors", fails)
-    lent = Snapshot(files={"model.safetensors": CopyOnWriteArrays({"w": np.zeros(3, np.float32)})}, manifest={"state": {"step": 1}})
+    lent = Snapshot(
+        files={"model.safetensors": CopyOnWriteArrays({"w": np.zeros(3, np.float32)})},
+        manifest={"state": {"step": 1}},
+    )
     writer = CheckpointWriter(tmp_path)
     writer.save(lent)
     owner = threading.Thread(target=lent.detach, daemon=True)
@@ -250,7 +280,9 @@ def part(step: int, rank: int) -> Snapshot:
     tensors = {"w": np.full((rows[1] - rows[0], 2), step, np.float32)}
     manifest = {"state": {"step": step}, "engine": {}, "config": {}}
     return Snapshot(
-        files={"model.safetensors": tensors}, manifest=manifest, part=Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
+        files={"model.safetensors": tensors},
+        manifest=manifest,
+        part=Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]}),
     )
 
 
@@ -281,7 +313,9 @@ folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[
 
 def die(of, before):
     def call(*arguments):
-        name = arguments[0] if isinstance(arguments[0], Path) else os.readlink(f"/proc/self/fd/{arguments[0]}")
+        name = arguments[0]
+        if not isinstance(name, Path):
+            name = os.readlink(f"/proc/self/fd/{name}")
         if moment == f"{of} of {Path(name).name.lstrip('.').split('.')[0]}":
             os.kill(os.getpid(), signal.SIGKILL)
         return before(*arguments)
@@ -292,20 +326,31 @@ if rank == dying:
 rows = [[0, 1], [1, 3]][rank]
 part = Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
 files = {"model.safetensors": {"w": np.zeros((rows[1] - rows[0], 2), np.float32)}}
-snapshot = Snapshot(files=files, manifest={"state": {"step": 10}, "engine": {}, "config": {}}, part=part)
+manifest = {"state": {"step": 10}, "engine": {}, "config": {}}
+snapshot = Snapshot(files=files, manifest=manifest, part=part)
 CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(snapshot)
 """
 
 
 @pytest.mark.parametrize(
     ("dying", "moment"),
-    [(1, "fsync of model"), (1, "fsync of rank_00001"), (0, "fsync of manifest"), (0, "rename of step_00000010"), (0, "fsync of latest")],
+    [
+        (1, "fsync of model"),
+        (1, "fsync of rank_00001"),
+        (0, "fsync of manifest"),
+        (0, "rename of step_00000010"),
+        (0, "fsync of latest"),
+    ],
 )
-def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(tmp_path: Path, dying: int, moment: str) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
+    tmp_path: Path, dying: int, moment: str
+) -> None:
     save_parts(tmp_path, 5)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path), str(rank), str(dying), moment], cwd=ROOT, stderr=subprocess.PIPE
+            [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path), str(rank), str(dying), moment],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
     ]
@@ -313,17 +358,28 @@ def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(tmp_path: Path,
     codes = [rank.returncode for rank in ranks]
     assert codes == ([-signal.SIGKILL, 0] if dying == 0 else [1, -signal.SIGKILL]), printed
     assert (
-        dying == 0 or "step_00000010: the checkpoint could not be written: ranks [1] have not written their parts within 1 s" in printed[0]
+        dying == 0
+        or "step_00000010: the checkpoint could not be written: ranks [1] have not written their"
+        " parts within 1 s"
+        in printed[0]
     )
     assert_parts_load(tmp_path, 5)
-    assert [path.name.split(".")[1] for path in tmp_path.glob(".*")] == ["latest" if "latest" in moment else "step_00000010"]
+    assert [path.name.split(".")[1] for path in tmp_path.glob(".*")] == [
+        "latest" if "latest" in moment else "step_00000010"
+    ]
     save_parts(tmp_path, 10)
     assert_parts_load(tmp_path, 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005", "step_00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000005",
+        "step_00000010",
+    ]
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
+def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
     """The others write theirs, and find the folder where it was."""
     save_parts(tmp_path, 5)
     write = module.write_safetensors
@@ -339,25 +395,36 @@ def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(tmp_path: Path, mon
     monkeypatch.setattr(module, "write_safetensors", of_rank)
     writers = [CheckpointWriter(tmp_path, active=rank == 0, patience=0.2) for rank in (0, 1)]
     writers[full].save(part(10, full))
-    with pytest.raises(StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"):
+    with pytest.raises(
+        StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"
+    ):
         writers[full].wait()
     failed.set()
     writers[1 - full].save(part(10, 1 - full))
     if full == 1:
-        with pytest.raises(StorageError, match=r"ranks \[1\] have not written their parts within 0\.2 s"):
+        with pytest.raises(
+            StorageError, match=r"ranks \[1\] have not written their parts within 0\.2 s"
+        ):
             writers[0].wait()
     else:
         writers[1].wait()
     assert_parts_load(tmp_path, 5)
-    assert not list(tmp_path.glob(f".step_00000010.tmp/*rank_{full:05d}*")), "its space is given back"
+    assert not list(tmp_path.glob(f".step_00000010.tmp/*rank_{full:05d}*")), (
+        "its space is given back"
+    )
     monkeypatch.undo()
     save_parts(tmp_path, 10)
     assert_parts_load(tmp_path, 10)
 
 
-def test_a_run_that_failed_waits_less_for_the_parts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_failed_waits_less_for_the_parts_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PATIENCE_AFTER_FAILURE", 0.1)
-    with pytest.raises(RuntimeError, match="no contact"), CheckpointWriter(tmp_path, patience=3600) as writer:
+    with (
+        pytest.raises(RuntimeError, match="no contact"),
+        CheckpointWriter(tmp_path, patience=3600) as writer,
+    ):
         writer.save(part(5, 0))
         raise RuntimeError("no contact")
     assert find_checkpoint(tmp_path) is None

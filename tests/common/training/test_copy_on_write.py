@@ -1,4 +1,6 @@
-"""Lent arrays: what is written is what was there when they were lent, however the owner and the writer take turns."""
+"""Lent arrays: what is written is what was there when they were lent, however the owner and the
+writer take turns.
+"""
 
 import threading
 from pathlib import Path
@@ -20,7 +22,9 @@ def test_an_owner_may_change_his_memory_after_detaching(read: int) -> None:
     """The reader has used ``read`` of four arrays when the owner wants to go on."""
     mine = arrays()
     lent = CopyOnWriteArrays(mine)
-    assert [(name, array.shape) for name, array in lent.items()] == [(name, (1000,)) for name in "abcd"]
+    assert [(name, array.shape) for name, array in lent.items()] == [
+        (name, (1000,)) for name in "abcd"
+    ]
     assert [float(lent[name][0]) for name in lent] == [0.0, 1.0, 2.0, 3.0], "looking uses nothing"
     iterator = lent.values()
     used = [next(iterator) for _ in range(read)]
@@ -38,7 +42,9 @@ def test_an_owner_may_change_his_memory_after_detaching(read: int) -> None:
     for array in mine.values():
         array[:] = -1.0
     found += iterator
-    assert [float(array[0]) for array in found] == [float(number) for number in range(max(0, read - 1), 4)]
+    assert [float(array[0]) for array in found] == [
+        float(number) for number in range(max(0, read - 1), 4)
+    ]
 
 
 def test_release_frees_an_owner_whose_writer_has_failed() -> None:

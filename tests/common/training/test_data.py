@@ -1,4 +1,6 @@
-"""The data of a run, opened from its config: what training says of vocabularies before its first step."""
+"""The data of a run, opened from its config: what training says of vocabularies before its first
+step.
+"""
 
 import shutil
 import threading
@@ -33,20 +35,30 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
     write_metadata(
         with_extension(prefix, METADATA_EXTENSION),
         Metadata(
-            tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=None, documents=1, sequences=1, tokens=1,
+            tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=None,
+            documents=1, sequences=1, tokens=1,
             empty_documents=0, sources=(),
         ),
     )  # fmt: skip
     return prefix
 
 
-def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any) -> RunConfig:
+def make_config(
+    prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any
+) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "unused",
-        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": vocab_size},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 1,
+            "seq_length": 16,
+            "vocab_size": vocab_size,
+        },
         "train": {"max_steps": 1, "micro_batch_size": 1},
         "optimizer": {"learning_rate": 0.1},
-        "data": {"train": str(prefix), "split": "90,10,0"} | ({} if tokenizer is None else {"tokenizer": str(tokenizer)}),
+        "data": {"train": str(prefix), "split": "90,10,0"}
+        | ({} if tokenizer is None else {"tokenizer": str(tokenizer)}),
     }
     return resolve_config(build_config(changed(tree, changes)))
 
@@ -60,17 +72,29 @@ def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_what_fits_is_not_remarked(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
-    assert open_data(make_config(pair, tmp_path))[0].remarks == () == open_data(make_config(pair, None))[0].remarks
+    assert (
+        open_data(make_config(pair, tmp_path))[0].remarks
+        == ()
+        == open_data(make_config(pair, None))[0].remarks
+    )
 
 
-def test_another_tokenizer_than_that_of_the_data(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
+def test_another_tokenizer_than_that_of_the_data(
+    pair: Path, tmp_path: Path, given: SimpleNamespace
+) -> None:
     given.sha256 = "b" * 64
     data, _ = open_data(make_config(pair, tmp_path))
-    assert len(data.remarks) == 1 and "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)" in data.remarks[0]
+    assert (
+        len(data.remarks) == 1
+        and "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)"
+        in data.remarks[0]
+    )
     assert data.tokenizer_record is not None and data.tokenizer_record["sha256"] == "a" * 64
 
 
-def test_more_rows_than_tokens(pair: Path, tmp_path: Path, given: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_rows_than_tokens(
+    pair: Path, tmp_path: Path, given: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     (remark,) = open_data(make_config(pair, tmp_path, vocab_size=1001))[0].remarks
     # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
     assert "no token reaches 900 rows of the embedding, 80% of all parameters" in remark
@@ -80,9 +104,14 @@ def test_more_rows_than_tokens(pair: Path, tmp_path: Path, given: SimpleNamespac
     assert "no token reaches 900 rows" in capsys.readouterr().out, "predict says so too"
 
 
-def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_is_not_there_or_broken(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
-    assert f"{tmp_path / 'none'} is not there" in remark and "training does without it, predict does not" in remark
+    assert (
+        f"{tmp_path / 'none'} is not there" in remark
+        and "training does without it, predict does not" in remark
+    )
 
     def broken(*words: Any) -> None:
         raise TokenizerError("merges.txt: broken")
@@ -101,13 +130,18 @@ def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, mon
 def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: int) -> None:
     data, _ = open_data(make_config(corpus_prefix, None, data__prefetch=prefetch))
     expected = [next(batches) for batches in [data.batches(TrainState())] for _ in range(50)]
-    state = TrainState(consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash)
+    state = TrainState(
+        consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash
+    )
     threads = threading.active_count()
     with data.training_batches(state) as batches:
         for batch in expected[10:]:
             found = next(batches)
             np.testing.assert_array_equal(found.tokens, batch.tokens)
-            assert (found.consumed_samples, found.sample_hash) == (batch.consumed_samples, batch.sample_hash)
+            assert (found.consumed_samples, found.sample_hash) == (
+                batch.consumed_samples,
+                batch.sample_hash,
+            )
             assert found.tokens.dtype == np.int32
     assert threading.active_count() == threads
 
@@ -115,6 +149,9 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: 
 def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
     """The corpus holds tokens up to 100; a vocabulary of 50 does not."""
     data, _ = open_data(make_config(corpus_prefix, None, vocab_size=50))
-    with data.training_batches(TrainState()) as batches, pytest.raises(DataError, match="vocab_size"):
+    with (
+        data.training_batches(TrainState()) as batches,
+        pytest.raises(DataError, match="vocab_size"),
+    ):
         for _ in range(50):
             next(batches)

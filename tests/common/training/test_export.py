@@ -1,4 +1,6 @@
-"""One safetensors file out of parts that ranks have written: against the arrays they were cut from, and the library's own reading."""
+"""One safetensors file out of parts that ranks have written: against the arrays they were cut from,
+and the library's own reading.
+"""
 
 import json
 import os
@@ -27,12 +29,25 @@ from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.weights.names import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101}
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 101,
+}
 
 
 def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
     optimizer = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "schedule": "constant"}
-    return {"output_dir": str(folder), "device": "cpu", "model": model, "optimizer": optimizer, "train": {"max_steps": 1}, **more}
+    return {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": model,
+        "optimizer": optimizer,
+        "train": {"max_steps": 1},
+        **more,
+    }
 
 
 def config_of(folder: Path, **more: Any) -> RunConfig:
@@ -42,11 +57,15 @@ def config_of(folder: Path, **more: Any) -> RunConfig:
 def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Different for each tensor, row and column, and made without keeping anything."""
     first = sum(name.encode()) / 1000
-    return np.add.outer(np.arange(shape[0], dtype=np.float32) + np.float32(first), np.zeros(shape[1:], np.float32))
+    return np.add.outer(
+        np.arange(shape[0], dtype=np.float32) + np.float32(first), np.zeros(shape[1:], np.float32)
+    )
 
 
 def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:
-    """Two uneven parts: of matrices by columns, but of the largest by rows; of vectors by elements."""
+    """Two uneven parts: of matrices by columns, but of the largest by rows; of vectors by
+    elements.
+    """
     dim = 0 if len(shape) == 1 or shape[0] > shape[1] else 1
     border = shape[dim] // 3
     spans = [[0, size] for size in shape]
@@ -54,7 +73,9 @@ def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:
     return spans
 
 
-def write_parts(folder: Path, model: dict[str, Any] = MODEL, make: Callable[..., np.ndarray] = value_of) -> Path:
+def write_parts(
+    folder: Path, model: dict[str, Any] = MODEL, make: Callable[..., np.ndarray] = value_of
+) -> Path:
     """A checkpoint of two ranks in the run ``folder``."""
     config = config_of(folder, model=model)
     shapes = parameter_shapes(config.model)
@@ -66,10 +87,15 @@ def write_parts(folder: Path, model: dict[str, Any] = MODEL, make: Callable[...,
     }
     for rank in (1, 0):  # rank 0 waits for the others
         rectangles = {name: cut(shape, rank) for name, shape in shapes.items()}
-        tensors = {name: make(name, shape)[tuple(slice(*span) for span in rectangles[name])] for name, shape in shapes.items()}
+        tensors = {
+            name: make(name, shape)[tuple(slice(*span) for span in rectangles[name])]
+            for name, shape in shapes.items()
+        }
         part = Part(rank=rank, ranks=2, rectangles=rectangles)
         files = {"model.safetensors": tensors, "optimizer.safetensors": {}}
-        writer = CheckpointWriter(folder / "checkpoints", asynchronous=False, active=False, patience=5)
+        writer = CheckpointWriter(
+            folder / "checkpoints", asynchronous=False, active=False, patience=5
+        )
         writer.save(Snapshot(files=files, manifest=manifest, part=part))
     found = find_checkpoint(folder)
     assert found is not None
@@ -97,7 +123,10 @@ def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     assert find_checkpoint(exported) == exported
     for name, values in CheckpointReader(exported).weights(config.model):
         np.testing.assert_array_equal(values, found[name])
-    with pytest.raises(CheckpointError, match=r"an export, without the state of the optimizer; .* checkpoint\.init_from="):
+    with pytest.raises(
+        CheckpointError,
+        match=r"an export, without the state of the optimizer; .* checkpoint\.init_from=",
+    ):
         next(iter(CheckpointReader(exported).moments(config, 7)))
     # and may be exported again, over itself
     export(config_of(tmp_path, checkpoint={"load": str(exported)}))
@@ -132,15 +161,33 @@ sys.exit(code)
 
 
 def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Path) -> None:
-    """Of 101 MB; anonymous memory alone, since pages of the mapped files are the kernel's to give away."""
-    model = {"num_layers": 8, "hidden_size": 512, "num_heads": 2, "seq_length": 16, "vocab_size": 101}
+    """Of 101 MB; anonymous memory alone, since pages of the mapped files are the kernel's to give
+    away.
+    """
+    model = {
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_heads": 2,
+        "seq_length": 16,
+        "vocab_size": 101,
+    }
     write_parts(
-        tmp_path, model, make=lambda name, shape: np.broadcast_to(value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1)), shape)
+        tmp_path,
+        model,
+        make=lambda name, shape: np.broadcast_to(
+            value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1)), shape
+        ),
     )
     config = tmp_path / "run.json"  # JSON is YAML
     config.write_text(json.dumps(tree(tmp_path, model)))
     words = ["--config", str(config), "--run_mode", "export"]
-    done = subprocess.run([sys.executable, "-c", _COMMAND, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     exported = tmp_path / "weights" / "model.safetensors"
     largest = 4 * 4 * 512 * 512
@@ -149,7 +196,10 @@ def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Pa
     with safe_open(exported, "numpy") as reader:
         for name, shape in parameter_shapes(config_of(tmp_path, model=model).model).items():
             np.testing.assert_array_equal(reader.get_tensor(name)[:, ...], value_of(name, shape))
-    assert re.search(r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7", done.stderr + done.stdout)
+    assert re.search(
+        r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7",
+        done.stderr + done.stdout,
+    )
 
 
 def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
@@ -162,7 +212,8 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
         export(config_of(tmp_path))
     message = str(caught.value)
     assert (
-        "model.safetensors: does not fit the model: of wte.weight [101, 32] only 1056 elements are there; of wpe.weight [16, 32]" in message
+        "model.safetensors: does not fit the model: of wte.weight [101, 32] only 1056 elements are"
+        " there; of wpe.weight [16, 32]" in message
     )
     assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
     manifest["files"]["model.rank_00001.safetensors"] = lost
@@ -173,7 +224,9 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
         (1, r"unexpected h\.1\.attn\.c_proj\.bias \[32\]; "),
     ):
         with pytest.raises(
-            CheckpointError, match=rf"num_layers is 2 there and {layers} in the config\. To use it, add: model\.num_layers=2$"
+            CheckpointError,
+            match=rf"num_layers is 2 there and {layers} in the config\. To use it, add:"
+            rf" model\.num_layers=2$",
         ):
             export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
         manifest["config"]["model"]["num_layers"] = layers
@@ -193,7 +246,9 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[int], None]]:
-    """No file may grow beyond a limit: writing fails in the middle, as on a full disk, but as "File too large"."""
+    """No file may grow beyond a limit: writing fails in the middle, as on a full disk, but as "File
+    too large".
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -203,7 +258,11 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, small_disk: Callable[[i
     write_parts(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     small_disk(50_000)
-    with pytest.raises(StorageError, match="weights: the export could not be written: File too large; an older export is untouched"):
+    with pytest.raises(
+        StorageError,
+        match="weights: the export could not be written: File too large; an older export is"
+        " untouched",
+    ):
         export(config_of(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *names])
     small_disk(resource.RLIM_INFINITY)

@@ -1,4 +1,6 @@
-"""Which checkpoint a run goes on from: a folder that cannot be looked into, or shows a run, is never begun anew."""
+"""Which checkpoint a run goes on from: a folder that cannot be looked into, or shows a run, is
+never begun anew.
+"""
 
 import logging
 import os
@@ -39,7 +41,9 @@ def save(folder: Path, *steps: int, **writer: Any) -> CheckpointWriter:
     for step in steps:
         model = TREE["model"] | {"layer_norm_epsilon": 1e-5}
         manifest = {"state": {"step": step}, "engine": {}, "config": {"model": model}}
-        made.save(Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest))
+        made.save(
+            Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest)
+        )
     return made
 
 
@@ -62,25 +66,39 @@ def refuse(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest", "never"])
-def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 5, 10)
     refuse(monkeypatch, checkpoints)
-    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read: Permission denied; .* nothing was begun"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoints: cannot be read: Permission denied; .* nothing was begun",
+    ):
         start(tmp_path, resume=resume)
     with pytest.raises(CheckpointError, match="cannot be read"):
         CheckpointWriter(checkpoints, keep=1)
     monkeypatch.undo()
-    assert [path.name for path in whole_checkpoints(checkpoints)] == ["step_00000005", "step_00000010"]
+    assert [path.name for path in whole_checkpoints(checkpoints)] == [
+        "step_00000005",
+        "step_00000010",
+    ]
 
 
 def test_links_that_lead_nowhere_are_no_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read: Too many levels of symbolic links"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints: cannot be read: Too many levels of symbolic links"
+    ):
         start(tmp_path)
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").symlink_to("/mnt/not mounted/here")
-    with pytest.raises(UserError, match=r"checkpoints: is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoints: is a link to /mnt/not mounted/here, which is not there; is its disk"
+        r" mounted\?",
+    ):
         start(tmp_path)
 
 
@@ -88,7 +106,10 @@ def test_the_only_checkpoint_has_lost_its_manifest(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 20)
     (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
     for _ in ("with latest", "without"):
-        with pytest.raises(CheckpointError, match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to begin anew"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to begin anew",
+        ):
             start(tmp_path)
         (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
     assert (tmp_path / "checkpoints" / "step_00000020" / "model.safetensors").exists()
@@ -97,7 +118,10 @@ def test_the_only_checkpoint_has_lost_its_manifest(tmp_path: Path) -> None:
 def test_latest_names_nothing_that_is_there(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 20)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
-    with pytest.raises(CheckpointError, match=r"latest names 'step_00000020', which is not a whole checkpoint here; "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"latest names 'step_00000020', which is not a whole checkpoint here; ",
+    ):
         start(tmp_path)
     (tmp_path / "checkpoints" / "latest").write_bytes(b"\0\0\0")
     with pytest.raises(CheckpointError, match=r"latest names '\\x00"):
@@ -108,19 +132,25 @@ def test_latest_names_nothing_that_is_there(tmp_path: Path) -> None:
         start(tmp_path)
 
 
-def test_an_older_whole_one_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_older_whole_one_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path / "checkpoints", 5, 10, 20, 30)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000020\n")
     (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
     assert start(tmp_path).resume == tmp_path / "checkpoints" / "step_00000010"
-    assert "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
+    assert (
+        "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
+    )
     for step in (5, 10):
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
     with pytest.raises(CheckpointError, match=r"whole and newer: step_00000030; "):
         start(tmp_path)
 
 
-def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """keep=1: between two looks the checkpoint that latest named has made way for the next."""
     writer = save(tmp_path, 5, keep=1)
     look = os.scandir
@@ -128,7 +158,9 @@ def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(tmp_path: P
     def scandir(path: Any) -> Any:
         monkeypatch.setattr(os, "scandir", look)
         writer.confirm(9)
-        writer.save(Snapshot(files={}, manifest={"state": {"step": 10}, "engine": {}, "config": {}}))
+        writer.save(
+            Snapshot(files={}, manifest={"state": {"step": 10}, "engine": {}, "config": {}})
+        )
         shutil.rmtree(tmp_path / "step_00000005", ignore_errors=True)
         return look(path)
 
@@ -148,7 +180,9 @@ def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 5)
-    (tmp_path / "checkpoints" / "step_00000005").rename(tmp_path / "checkpoints" / ".step_00000005.replaced.tmp")
+    (tmp_path / "checkpoints" / "step_00000005").rename(
+        tmp_path / "checkpoints" / ".step_00000005.replaced.tmp"
+    )
     assert start(tmp_path).resume == tmp_path / "checkpoints" / "step_00000005"
 
 
@@ -159,7 +193,9 @@ def test_what_a_run_has_neither_seen_nor_written_stays(tmp_path: Path) -> None:
     for step in (3, 7, 90):
         (tmp_path / "elsewhere" / f"step_{step:08d}").rename(tmp_path / f"step_{step:08d}")
     for step in (20, 30):
-        writer.save(Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
+        writer.save(
+            Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}})
+        )
     assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [3, 7, 30, 90]
 
 
@@ -167,29 +203,45 @@ def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
     writer = save(tmp_path, 10, keep=1)
     writer.confirm(11)
     for step in (20, 30, 40):
-        writer.save(Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}}))
-        assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [10, step], "a step after it has not shown that it is good"
+        writer.save(
+            Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}})
+        )
+        assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [10, step], (
+            "a step after it has not shown that it is good"
+        )
     writer.confirm(41)
     writer.save(Snapshot(files={}, manifest={"state": {"step": 50}, "engine": {}, "config": {}}))
     assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [40, 50]
 
 
-def test_where_no_checkpoint_can_be_written_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_checkpoint_can_be_written_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "checkpoints").touch()
-    with pytest.raises(ConfigError, match=r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir",
+    ):
         start(tmp_path / "file")
     save(tmp_path / "run" / "checkpoints", 5)
     (tmp_path / "run" / "checkpoints" / "step_00000010").touch()
-    with pytest.raises(ConfigError, match=r"step_00000010: is not a folder, and has the name of a checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"step_00000010: is not a folder, and has the name of a checkpoint"
+    ):
         start(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000010").unlink()
     assert start(tmp_path / "run").resume is not None
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step_00000005"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000005",
+    ]
 
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    with pytest.raises(ConfigError, match="checkpoints cannot be written there: Read-only file system"):
+    with pytest.raises(
+        ConfigError, match="checkpoints cannot be written there: Read-only file system"
+    ):
         start(tmp_path / "run")

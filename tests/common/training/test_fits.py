@@ -1,4 +1,6 @@
-"""A checkpoint of another model: the words that the error gives, pasted, make the config that fits."""
+"""A checkpoint of another model: the words that the error gives, pasted, make the config that
+fits.
+"""
 
 import re
 from pathlib import Path
@@ -19,7 +21,8 @@ train: {max_steps: 1, micro_batch_size: 1}
 optimizer: {learning_rate: 0.1}
 """
 GPT2 = {
-    "num_layers": 12, "hidden_size": 768, "num_heads": 12, "seq_length": 1024, "vocab_size": 50257, "ffn_hidden_size": 3072,
+    "num_layers": 12, "hidden_size": 768, "num_heads": 12, "seq_length": 1024, "vocab_size": 50257,
+    "ffn_hidden_size": 3072,
     "max_positions": 1024, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 
@@ -40,25 +43,64 @@ def fault_of(model: dict[str, Any], config: RunConfig, **more: bool) -> str:
 @pytest.mark.parametrize(
     ("model", "words", "given"),
     [
-        (GPT2, [], "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072 max_positions=1024"),
-        (GPT2 | {"num_heads": 6}, [f"model.{key}={value}" for key, value in GPT2.items()], "num_heads=6"),
-        (GPT2 | {"layer_norm_epsilon": 1e-6}, [f"model.{key}={value}" for key, value in GPT2.items()], "layer_norm_epsilon=1e-06"),
-        # every value explicit, as in the config.yaml of a run folder; a window longer than the checkpoint's positions
-        (GPT2 | {"max_positions": 64}, [f"model.{key}={value}" for key, value in GPT2.items()], "max_positions=64 seq_length=64"),
+        (
+            GPT2,
+            [],
+            "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072 max_positions=1024",
+        ),
+        (
+            GPT2 | {"num_heads": 6},
+            [f"model.{key}={value}" for key, value in GPT2.items()],
+            "num_heads=6",
+        ),
+        (
+            GPT2 | {"layer_norm_epsilon": 1e-6},
+            [f"model.{key}={value}" for key, value in GPT2.items()],
+            "layer_norm_epsilon=1e-06",
+        ),
+        # every value explicit, as in the config.yaml of a run folder; a window longer than the
+        # checkpoint's positions
+        (
+            GPT2 | {"max_positions": 64},
+            [f"model.{key}={value}" for key, value in GPT2.items()],
+            "max_positions=64 seq_length=64",
+        ),
         # a section with its defaults left out, as model.yaml may have it
-        ({"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128, "vocab_size": 101}, [], "vocab_size=101"),
+        (
+            {
+                "num_layers": 4,
+                "hidden_size": 192,
+                "num_heads": 6,
+                "seq_length": 128,
+                "vocab_size": 101,
+            },
+            [],
+            "vocab_size=101",
+        ),
     ],
 )
-def test_the_words_make_the_config_fit(tmp_path: Path, model: dict[str, Any], words: list[str], given: str) -> None:
+def test_the_words_make_the_config_fit(
+    tmp_path: Path, model: dict[str, Any], words: list[str], given: str
+) -> None:
     message = fault_of(model, config_of(tmp_path, words))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
     assert added == [f"model.{word}" for word in given.split()] and "output_dir" not in message
-    require_same_model({"config": {"model": model}}, config_of(tmp_path, [*words, *added]), Path("output/hf"))
+    require_same_model(
+        {"config": {"model": model}}, config_of(tmp_path, [*words, *added]), Path("output/hf")
+    )
 
 
 def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
-    """As PaddleFleetX's of 50304 rows with a tokenizer of 50257, which a config of 50304 would be cut to."""
-    model = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128, "vocab_size": 50304}
+    """As PaddleFleetX's of 50304 rows with a tokenizer of 50257, which a config of 50304 would be
+    cut to.
+    """
+    model = {
+        "num_layers": 4,
+        "hidden_size": 192,
+        "num_heads": 6,
+        "seq_length": 128,
+        "vocab_size": 50304,
+    }
     message = fault_of(model, config_of(tmp_path, [], tokenizer=50257))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
     config = config_of(tmp_path, added, tokenizer=50257)
@@ -69,25 +111,44 @@ def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
 def test_another_window_is_no_other_model(tmp_path: Path) -> None:
     manifest = {"config": {"model": {**GPT2, "dropout": 0.5, "vocab_multiple": 64}}}
     words = [f"model.{key}={value}" for key, value in GPT2.items()]
-    require_same_model(manifest, config_of(tmp_path, [*words, "model.seq_length=128"]), Path("output/hf"))
+    require_same_model(
+        manifest, config_of(tmp_path, [*words, "model.seq_length=128"]), Path("output/hf")
+    )
 
 
 def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run_2").mkdir()
     message = fault_of(GPT2, config_of(tmp_path, []), anew=True)
-    assert message.startswith("output/hf: holds another model than the config: num_layers is 12 there and 4 in the config, hidden_size")
+    assert message.startswith(
+        "output/hf: holds another model than the config: num_layers is 12 there and 4 in the"
+        " config, hidden_size"
+    )
     assert message.endswith(f"begin in another folder: output_dir={tmp_path}/run_3")
 
 
 def test_an_export_takes_the_vocabulary_of_the_checkpoint(tmp_path: Path) -> None:
-    model = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128, "vocab_size": 50257}
+    model = {
+        "num_layers": 4,
+        "hidden_size": 192,
+        "num_heads": 6,
+        "seq_length": 128,
+        "vocab_size": 50257,
+    }
     padded = config_of(tmp_path, ["model.vocab_size=50304"])
     require_same_model({"config": {"model": model}}, padded, Path("output/hf"), export=True)
     assert "model.vocab_size=50257" in fault_of(model, padded)
-    assert "model.vocab_size=101" in fault_of(model | {"vocab_size": 101}, config_of(tmp_path, []), export=True)
+    assert "model.vocab_size=101" in fault_of(
+        model | {"vocab_size": 101}, config_of(tmp_path, []), export=True
+    )
 
 
-@pytest.mark.parametrize("model", [{}, GPT2 | {"num_heads": "12"}, GPT2 | {"num_layers": None}, GPT2 | {"hidden_size": True}])
+@pytest.mark.parametrize(
+    "model",
+    [{}, GPT2 | {"num_heads": "12"}, GPT2 | {"num_layers": None}, GPT2 | {"hidden_size": True}],
+)
 def test_a_manifest_that_does_not_tell(tmp_path: Path, model: dict[str, Any]) -> None:
-    assert re.search(r"manifest\.json: does not tell model\.\w+ as a number", fault_of(model, config_of(tmp_path, [])))
+    assert re.search(
+        r"manifest\.json: does not tell model\.\w+ as a number",
+        fault_of(model, config_of(tmp_path, [])),
+    )

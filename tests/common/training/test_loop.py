@@ -32,7 +32,9 @@ class FakeEngine:
         self.limits: list[Limits] = []
         self.step = 0
 
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
         self.asked.append(steps)
         self.limits.append(limits)
         results = []
@@ -40,7 +42,13 @@ class FakeEngine:
             self.step += 1
             assert next(batches).tokens[0, 0] == self.step
             results.append(
-                StepResult(loss=1.0 / self.step, grad_norm=0.1 + 0.2, learning_rate=1e-4, loss_scale=1.0, skipped=self.step == 3)
+                StepResult(
+                    loss=1.0 / self.step,
+                    grad_norm=0.1 + 0.2,
+                    learning_rate=1e-4,
+                    loss_scale=1.0,
+                    skipped=self.step == 3,
+                )
             )
         return results
 
@@ -48,20 +56,33 @@ class FakeEngine:
         return 6.0, sum(tokens.size for tokens in batches)
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        return Snapshot(files={"model.safetensors": {"w": np.ones(1, np.float32)}}, manifest={"state": state.to_dict()})
+        return Snapshot(
+            files={"model.safetensors": {"w": np.ones(1, np.float32)}},
+            manifest={"state": state.to_dict()},
+        )
 
 
 def batches() -> Iterator[Batch]:
     step = 0
     while True:
         step += 1
-        yield Batch(tokens=np.full((2, 5), step, np.int32), consumed_samples=2 * step, sample_hash=f"hash {step}")
+        yield Batch(
+            tokens=np.full((2, 5), step, np.int32),
+            consumed_samples=2 * step,
+            sample_hash=f"hash {step}",
+        )
 
 
 def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
     tree: dict[str, Any] = {
         "output_dir": str(folder),
-        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 2,
+            "seq_length": 4,
+            "vocab_size": 50,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
         "validation": {"interval": 4},
@@ -85,18 +106,33 @@ def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
             profile=profile,
         )
         summary = train(run, state)
-    assert (state.step, state.consumed_samples, state.sample_hash, state.skipped_steps) == (10, 20, "hash 10", 1)
+    assert (state.step, state.consumed_samples, state.sample_hash, state.skipped_steps) == (
+        10,
+        20,
+        "hash 10",
+        1,
+    )
     assert summary["step"] == 10 and summary["validation_loss"] == 2.0
     return engine
 
 
-@pytest.mark.parametrize(("steps_per_run", "asked"), [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])])
-def test_several_steps_at_once_never_cross_a_boundary(tmp_path: Path, steps_per_run: int, asked: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("steps_per_run", "asked"),
+    [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])],
+)
+def test_several_steps_at_once_never_cross_a_boundary(
+    tmp_path: Path, steps_per_run: int, asked: list[int]
+) -> None:
     assert run_loop(tmp_path, steps_per_run).asked == asked
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 10]
-    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["03", "06", "09", "10"]
+    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == [
+        "03",
+        "06",
+        "09",
+        "10",
+    ]
 
 
 def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
@@ -104,11 +140,16 @@ def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert row["samples_per_second"] == pytest.approx(2 / row["step_time"])
     assert row["tokens_per_second"] == pytest.approx(8 / row["step_time"])
-    # one block of width 8, 50 tokens, positions not counted: 50 x 8 + 12 x 64 + 13 x 8 + 16 parameters, and attention 12 L h T
-    assert row["mfu"] == pytest.approx((6 * (400 + 768 + 104 + 16) + 12 * 8 * 4) * row["tokens_per_second"] / 1e9)
+    # one block of width 8, 50 tokens, positions not counted: 50 x 8 + 12 x 64 + 13 x 8 + 16
+    # parameters, and attention 12 L h T
+    assert row["mfu"] == pytest.approx(
+        (6 * (400 + 768 + 104 + 16) + 12 * 8 * 4) * row["tokens_per_second"] / 1e9
+    )
 
 
-def test_rows_hold_the_wait_for_data_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_the_wait_for_data_and_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that moves by a quarter of a second in every batch, and at no other time."""
     clock = [0.0]
     real = batches
@@ -129,7 +170,9 @@ def test_rows_hold_the_wait_for_data_and_the_memory(tmp_path: Path, monkeypatch:
 def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:
     """No sink goes across its beginning or its end."""
     assert run_loop(tmp_path, 100, profile={"start": 5, "stop": 6}).asked == [3, 1, 2, 2, 1, 1]
-    assert run_loop(tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}).asked == [7, 1, 2]
+    assert run_loop(
+        tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}
+    ).asked == [7, 1, 2]
 
 
 def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_path: Path) -> None:
@@ -140,7 +183,9 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     first = np.array([1, 1 / 2, 1 / 3, 1 / 4])
     assert limits[:4] == [NO_LIMITS] * 4
     assert limits[4].loss == pytest.approx(first.mean() + 2 * first.std(ddof=1), rel=1e-6)
-    assert limits[9].loss == pytest.approx((last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6)
+    assert limits[9].loss == pytest.approx(
+        (last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6
+    )
 
 
 def test_floats_read_back_exactly(tmp_path: Path) -> None:
@@ -152,10 +197,20 @@ def test_floats_read_back_exactly(tmp_path: Path) -> None:
 
 def test_taking_up_a_run_drops_rows_that_will_come_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8)) + '{"step": 8, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8))
+        + '{"step": 8, "lo'
+    )
     with MetricsWriter(tmp_path, step=5, tensorboard=False) as metrics:
         metrics.write({"step": 6, "loss": 2.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 1.0),
+        (5, 1.0),
+        (6, 2.0),
+    ]
 
 
 def test_gpt2_flops_per_token_are_the_published_figure() -> None:

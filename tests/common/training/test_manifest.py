@@ -1,4 +1,6 @@
-"""Every changed bit of a manifest is found, old manifests load, and their values are judged one by one."""
+"""Every changed bit of a manifest is found, old manifests load, and their values are judged one by
+one.
+"""
 
 import base64
 import json
@@ -28,10 +30,18 @@ def record(step: int = 10) -> dict[str, Any]:
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
     }
-    states = [{"cpu": base64.b64encode(random.Random(rank).randbytes(5056)).decode()} for rank in range(2)]
+    states = [
+        {"cpu": base64.b64encode(random.Random(rank).randbytes(5056)).decode()} for rank in range(2)
+    ]
     snapshot = make_snapshot(
         resolve_config(build_config(tree), world_size=2),
-        TrainState(step=step, consumed_samples=4 * step, sample_hash="29544761717fbba3", losses=[4.5, 4.25], grad_norms=[1.5, 0.1]),
+        TrainState(
+            step=step,
+            consumed_samples=4 * step,
+            sample_hash="29544761717fbba3",
+            losses=[4.5, 4.25],
+            grad_norms=[1.5, 0.1],
+        ),
         weights={"w": np.ones(3, np.float32)},
         moments={},
         engine=EngineState(
@@ -74,7 +84,9 @@ def accepted_flips(places: list[int]) -> list[tuple[int, int]]:
 
 
 def test_flipped_bits_are_found() -> None:
-    """All of the version and of the checksum, and 2,400 others; also two flips that make it version 1."""
+    """All of the version and of the checksum, and 2,400 others; also two flips that make it version
+    1.
+    """
     whole = seal(record())
     ends = [*range(30), *range(len(whole) - 30, len(whole))]
     assert accepted_flips([*ends, *random.Random(0).sample(range(30, len(whole) - 30), 300)]) == []
@@ -89,7 +101,14 @@ def test_every_flipped_bit_is_found() -> None:
 
 def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
     whole = seal(record())
-    for text in (b"", whole[:-1], whole[:-20], whole + b"\n", whole.replace(b"\n", b"\r\n"), json.dumps(json.loads(whole)).encode()):
+    for text in (
+        b"",
+        whole[:-1],
+        whole[:-20],
+        whole + b"\n",
+        whole.replace(b"\n", b"\r\n"),
+        json.dumps(json.loads(whole)).encode(),
+    ):
         with pytest.raises(ValueError):
             unseal(text)
     with pytest.raises(ValueError, match="nested deeper than 64 levels"):
@@ -112,39 +131,94 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("state/step", -1, r"state\.step: Input should be greater than or equal to 0, found -1"),
         ("state/step", 10.5, r"state\.step: Input should be a valid integer, found 10\.5"),
         ("state/step", True, r"state\.step: Input should be a valid integer, found True"),
-        ("state/skipped_steps", [1], r"state\.skipped_steps: Input should be a valid integer, found \[1\]"),
+        (
+            "state/skipped_steps",
+            [1],
+            r"state\.skipped_steps: Input should be a valid integer, found \[1\]",
+        ),
         ("state/skipped_steps", 11, r"state: .*skipped_steps=11 and step=10 contradict"),
-        ("state/consumed_samples", "", r"state\.consumed_samples: Input should be a valid integer, found ''"),
+        (
+            "state/consumed_samples",
+            "",
+            r"state\.consumed_samples: Input should be a valid integer, found ''",
+        ),
         ("state/sample_hash", 7, r"state\.sample_hash: Input should be a valid string, found 7"),
         ("state/losses", [1.0], r"state: 1 losses and 2 gradient norms"),
-        ("engine/loss_scale/value", float("inf"), r"engine\.loss_scale\.value: Input should be a finite number, found inf"),
-        ("engine/loss_scale/value", 0.0, r"engine\.loss_scale\.value: Input should be greater than 0"),
+        (
+            "engine/loss_scale/value",
+            float("inf"),
+            r"engine\.loss_scale\.value: Input should be a finite number, found inf",
+        ),
+        (
+            "engine/loss_scale/value",
+            0.0,
+            r"engine\.loss_scale\.value: Input should be greater than 0",
+        ),
         ("engine/optimizer_steps", 11, r"engine\.optimizer_steps=11 is more than state\.step=10"),
         ("engine/rng/torch", [], r"engine\.rng\.torch: List should have at least 1 item"),
-        ("engine/rng/torch", [{"cpu": "AAAA"}], r"random generators of 1 ranks, and config\.parallel is of 2"),
+        (
+            "engine/rng/torch",
+            [{"cpu": "AAAA"}],
+            r"random generators of 1 ranks, and config\.parallel is of 2",
+        ),
         ("engine/rng/torch", [{"cpu": "AA!A"}] * 2, r"engine\.rng\.torch\.0\.cpu: not base64"),
         ("config/model", 40, r"config\.model: Input should be a valid dictionary, found 40"),
         ("config", None, r"config: Input should be .*dictionary.*, found None"),
         ("tokenizer", "gpt2", r"tokenizer: Input should be .*dictionary.*, found 'gpt2'"),
         ("samples_per_epoch", -5, r"samples_per_epoch: Input should be greater"),
-        ("files", {"../x": {"bytes": 1, "crc32": 1}}, r"files\.\.\./x.*: expected the name of a file .* without a separator"),
-        ("files", {"model.rank_../../x.safetensors": {"bytes": 1, "crc32": 1}}, r"without a separator"),
+        (
+            "files",
+            {"../x": {"bytes": 1, "crc32": 1}},
+            r"files\.\.\./x.*: expected the name of a file .* without a separator",
+        ),
+        (
+            "files",
+            {"model.rank_../../x.safetensors": {"bytes": 1, "crc32": 1}},
+            r"without a separator",
+        ),
         ("files", {"": {"bytes": 1, "crc32": 1}}, r"without a separator"),
         ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, r"without a separator"),
-        ("files/model.safetensors/bytes", "12", r"files\.model\.safetensors\.bytes: Input should be a valid integer"),
-        ("files/model.safetensors/crc32", 2**32, r"files\.model\.safetensors\.crc32: Input should be less than"),
-        ("files/model.safetensors/pieces", {"wte.weight": None}, r"pieces\.wte\.weight: Input should be a valid list, found None"),
-        ("files/model.safetensors/pieces", {"w": [[3, 0]]}, r"pieces\.w\.0: expected \[first, end\] with first <= end, found \[3, 0\]"),
-        ("files/model.safetensors/pieces", {"w": [[0, 3], [0, 3], [0, 3]]}, r"pieces\.w: List should have at most 2 items"),
+        (
+            "files/model.safetensors/bytes",
+            "12",
+            r"files\.model\.safetensors\.bytes: Input should be a valid integer",
+        ),
+        (
+            "files/model.safetensors/crc32",
+            2**32,
+            r"files\.model\.safetensors\.crc32: Input should be less than",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"wte.weight": None},
+            r"pieces\.wte\.weight: Input should be a valid list, found None",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"w": [[3, 0]]},
+            r"pieces\.w\.0: expected \[first, end\] with first <= end, found \[3, 0\]",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"w": [[0, 3], [0, 3], [0, 3]]},
+            r"pieces\.w: List should have at most 2 items",
+        ),
     ],
 )
-def test_values_of_an_old_manifest_are_judged(tmp_path: Path, path: str, value: Any, message: str) -> None:
+def test_values_of_an_old_manifest_are_judged(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
     (tmp_path / MANIFEST).write_bytes(old(changed(path, value)))
-    with pytest.raises(CheckpointError, match=rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint",
+    ):
         read_manifest(tmp_path)
 
 
-def test_what_is_not_there_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_or_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_manifest(tmp_path, record())
     with pytest.raises(CheckpointError, match=r"model\.safetensors: missing, expected 12 bytes"):
         read_manifest(tmp_path)
@@ -158,7 +232,10 @@ def test_what_is_not_there_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("common.training.manifest.file_checksum", refused)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Permission denied; allow this user to read it"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.safetensors: cannot be read: Permission denied; allow this user to read it",
+    ):
         read_manifest(tmp_path)
 
 
@@ -166,12 +243,15 @@ def test_a_damaged_checkpoint_names_the_newest_whole_one_before_it(tmp_path: Pat
     writer = CheckpointWriter(tmp_path, asynchronous=False)
     for step in (5, 10, 15, 20):
         manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-        writer.save(Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest))
+        writer.save(
+            Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest)
+        )
     for step in (10, 15):
         path = tmp_path / f"step_{step:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError) as failure:
         read_or_name_older(tmp_path / "step_00000015", "checkpoint.resume")
     assert str(failure.value).endswith(
-        f"use another checkpoint: step_00000005 beside it is whole, checkpoint.resume={tmp_path / 'step_00000005'} takes it"
+        "use another checkpoint: step_00000005 beside it is whole,"
+        f" checkpoint.resume={tmp_path / 'step_00000005'} takes it"
     )

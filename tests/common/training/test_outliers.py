@@ -1,4 +1,6 @@
-"""Limits against numpy, what enters the history, and a checkpoint's state with it and from before it."""
+"""Limits against numpy, what enters the history, and a checkpoint's state with it and from before
+it.
+"""
 
 import json
 import math
@@ -12,7 +14,9 @@ from common.training.state import TrainState
 
 
 def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:
-    """The state after steps of these losses, whose gradient norms are twice as large, and which of them were outliers."""
+    """The state after steps of these losses, whose gradient norms are twice as large, and which of
+    them were outliers.
+    """
     state = TrainState()
     return state, [record_outlier(state, config, loss, 2 * loss, skipped=False) for loss in losses]
 
@@ -22,7 +26,10 @@ def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> No
     losses = np.random.default_rng(0).normal(5.0, 0.1, 40).tolist()
     state, _ = after(losses, config)
     found = limits_of(state, config)
-    for value, history in ((found.loss, np.array(losses[-16:])), (found.grad_norm, 2 * np.array(losses[-16:]))):
+    for value, history in (
+        (found.loss, np.array(losses[-16:])),
+        (found.grad_norm, 2 * np.array(losses[-16:])),
+    ):
         assert value == pytest.approx(history.mean() + 3 * history.std(ddof=1), rel=1e-6)
         assert value == np.float32(value)
 
@@ -35,7 +42,10 @@ def test_no_limits_before_half_a_window_without_spread_and_when_off() -> None:
     state, found = after([1.0, 2.0, 1.0, 2.0, 1e9], LoggingConfig())
     assert not any(found) and state == TrainState()
     remembering = TrainState(losses=[1.0] * 8, grad_norms=[1.0] * 8)
-    assert not record_outlier(remembering, LoggingConfig(), 2.0, 2.0, skipped=False) and remembering == TrainState()
+    assert (
+        not record_outlier(remembering, LoggingConfig(), 2.0, 2.0, skipped=False)
+        and remembering == TrainState()
+    )
 
 
 def test_only_what_is_far_above_is_an_outlier_and_it_enters_the_history() -> None:

@@ -19,7 +19,13 @@ from common.training.state import TrainState
 def make_config(**profile: int) -> RunConfig:
     tree = {
         "output_dir": "run",
-        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 2,
+            "seq_length": 4,
+            "vocab_size": 50,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
         "profile": profile,
@@ -47,15 +53,49 @@ def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list
 
 def test_a_window_of_steps() -> None:
     name = "run/profile/steps_3_5_rank_0.json.gz"
-    assert traced({"start": 3, "stop": 5}) == ["1", "2", name, "3", "4", "5", "written", "6", "7", "8", "9", "10"]
-    assert traced({"start": 3}, stop_after=4) == ["1", "2", "run/profile/steps_3_3_rank_0.json.gz", "3", "written", "4"]
+    assert traced({"start": 3, "stop": 5}) == [
+        "1",
+        "2",
+        name,
+        "3",
+        "4",
+        "5",
+        "written",
+        "6",
+        "7",
+        "8",
+        "9",
+        "10",
+    ]
+    assert traced({"start": 3}, stop_after=4) == [
+        "1",
+        "2",
+        "run/profile/steps_3_3_rank_0.json.gz",
+        "3",
+        "written",
+        "4",
+    ]
     assert traced({}, stop_after=2) == ["1", "2"]
 
 
 def test_a_run_that_ends_or_begins_inside_the_window() -> None:
-    assert traced({"start": 9, "stop": 99}, done=8) == ["run/profile/steps_9_10_rank_0.json.gz", "9", "10", "written"]
-    assert traced({"start": 2, "stop": 9}, done=1, stop_after=2) == ["run/profile/steps_2_9_rank_0.json.gz", "2", "written"]
-    assert traced({"start": 2, "stop": 5}, done=4, stop_after=6) == ["run/profile/steps_5_5_rank_0.json.gz", "5", "written", "6"]
+    assert traced({"start": 9, "stop": 99}, done=8) == [
+        "run/profile/steps_9_10_rank_0.json.gz",
+        "9",
+        "10",
+        "written",
+    ]
+    assert traced({"start": 2, "stop": 9}, done=1, stop_after=2) == [
+        "run/profile/steps_2_9_rank_0.json.gz",
+        "2",
+        "written",
+    ]
+    assert traced({"start": 2, "stop": 5}, done=4, stop_after=6) == [
+        "run/profile/steps_5_5_rank_0.json.gz",
+        "5",
+        "written",
+        "6",
+    ]
 
 
 def test_a_window_that_is_done_or_never_comes(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,7 +117,10 @@ def test_a_trace_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixtur
 
     LOG.addHandler(caplog.handler)
     try:
-        with ProfileWindow(make_config(start=1), TrainState(), no_disk) as window, caplog.at_level(logging.WARNING):
+        with (
+            ProfileWindow(make_config(start=1), TrainState(), no_disk) as window,
+            caplog.at_level(logging.WARNING),
+        ):
             window.begin(1)
             window.end(1)
     finally:

@@ -1,4 +1,6 @@
-"""Lines of each style against the format strings, the scripts and a line of the log of the system they come from."""
+"""Lines of each style against the format strings, the scripts and a line of the log of the system
+they come from.
+"""
 
 import logging
 import math
@@ -22,26 +24,53 @@ from tests.config_overrides import changed
 def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "unused",
-        "model": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "seq_length": 1024, "vocab_size": 50257},
+        "model": {
+            "num_layers": 24,
+            "hidden_size": 1024,
+            "num_heads": 16,
+            "seq_length": 1024,
+            "vocab_size": 50257,
+        },
         "train": {"max_steps": 500000, "micro_batch_size": 1, "global_batch_size": 8},
         "optimizer": {"learning_rate": 1e-5},
         "logging": {"style": style},
     }
-    return resolve_length(resolve_config(build_config(changed(tree, changes)), world_size=world_size), 800)
+    return resolve_length(
+        resolve_config(build_config(changed(tree, changes)), world_size=world_size), 800
+    )
 
 
 def make_row(step: int, **values: Any) -> dict[str, Any]:
     seconds = values.get("step_time", 2.0)
-    row = {"loss": 3.25, "learning_rate": 1.5e-4, "grad_norm": 1.25, "step_time": seconds, "data_wait": 0.25, "mfu": 0.0}
-    row |= {"tokens_per_second": 8192 / seconds, "peak_memory": 3 * 2**29, "loss_scale": 65536.0, "skipped": False, "outlier": False}
-    return row | {"step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef"} | values
+    row = {
+        "loss": 3.25,
+        "learning_rate": 1.5e-4,
+        "grad_norm": 1.25,
+        "step_time": seconds,
+        "data_wait": 0.25,
+        "mfu": 0.0,
+    }
+    row |= {
+        "tokens_per_second": 8192 / seconds,
+        "peak_memory": 3 * 2**29,
+        "loss_scale": 65536.0,
+        "skipped": False,
+        "outlier": False,
+    }
+    return (
+        row
+        | {"step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef"}
+        | values
+    )
 
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """What the report of a config says of rows."""
 
-    def say(config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
+    def say(
+        config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800
+    ) -> list[str]:
         start_log()
         report = make_report(config, samples_per_epoch)
         LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
@@ -54,11 +83,22 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 
 def test_megatron(lines: Any) -> None:
-    """training_log of Megatron-DeepSpeed b4d4a0e: averages over the steps since the line before; DeepSpeed's line before it."""
-    rows = [make_row(1, loss=5.0, step_time=1.0), make_row(2, loss=math.inf, grad_norm=math.nan, skipped=True), make_row(3, loss=4.0)]
+    """training_log of Megatron-DeepSpeed b4d4a0e: averages over the steps since the line before;
+    DeepSpeed's line before it.
+    """
+    rows = [
+        make_row(1, loss=5.0, step_time=1.0),
+        make_row(2, loss=math.inf, grad_norm=math.nan, skipped=True),
+        make_row(3, loss=4.0),
+    ]
     found = lines(make_config("megatron", logging__interval=3), rows)
     seconds = (1.0 + 2.0 + 2.0) / 3
-    tera = (6 * (50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024) + 12 * 24 * 1024 * 1024) * 8192 / seconds / 1e12
+    tera = (
+        (6 * (50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024) + 12 * 24 * 1024 * 1024)
+        * 8192
+        / seconds
+        / 1e12
+    )
     parts = [
         (" iteration {:8d}/{:8d} |", (3, 500000)),
         (" consumed samples: {:12d} |", (24,)),
@@ -79,8 +119,13 @@ def test_megatron(lines: Any) -> None:
 
 
 def test_megatron_validation(lines: Any) -> None:
-    [dashes, line, again] = lines(make_config("megatron"), [{"step": 1000, "validation_loss": 3.2765}])
-    assert line == f" validation loss at iteration 1000 | lm loss value: 3.276500E+00 | lm loss PPL: {math.exp(3.2765):.6E} | "
+    [dashes, line, again] = lines(
+        make_config("megatron"), [{"step": 1000, "validation_loss": 3.2765}]
+    )
+    assert (
+        line == " validation loss at iteration 1000 | lm loss value: 3.276500E+00 | lm loss PPL:"
+        f" {math.exp(3.2765):.6E} | "
+    )
     assert dashes == again == "-" * (len(line) + 1)
 
 
@@ -92,26 +137,42 @@ def test_the_modelzoo_scripts_read_the_log(lines: Any) -> None:
     log = "\n".join(lines(config, [*rows, *validations]))
 
     def shell(command: str) -> str:
-        return subprocess.run(["bash", "-c", command], input=log, text=True, capture_output=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["bash", "-c", command], input=log, text=True, capture_output=True, check=True
+        ).stdout.strip()
 
-    speed = "grep 'samples/sec' | tail -n 100 | awk '{print $10}' | awk '{sum+=$1} END {print sum/NR}'"
-    perplexity = "awk '{print $15}' | awk 'BEGIN {min = 65536} {if ($1+0 < min+0) min=$1} END {print min}'"
+    speed = (
+        "grep 'samples/sec' | tail -n 100 | awk '{print $10}' | awk '{sum+=$1} END {print sum/NR}'"
+    )
+    perplexity = (
+        "awk '{print $15}' | awk 'BEGIN {min = 65536} {if ($1+0 < min+0) min=$1} END {print min}'"
+    )
     assert float(shell(speed)) == 3.0
-    assert float(shell("grep 'validation loss at iteration' | " + perplexity)) == pytest.approx(math.exp(3.0), rel=1e-6)
+    assert float(shell("grep 'validation loss at iteration' | " + perplexity)) == pytest.approx(
+        math.exp(3.0), rel=1e-6
+    )
 
 
 def test_fleetx_says_the_line_of_its_documentation(lines: Any) -> None:
     """hybrid_parallel.md of 2022-07: 8 devices, 8 windows of 1024 tokens a step."""
-    row = make_row(1, loss=11.083364487, data_wait=0.23392, step_time=2.05344, learning_rate=5.55556e-09)
+    row = make_row(
+        1, loss=11.083364487, data_wait=0.23392, step_time=2.05344, learning_rate=5.55556e-09
+    )
     assert lines(make_config("fleetx", world_size=8), [row]) == [
-        "global step 1, epoch: 0, batch: 0, loss: 11.083364487, avg_reader_cost: 0.23392 sec, avg_batch_cost: 2.05344 sec,"
-        " speed: 0.49 step/s, ips_total: 3989 tokens/s, ips: 499 tokens/s, learning rate: 5.55556e-09"
+        "global step 1, epoch: 0, batch: 0, loss: 11.083364487, avg_reader_cost: 0.23392 sec,"
+        " avg_batch_cost: 2.05344 sec, speed: 0.49 step/s, ips_total: 3989 tokens/s, ips: 499"
+        " tokens/s, learning rate: 5.55556e-09"
     ]
 
 
 def test_fleetx_counts_epochs_and_validates(lines: Any) -> None:
     """release/2.4's validation_step_end; 100 steps an epoch."""
-    row = {"step": 250, "validation_loss": 3.5, "validation_tokens": 5 * 1024, "validation_time": 2.0}
+    row = {
+        "step": 250,
+        "validation_loss": 3.5,
+        "validation_tokens": 5 * 1024,
+        "validation_time": 2.0,
+    }
     first, second = lines(make_config("fleetx", logging__interval=250), [make_row(250), row])
     assert first.startswith("global step 250, epoch: 2, batch: 49, loss: 3.250000000,")
     form = "[eval] epoch: %d, batch: %d, loss: %.9f, avg_eval_cost: %.5f sec, speed: %.2f step/s"
@@ -120,26 +181,52 @@ def test_fleetx_counts_epochs_and_validates(lines: Any) -> None:
 
 def test_mindformers(lines: Any) -> None:
     """MFLossMonitor of r0.3; the second loss is the mean of the epoch so far, of 2 steps."""
-    values = {"learning_rate": 3 * 1e-4}  # 0.00030000000000000003, which their float32 does not know
-    rows = [make_row(step, loss=loss, skipped=step == 4, **values) for step, loss in enumerate((9.0, 7.0, 8.0, 6.0), 1)]
+    # 0.00030000000000000003, which their float32 does not know
+    values = {"learning_rate": 3 * 1e-4}
+    rows = [
+        make_row(step, loss=loss, skipped=step == 4, **values)
+        for step, loss in enumerate((9.0, 7.0, 8.0, 6.0), 1)
+    ]
     found = lines(make_config("mindformers", train__max_steps=5), rows, samples_per_epoch=17)
-    form = "Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], time:%5.3f ms, lr:%s, overflow cond: %s, loss_scale: %s"
-    cells = [(1, 1, 9.0, 9.0, False), (1, 2, 7.0, 8.0, False), (2, 1, 8.0, 8.0, False), (2, 2, 6.0, 7.0, True)]
-    assert found == [form % (e, 3, s, 2, loss, mean, 2000.0, "0.0003", over, 65536.0) for e, s, loss, mean, over in cells]
+    form = (
+        "Epoch:[%3d/%3d], step:[%5d/%5d], loss:[%5.3f/%5.3f], time:%5.3f ms, lr:%s, overflow"
+        " cond: %s, loss_scale: %s"
+    )
+    cells = [
+        (1, 1, 9.0, 9.0, False),
+        (1, 2, 7.0, 8.0, False),
+        (2, 1, 8.0, 8.0, False),
+        (2, 2, 6.0, 7.0, True),
+    ]
+    assert found == [
+        form % (e, 3, s, 2, loss, mean, 2000.0, "0.0003", over, 65536.0)
+        for e, s, loss, mean, over in cells
+    ]
 
 
 def test_mindformers_validation_is_the_line_of_mindspore(lines: Any) -> None:
-    [line] = lines(make_config("mindformers"), [{"step": 101, "validation_loss": 3.0, "validation_perplexity": 20.0}])
+    [line] = lines(
+        make_config("mindformers"),
+        [{"step": 101, "validation_loss": 3.0, "validation_perplexity": 20.0}],
+    )
     form = "Eval result: epoch %d, metrics: %s"
     assert line == form % (2, {"loss": 3.0, "PPL": 20.0})
 
 
 def test_our_words(lines: Any) -> None:
     config = make_config("gpt2", logging__interval=2)
-    waiting, skipped = make_row(2, data_wait=0.3, mfu=0.25), make_row(3, skipped=True, outlier=True, data_wait=0.09)
+    waiting, skipped = (
+        make_row(2, data_wait=0.3, mfu=0.25),
+        make_row(3, skipped=True, outlier=True, data_wait=0.09),
+    )
     first, second = lines(config, [make_row(1), waiting, skipped])
     head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
-    assert first == head + " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"  # 499998 steps of 2 s
+    # 499998 steps of 2 s
+    assert (
+        first
+        == head
+        + " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"
+    )
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
 
 
@@ -149,15 +236,31 @@ def test_without_a_peak_there_is_no_mfu(lines: Any) -> None:
 
 
 def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
-    """Without the first step of the process, which compiles, and without validations; a resumed run counts the rest alone."""
+    """Without the first step of the process, which compiles, and without validations; a resumed run
+    counts the rest alone.
+    """
     config = make_config("gpt2", train__max_steps=1000, logging__hash_interval=0)
-    validation = {"step": 903, "validation_loss": 3.0, "validation_perplexity": 20.0, "validation_tokens": 8, "validation_time": 500.0}
+    validation = {
+        "step": 903,
+        "validation_loss": 3.0,
+        "validation_perplexity": 20.0,
+        "validation_tokens": 8,
+        "validation_time": 500.0,
+    }
     seconds = [60.0, 1.0, 2.0, 9.0]
     rows = [make_row(900 + n, step_time=time) for n, time in enumerate(seconds, 1)]
     found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
     times = [re.search(r"eta ([\d:]+)", line) for line in found]
-    # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at the end
-    assert [time and time[1] for time in times] == [None, "0:01:38", "0:02:26", None, "0:03:12", None]
+    # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at
+    # the end
+    assert [time and time[1] for time in times] == [
+        None,
+        "0:01:38",
+        "0:02:26",
+        None,
+        "0:03:12",
+        None,
+    ]
 
 
 def test_the_time_left_follows_a_run_whose_speed_changes(lines: Any) -> None:
@@ -169,16 +272,31 @@ def test_the_time_left_follows_a_run_whose_speed_changes(lines: Any) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_the_hash_of_the_data_has_its_own_interval(lines: Any, style: str) -> None:
     config = make_config(style, logging__interval=1000, logging__hash_interval=3)
-    rows = [make_row(step, consumed_samples=8 * step, sample_hash=f"{step:016x}") for step in range(1, 8)]
-    assert lines(config, rows) == [f"data: {8 * step} samples up to step {step}, hash {step:016x}" for step in (3, 6)]
-    assert not [line for line in lines(make_config(style, logging__interval=1000, logging__hash_interval=0), rows) if "hash" in line]
+    rows = [
+        make_row(step, consumed_samples=8 * step, sample_hash=f"{step:016x}")
+        for step in range(1, 8)
+    ]
+    assert lines(config, rows) == [
+        f"data: {8 * step} samples up to step {step}, hash {step:016x}" for step in (3, 6)
+    ]
+    assert not [
+        line
+        for line in lines(
+            make_config(style, logging__interval=1000, logging__hash_interval=0), rows
+        )
+        if "hash" in line
+    ]
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: str) -> None:
     config = make_config(style, logging__interval=4, train__max_steps=10)
     says = lines(config, [make_row(step) for step in range(1, 11)])
-    numbers = [int(match[1]) for match in (re.search(r"(?:step |iteration +|step:\[ *)(\d+)", line) for line in says) if match]
+    numbers = [
+        int(match[1])
+        for match in (re.search(r"(?:step |iteration +|step:\[ *)(\d+)", line) for line in says)
+        if match
+    ]
     assert numbers == [4, 8, 10]
 
 
@@ -191,7 +309,9 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
         ("mindformers", "2022-07-27 12:40:00,833 - mindformers - INFO - "),
     ],
 )
-def test_what_stands_in_front_of_a_line(lines: Any, capsys: pytest.CaptureFixture[str], style: str, prefix: str) -> None:
+def test_what_stands_in_front_of_a_line(
+    lines: Any, capsys: pytest.CaptureFixture[str], style: str, prefix: str
+) -> None:
     start_log()
     use_style(make_config(style))
     record = logging.LogRecord("gpt2", logging.INFO, "", 0, "words", None, None)
@@ -202,5 +322,7 @@ def test_what_stands_in_front_of_a_line(lines: Any, capsys: pytest.CaptureFixtur
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx' or 'mindformers'"):
+    with pytest.raises(
+        ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx' or 'mindformers'"
+    ):
         make_config("oneflow")

@@ -1,4 +1,6 @@
-"""What the loop saves when a run diverges, is stopped in a validation, or loses its folder. An engine of a few lines has the losses."""
+"""What the loop saves when a run diverges, is stopped in a validation, or loses its folder. An
+engine of a few lines has the losses.
+"""
 
 import math
 import os
@@ -34,21 +36,35 @@ NAN = math.nan
 
 
 class Scripted:
-    """loss(step), skipped where it is not finite or ``skips``; a signal to this process where ``stops`` says so."""
+    """loss(step), skipped where it is not finite or ``skips``; a signal to this process where
+    ``stops`` says so.
+    """
 
     steps_per_run = 1
 
-    def __init__(self, config: Any, step: int, loss: Callable[[int], float], skips: range, stop_in_validation: int, act: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        step: int,
+        loss: Callable[[int], float],
+        skips: range,
+        stop_in_validation: int,
+        act: Any,
+    ) -> None:
         self.config, self.step, self.loss, self.skips, self.act = config, step, loss, skips, act
         self.stop_in_validation = stop_in_validation
 
-    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
         next(batches)
         self.step += 1
         self.act(self.step)
         loss = self.loss(self.step)
         skipped = self.step in self.skips or not math.isfinite(loss)
-        return [StepResult(loss=loss, grad_norm=1.0, learning_rate=0.1, loss_scale=1.0, skipped=skipped)]
+        return [
+            StepResult(loss=loss, grad_norm=1.0, learning_rate=0.1, loss_scale=1.0, skipped=skipped)
+        ]
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         if self.step == self.stop_in_validation:
@@ -62,7 +78,9 @@ class Scripted:
             state,
             weights={"w": np.full(3, state.step, np.float32)},
             moments={},
-            engine=EngineState(optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}),
+            engine=EngineState(
+                optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}
+            ),
             versions={},
             extra={},
         )
@@ -84,7 +102,13 @@ def start(
     """Go on from the newest checkpoint of ``folder``, as both backends do."""
     tree: dict[str, Any] = {
         "output_dir": str(folder),
-        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 2,
+            "seq_length": 4,
+            "vocab_size": 50,
+        },
         "train": {"max_steps": 20, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
         "validation": {"interval": 0},
@@ -93,7 +117,11 @@ def start(
     config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
     with run_folder.owned_folder(folder):
         found = find_checkpoint(folder)
-        state = TrainState() if found is None else CheckpointReader(found).states(config, LossScale(config.loss_scale))[0]
+        state = (
+            TrainState()
+            if found is None
+            else CheckpointReader(found).states(config, LossScale(config.loss_scale))[0]
+        )
         with (
             CheckpointWriter(
                 folder / "checkpoints",
@@ -106,7 +134,12 @@ def start(
             run = Run(
                 config=config,
                 engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
-                batches=iter(lambda: Batch(tokens=np.zeros((2, 5), np.int32), consumed_samples=0, sample_hash=""), None),
+                batches=iter(
+                    lambda: Batch(
+                        tokens=np.zeros((2, 5), np.int32), consumed_samples=0, sample_hash=""
+                    ),
+                    None,
+                ),
                 validation=lambda: [np.zeros((1, 3), np.int32)] * 3,
                 checkpoints=checkpoints,
                 metrics=metrics,
@@ -124,9 +157,16 @@ def saved(folder: Path) -> list[int]:
 
 
 def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
-    """The update of step 11 breaks the weights: from step 12 on there is no loss, and nothing learns from it."""
+    """The update of step 11 breaks the weights: from step 12 on there is no loss, and nothing
+    learns from it.
+    """
     with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
-        start(tmp_path, loss=lambda step: falling(step) if step < 12 else NAN, train__max_steps=90, train__max_skipped_steps=20)
+        start(
+            tmp_path,
+            loss=lambda step: falling(step) if step < 12 else NAN,
+            train__max_steps=90,
+            train__max_skipped_steps=20,
+        )
     assert saved(tmp_path) == [5, 10]
     # with another rate it goes on from there, and has all its patience again
     assert start(tmp_path)["step"] == 20
@@ -134,23 +174,43 @@ def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None
 
 
 def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
-    """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that is left."""
+    """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that
+    is left.
+    """
     with pytest.raises(DivergedError):
-        start(tmp_path, loss=lambda step: falling(step) if step < 11 else NAN, checkpoint__keep=1, train__max_steps=90)
+        start(
+            tmp_path,
+            loss=lambda step: falling(step) if step < 11 else NAN,
+            checkpoint__keep=1,
+            train__max_steps=90,
+        )
     assert saved(tmp_path) == [5, 10]
 
 
 def test_a_loss_that_is_finite_and_huge_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    start(tmp_path, loss=lambda step: falling(step) if step < 12 else 1e30, train__max_steps=40, checkpoint__keep=1)
+    start(
+        tmp_path,
+        loss=lambda step: falling(step) if step < 12 else 1e30,
+        train__max_steps=40,
+        checkpoint__keep=1,
+    )
     assert saved(tmp_path) == [10, 40]
 
 
-def test_a_save_is_postponed_to_the_next_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_postponed_to_the_next_finite_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     monkeypatch.setattr("common.training.saving.LOG", SimpleNamespace(warning=told.append))
-    start(tmp_path, loss=lambda step: NAN if step in (9, 10, 11) else falling(step), checkpoint__keep=0)
+    start(
+        tmp_path,
+        loss=lambda step: NAN if step in (9, 10, 11) else falling(step),
+        checkpoint__keep=0,
+    )
     assert saved(tmp_path) == [5, 12, 15, 20]
-    assert told == ["step 10: no checkpoint is written: the loss is nan; those that are there stay as they are"]
+    assert told == [
+        "step 10: no checkpoint is written: the loss is nan; those that are there stay as they are"
+    ]
 
 
 def test_steps_that_were_all_skipped_are_not_saved_but_at_the_end(tmp_path: Path) -> None:
@@ -166,13 +226,20 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
         if step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(StopRequested, match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto goes on") as stopped:
+    with pytest.raises(
+        StopRequested,
+        match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto goes on",
+    ) as stopped:
         start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
-def test_a_last_validation_that_is_not_finite_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scripted, "evaluate", lambda self, batches: (NAN, sum(batch.size for batch in batches)))
+def test_a_last_validation_that_is_not_finite_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Scripted, "evaluate", lambda self, batches: (NAN, sum(batch.size for batch in batches))
+    )
     with pytest.raises(DivergedError, match=r"step 20: the loss is nan, so this step is not saved"):
         start(tmp_path)
     assert saved(tmp_path) == [10, 15]
@@ -182,7 +249,10 @@ def test_a_last_validation_that_is_not_finite_is_no_success(tmp_path: Path, monk
 
 
 def rows_of(folder: Path) -> list[tuple[Any, ...]]:
-    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in read_metrics(folder / "metrics.jsonl")]
+    return [
+        (row["step"], row.get("loss"), row.get("validation_loss"))
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 @pytest.mark.parametrize(("step", "interval"), [(8, 4), (10, 5), (20, 4), (20, 0)])
@@ -204,7 +274,9 @@ def test_a_stop_in_a_validation_is_made_up_for(tmp_path: Path, step: int, interv
 
 def test_a_stop_in_the_last_step_is_no_finished_run(tmp_path: Path) -> None:
     with pytest.raises(StopRequested, match="after step 20; saved in"):
-        start(tmp_path, act=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None)
+        start(
+            tmp_path, act=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None
+        )
     assert saved(tmp_path) == [15, 20] and rows_of(tmp_path)[-1] == (20, falling(20), None)
     start(tmp_path)
     assert rows_of(tmp_path)[-1] == (20, None, falling(20))
@@ -224,20 +296,33 @@ def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool) -
                 with run_folder.owned_folder(folder):
                     (folder / "checkpoints").mkdir()
 
-    with pytest.raises(StorageError, match=r"output_dir=.*run: the folder was removed, or replaced by another run's"):
+    with pytest.raises(
+        StorageError,
+        match=r"output_dir=.*run: the folder was removed, or replaced by another run's",
+    ):
         start(folder, act=remove, checkpoint__asynchronous=False)
-    left = [path.relative_to(folder).as_posix() for path in folder.rglob("*")] if folder.exists() else []
+    left = (
+        [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        if folder.exists()
+        else []
+    )
     assert sorted(left) == ([".lock", "checkpoints"] if replaced else [])
 
 
 def test_a_run_without_saves_notices_at_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(StorageError, match="the folder was removed"):
-        start(folder, checkpoint__interval=0, act=lambda step: shutil.rmtree(folder) if step == 7 else None)
+        start(
+            folder,
+            checkpoint__interval=0,
+            act=lambda step: shutil.rmtree(folder) if step == 7 else None,
+        )
     assert not folder.exists()
 
 
-def test_a_disk_that_does_not_answer_is_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_is_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with run_folder.owned_folder(tmp_path):
         require = run_folder.keeper(tmp_path, [run_folder.holder(tmp_path)], 0)
 
@@ -274,7 +359,9 @@ def test_rows_of_later_steps_stay_until_the_run_has_begun(tmp_path: Path) -> Non
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read and appended to: Is a directory"):
+    with pytest.raises(
+        ConfigError, match=r"metrics\.jsonl: cannot be read and appended to: Is a directory"
+    ):
         MetricsWriter(tmp_path)
 
 

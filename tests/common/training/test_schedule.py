@@ -1,4 +1,6 @@
-"""Schedules against transformers' lambdas and closed forms; the loss scale against torch's GradScaler."""
+"""Schedules against transformers' lambdas and closed forms; the loss scale against torch's
+GradScaler.
+"""
 
 import pytest
 
@@ -8,7 +10,9 @@ from common.training.schedule import learning_rate
 
 
 def config(**changes: object) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"learning_rate": 0.5, "warmup_steps": 10, "decay_steps": 110, **changes})
+    return OptimizerConfig.model_validate(
+        {"learning_rate": 0.5, "warmup_steps": 10, "decay_steps": 110, **changes}
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant"])
@@ -19,7 +23,9 @@ def test_equal_to_transformers(schedule: str) -> None:
     make = {
         "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, 10, 110),
         "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, 10, 110),
-        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(optimizer, 10, 110, lr_end=0.05, power=2.0),
+        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, 10, 110, lr_end=0.05, power=2.0
+        ),
         "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, 10),
     }[schedule]
     extra = {"min_learning_rate": 0.05, "power": 2.0} if schedule == "polynomial" else {}
@@ -28,7 +34,9 @@ def test_equal_to_transformers(schedule: str) -> None:
         optimizer.step()
         scheduler.step()
         expected = scheduler.get_last_lr()[0]
-        assert learning_rate(config(schedule=schedule, **extra), step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
+        assert learning_rate(config(schedule=schedule, **extra), step) == pytest.approx(
+            expected, rel=1e-12, abs=1e-15
+        ), step
 
 
 def test_ends() -> None:
@@ -42,11 +50,29 @@ def test_ends() -> None:
 
 def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
     torch = pytest.importorskip("torch")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=2.0, backoff_factor=0.5, growth_interval=3)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_factor=2.0, backoff_factor=0.5, growth_interval=3
+    )
     ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**10, window=3, minimum=1e-9))
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for finite in [True, True, True, False, True, True, False, False, True, True, True, True, True, True, False]:
+    for finite in [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]:
         assert ours.value == scaler.get_scale()
         scaler.scale(parameter.sum()).backward()
         parameter.grad.fill_(1.0 if finite else float("inf"))

@@ -1,4 +1,6 @@
-"""Ctrl-C while the main thread is inside a call that does not return to Python; and who leaves without exit handlers."""
+"""Ctrl-C while the main thread is inside a call that does not return to Python; and who leaves
+without exit handlers.
+"""
 
 import os
 import signal
@@ -59,7 +61,9 @@ LEAVING = """
 import atexit, sys, types
 from common.training.stop import end_process
 if sys.argv[1] == "torch":
-    sys.modules["torch.distributed"] = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+    sys.modules["torch.distributed"] = types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True
+    )
 elif sys.argv[1] != "none":
     sys.modules["mindspore"] = types.SimpleNamespace(get_context=lambda key: sys.argv[1])
 atexit.register(lambda: print("handlers", flush=True))
@@ -78,8 +82,14 @@ end_process(3)
         ("torch", {}, False),  # its group is open, so an error ends it
     ],
 )
-def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
-    clean = {name: value for name, value in os.environ.items() if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
+def test_a_rank_leaves_without_exit_handlers(
+    target: str, variables: dict[str, str], handlers: bool
+) -> None:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")
+    }
     done = subprocess.run(
         [sys.executable, "-c", LEAVING, target],
         env=clean | variables | {"PYTHONPATH": str(ROOT)},
@@ -87,4 +97,7 @@ def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, s
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout.split()) == (3, ["said", "handlers"] if handlers else ["said"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (
+        3,
+        ["said", "handlers"] if handlers else ["said"],
+    ), done.stderr

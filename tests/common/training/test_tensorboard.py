@@ -26,16 +26,24 @@ def test_scalars_by_step(tmp_path: Path) -> None:
         metrics.write({"step": 2, "loss": 2.0})
     found = events(tmp_path / "tensorboard")
     assert found[0].file_version == "brain.Event:2"
-    assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found[1:]] == [(1, {"loss": 2.5}), (2, {"loss": 2.0})]
+    assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found[1:]] == [
+        (1, {"loss": 2.5}),
+        (2, {"loss": 2.0}),
+    ]
 
 
 def test_a_resumed_run_replaces_later_events(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, step=7):
         pass
-    assert (events(tmp_path / "tensorboard")[1].step, events(tmp_path / "tensorboard")[1].session_log.status) == (8, 1)
+    assert (
+        events(tmp_path / "tensorboard")[1].step,
+        events(tmp_path / "tensorboard")[1].session_log.status,
+    ) == (8, 1)
 
 
-def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_events_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "tensorboard").mkdir()
     with MetricsWriter(tmp_path) as metrics:
         board = metrics._board

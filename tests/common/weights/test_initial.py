@@ -10,16 +10,30 @@ from common.config.schema import ModelConfig
 from common.weights.initial import initial_rows
 from common.weights.names import parameter_shapes
 
-MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=300, ffn_hidden_size=192, max_positions=16)
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=48,
+    num_heads=4,
+    seq_length=16,
+    vocab_size=300,
+    ffn_hidden_size=192,
+    max_positions=16,
+)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 400), st.integers(0, 400), st.sampled_from(["wte.weight", "h.1.attn.q_proj.weight", "h.1.mlp.c_proj.weight"]))
+@given(
+    st.integers(0, 400),
+    st.integers(0, 400),
+    st.sampled_from(["wte.weight", "h.1.attn.q_proj.weight", "h.1.mlp.c_proj.weight"]),
+)
 def test_a_shard_makes_the_same_rows(a: int, b: int, name: str) -> None:
     start, stop = sorted((a, b))
     shape = (400, 48)
     whole = initial_rows(MODEL, 7, name, shape)
-    np.testing.assert_array_equal(initial_rows(MODEL, 7, name, shape, start, stop), whole[start:stop])
+    np.testing.assert_array_equal(
+        initial_rows(MODEL, 7, name, shape, start, stop), whole[start:stop]
+    )
 
 
 def test_padding_rows_are_zero_and_change_nothing_else() -> None:
@@ -30,12 +44,18 @@ def test_padding_rows_are_zero_and_change_nothing_else() -> None:
 
 def test_distribution() -> None:
     shape = (1024, 256)
-    for name, deviation in (("wpe.weight", 0.02), ("h.0.mlp.c_fc.weight", 0.02), ("h.0.mlp.c_proj.weight", 0.02 / math.sqrt(6))):
+    for name, deviation in (
+        ("wpe.weight", 0.02),
+        ("h.0.mlp.c_fc.weight", 0.02),
+        ("h.0.mlp.c_proj.weight", 0.02 / math.sqrt(6)),
+    ):
         values = initial_rows(MODEL, 7, name, shape).astype(np.float64)
         standard_error = deviation / math.sqrt(values.size)
         assert abs(values.mean()) < 5 * standard_error
         assert abs(values.std() - deviation) < 5 * standard_error
-        assert abs(np.corrcoef(values[:128].ravel(), values[128:256].ravel())[0, 1]) < 5 / math.sqrt(128 * 256)
+        assert abs(
+            np.corrcoef(values[:128].ravel(), values[128:256].ravel())[0, 1]
+        ) < 5 / math.sqrt(128 * 256)
     assert (initial_rows(MODEL, 7, "h.0.ln_1.weight", (48,)) == 1).all()
     assert not initial_rows(MODEL, 7, "h.0.ln_1.bias", (48,)).any()
     assert not initial_rows(MODEL, 7, "h.0.attn.c_proj.bias", (48,)).any()

@@ -10,6 +10,12 @@ from common.weights.names import check_tensors
 
 def test_all_misfits_are_listed() -> None:
     with pytest.raises(CheckpointError) as caught:
-        check_tensors(Path("m"), {"a": (1,), "b": (2,), "x": (3,)}, {"a": (1,), "b": (4,), "c": (5,)})
+        check_tensors(
+            Path("m"), {"a": (1,), "b": (2,), "x": (3,)}, {"a": (1,), "b": (4,), "c": (5,)}
+        )
     message = str(caught.value)
-    assert "missing c [5]" in message and "unexpected x [3]" in message and "b is [2], the model's is [4]" in message
+    assert (
+        "missing c [5]" in message
+        and "unexpected x [3]" in message
+        and "b is [2], the model's is [4]" in message
+    )

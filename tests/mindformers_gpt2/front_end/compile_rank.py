@@ -1,10 +1,12 @@
-"""One rank's training step through MindSpore's compiler up to the point where a device would be needed; what it made of it, as JSON.
+"""One rank's training step through MindSpore's compiler up to the point where a device would be
+needed; what it made of it, as JSON.
 
     python compile_rank.py CONFIG.json RANK FOLDER
 
-This process has one CPU, and the compiler splits graphs for Ascend alone. So it is told that the target is Ascend and that there are as
-many ranks as the layout has: by writing into MindSpore's own memory, at places that are right for version 2.10.0 and no other. Nothing
-of this is part of the product, and a graph that compiles here is no proof that it runs on an Ascend.
+This process has one CPU, and the compiler splits graphs for Ascend alone. So it is told that the
+target is Ascend and that there are as many ranks as the layout has: by writing into MindSpore's own
+memory, at places that are right for version 2.10.0 and no other. Nothing of this is part of the
+product, and a graph that compiles here is no proof that it runs on an Ascend.
 """
 
 import ctypes
@@ -34,7 +36,10 @@ LIBRARIES = Path(ms.__file__).parent / "lib"
 KEPT: list[Any] = []
 """What MindSpore's memory points to now."""
 
-COLLECTIVES = re.compile(r"= (AllReduce|AllGather|ReduceScatter|AlltoAll\w*|Send|Receive|Broadcast|NeighborExchange\w*)\(")
+COLLECTIVES = re.compile(
+    r"= (AllReduce|AllGather|ReduceScatter|AlltoAll\w*|Send|Receive|Broadcast"
+    r"|NeighborExchange\w*)\("
+)
 PARAMETER = re.compile(r"%para\d+_(\S+): <Ref\[Tensor\[(\w+)\]\], \(([\d, ]*)\)")
 
 
@@ -46,13 +51,16 @@ def say_ascend() -> None:
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_uint]
     address = get(context, int(ms_ctx_param.device_target))
     text = b"Ascend"
-    header = struct.pack("<QQii", len(text), 64, 1 << 20, 0)  # length, capacity, uses: a string of the old ABI
+    # length, capacity, uses: a string of the old ABI
+    header = struct.pack("<QQii", len(text), 64, 1 << 20, 0)
     KEPT.append(ctypes.create_string_buffer(header + text + b"\0" * 64))
     ctypes.c_uint64.from_address(address).value = ctypes.addressof(KEPT[-1]) + len(header)
 
 
 def say_ranks(rank: int, count: int) -> None:
-    """Answer for the communication library: in C++ by another table of virtual functions, in Python by other functions."""
+    """Answer for the communication library: in C++ by another table of virtual functions, in Python
+    by other functions.
+    """
     library = ctypes.CDLL(str(LIBRARIES / "libmindspore_common.so"))
     get = library._ZN9mindspore11CommManager11GetInstanceEv
     get.restype = ctypes.c_void_p
@@ -65,7 +73,11 @@ def say_ranks(rank: int, count: int) -> None:
             result[0] = number
             return True
 
-        KEPT.append(ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint))(fill))
+        KEPT.append(
+            ctypes.CFUNCTYPE(
+                ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint)
+            )(fill)
+        )
         return ctypes.cast(KEPT[-1], ctypes.c_void_p).value
 
     copy[2 + 4], copy[2 + 5] = answer(rank), answer(count)
@@ -85,7 +97,9 @@ def collectives(text: str) -> Iterator[dict[str, Any]]:
         if not found:
             continue
         ranks = re.search(r"group_rank_ids: \(([\d, ]+)\)", line)
-        peer = re.search(r"(?:dest|src)_rank: I64\((\d+)\), group: ", line) or re.search(r"src_rank: I64\((\d+)\), group_back", line)
+        peer = re.search(r"(?:dest|src)_rank: I64\((\d+)\), group: ", line) or re.search(
+            r"src_rank: I64\((\d+)\), group_back", line
+        )
         operation = re.search(r'op: "(\w+)"', line)
         parameter = re.search(r'mirror_user_id: "([^"]+)"', line)
         yield {
@@ -104,7 +118,8 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     config = resolve_config(config, world_size=world_size)
     ms.set_device("CPU")
     ms.set_context(mode=ms.GRAPH_MODE, save_graphs=2, save_graphs_path=str(folder))
-    _ = ms.Tensor(np.ones(2, np.float32)) + 1  # the CPU's plugins are loaded while it is still a CPU
+    # the CPU's plugins are loaded while it is still a CPU
+    _ = ms.Tensor(np.ones(2, np.float32)) + 1
     ms.set_recursion_limit(config.context.max_call_depth)
     settings = semi_auto_settings(config, rank)
     Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +138,10 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     texts = [path.read_text() for path in sorted(folder.glob("*_validate_*.ir"))]
     if not texts or "Create device context failed" not in failure:
         return {"failure": failure or "compiled, and was not expected to"}
-    parameters = {match[1]: [int(word) for word in match[3].split(", ") if word] for match in PARAMETER.finditer(texts[-1])}
+    parameters = {
+        match[1]: [int(word) for word in match[3].split(", ") if word]
+        for match in PARAMETER.finditer(texts[-1])
+    }
     return {"failure": "", "parameters": parameters, "collectives": list(collectives(texts[-1]))}
 
 

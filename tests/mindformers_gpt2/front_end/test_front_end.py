@@ -1,9 +1,11 @@
-"""What MindSpore's compiler makes of the semi-automatic step, held against the layout's arithmetic: parts of parameters, stages, peers, and
-kind, group and number of every collective of forward and backward pass and update; nothing else may be communicated.
+"""What MindSpore's compiler makes of the semi-automatic step, held against the layout's arithmetic:
+parts of parameters, stages, peers, and kind, group and number of every collective of forward and
+backward pass and update; nothing else may be communicated.
 
-The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are made to believe that the device is an
-Ascend. No kernel is built and nothing is executed: **this is no proof that the graph runs on an Ascend**, nor that its numbers are right.
-It depends on MindSpore 2.10.0 to the byte, and is skipped with any other.
+The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are
+made to believe that the device is an Ascend. No kernel is built and nothing is executed: **this is
+no proof that the graph runs on an Ascend**, nor that its numbers are right. It depends on MindSpore
+2.10.0 to the byte, and is skipped with any other.
 """
 
 import importlib.metadata
@@ -32,7 +34,9 @@ SUPPORTED = "2.10.0"
 VERSION = importlib.metadata.version("mindspore") if importlib.util.find_spec("mindspore") else None
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}"),
+    pytest.mark.skipif(
+        VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}"
+    ),
 ]
 
 Collective = tuple[str, tuple[int, ...] | int, str | None]
@@ -48,10 +52,23 @@ def toy(**parallel: Any) -> dict[str, Any]:
         "output_dir": "unused",
         "backend": "mindspore",
         "device": "npu",
-        "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 250, "vocab_multiple": 16},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "seq_length": 32,
+            "vocab_size": 250,
+            "vocab_multiple": 16,
+        },
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
         "optimizer": {"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1},
-        "parallel": {"parallel_mode": 1, "data_parallel": 4, "model_parallel": 2, "pipeline_stage": 4, **parallel},
+        "parallel": {
+            "parallel_mode": 1,
+            "data_parallel": 4,
+            "model_parallel": 2,
+            "pipeline_stage": 4,
+            **parallel,
+        },
     }
 
 
@@ -60,7 +77,10 @@ CASES = {
     "first stage": (toy(**SPLIT), 0),
     "second stage, whole optimizer": (toy(), 9),
     "last stage": (toy(**SPLIT), 31),
-    "one stage, sequence parallel": (toy(**SPLIT, sequence_parallel=True, data_parallel=2, pipeline_stage=1), 0),
+    "one stage, sequence parallel": (
+        toy(**SPLIT, sequence_parallel=True, data_parallel=2, pipeline_stage=1),
+        0,
+    ),
 }
 CASES["one stage, sequence parallel"][0]["model"]["num_layers"] = 1
 
@@ -68,20 +88,39 @@ CASES["one stage, sequence parallel"][0]["model"]["num_layers"] = 1
 def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
-    command = [sys.executable, str(Path(__file__).with_name("compile_rank.py")), str(folder / "config.json"), str(rank), str(folder)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("compile_rank.py")),
+        str(folder / "config.json"),
+        str(rank),
+        str(folder),
+    ]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, timeout=seconds, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        timeout=seconds,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert not found["failure"], found["failure"][:3000]
-    return found | {"strategy": folder / tree["output_dir"] / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt"}
+    return found | {
+        "strategy": folder / tree["output_dir"] / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt"
+    }
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("front_end")
     with ThreadPoolExecutor(2) as pool:
-        jobs = {name: pool.submit(compile_rank, *case, folder / str(number), 600) for number, (name, case) in enumerate(CASES.items())}
+        jobs = {
+            name: pool.submit(compile_rank, *case, folder / str(number), 600)
+            for number, (name, case) in enumerate(CASES.items())
+        }
         return {name: job.result() for name, job in jobs.items()}
 
 
@@ -92,27 +131,50 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     check(compiled[case], config, rank, threshold=THRESHOLD)
 
 
-def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_mindspores_own_transform_gives_each_rank_its_part(
+    compiled: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     """By the strategy file that the compiler wrote: whole tensors to the ranks' files, and back."""
     import mindspore as ms
 
-    strategy, config = str(compiled["one stage, sequence parallel"]["strategy"]), resolved(CASES["one stage, sequence parallel"][0])
+    strategy, config = (
+        str(compiled["one stage, sequence parallel"]["strategy"]),
+        resolved(CASES["one stage, sequence parallel"][0]),
+    )
     shapes = padded_shapes(config)
-    whole = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+    whole = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
     ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
-    ms.transform_checkpoints(str(tmp_path / "whole"), str(tmp_path / "parts"), "net", None, strategy)
+    ms.transform_checkpoints(
+        str(tmp_path / "whole"), str(tmp_path / "parts"), "net", None, strategy
+    )
     topology = config.topology
     for rank in range(4):
         at = topology.coordinates(rank)
         found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
         for name, shape in shapes.items():
             shards = 2 if is_split(config, name, THRESHOLD) else 1
-            piece = slice_of(name, shape, tensor=2, tensor_rank=at.tensor, shards=shards, shard_rank=at.data % shards)
+            piece = slice_of(
+                name,
+                shape,
+                tensor=2,
+                tensor_rank=at.tensor,
+                shards=shards,
+                shard_rank=at.data % shards,
+            )
             part = whole[name][slice(*piece.rows)]
-            np.testing.assert_array_equal(found[name].asnumpy(), part[:, slice(*piece.columns)] if piece.columns else part, err_msg=name)
-    ms.transform_checkpoints(str(tmp_path / "parts"), str(tmp_path / "again"), "net", strategy, None)
+            np.testing.assert_array_equal(
+                found[name].asnumpy(),
+                part[:, slice(*piece.columns)] if piece.columns else part,
+                err_msg=name,
+            )
+    ms.transform_checkpoints(
+        str(tmp_path / "parts"), str(tmp_path / "again"), "net", strategy, None
+    )
     again = ms.load_checkpoint(str(tmp_path / "again" / "rank_0" / "net0.ckpt"))
     for name, values in whole.items():
         np.testing.assert_array_equal(again[name].asnumpy(), values, err_msg=name)
@@ -121,9 +183,17 @@ def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, d
 @pytest.mark.campaign
 def test_13b(tmp_path: Path) -> None:
     """One rank of the 32 of the tutorial's layout: about 11 GB of memory."""
-    config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml", ["device=npu", "parallel.micro_batch_num=4"])
+    config = load_config(
+        ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml",
+        ["device=npu", "parallel.micro_batch_num=4"],
+    )
     resolved = resolve_config(config, world_size=32)
-    check(compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600), resolved, 9, threshold=64)
+    check(
+        compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600),
+        resolved,
+        9,
+        threshold=64,
+    )
 
 
 def resolved(tree: dict[str, Any]) -> RunConfig:
@@ -136,12 +206,21 @@ def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int
     held = held_shapes(config, rank, threshold)
     assert {name: shapes.get(name) for name in held} == held
     copies = [f"{name}.{part}" for name in held for part in ("exp_avg", "exp_avg_sq")]
-    assert {name: shapes.get(name) for name in copies} == {name: held[name.rpartition(".")[0]] for name in copies}
+    assert {name: shapes.get(name) for name in copies} == {
+        name: held[name.rpartition(".")[0]] for name in copies
+    }
     model = {name for name in shapes if name in padded_shapes(config)}
-    assert model - set(held) <= ({EMBEDDING} if is_last(config, rank) else set()), "parameters of another stage"
+    assert model - set(held) <= ({EMBEDDING} if is_last(config, rank) else set()), (
+        "parameters of another stage"
+    )
     counted = Counter(key(item) for item in found["collectives"])
-    expected = expected_collectives(config, rank, {name for name in held if is_split(config, name, threshold)})
-    assert dict(counted - expected) == {} and dict(expected - counted) == {}, (dict(counted), dict(expected))
+    expected = expected_collectives(
+        config, rank, {name for name in held if is_split(config, name, threshold)}
+    )
+    assert dict(counted - expected) == {} and dict(expected - counted) == {}, (
+        dict(counted),
+        dict(expected),
+    )
 
 
 def key(item: dict[str, Any]) -> Collective:
@@ -160,17 +239,27 @@ def is_last(config: RunConfig, rank: int) -> bool:
 def own_names(config: RunConfig, rank: int) -> list[str]:
     topology = config.topology
     layers = topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers)
-    names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
+    names = [
+        name
+        for name in padded_shapes(config)
+        if name.startswith("h.") and int(name.split(".")[1]) in layers
+    ]
     if topology.holds_embedding(rank):
         names += [EMBEDDING, "wpe.weight"]
     return names + (["ln_f.weight", "ln_f.bias"] if topology.holds_head(rank) else [])
 
 
 def is_split(config: RunConfig, name: str, threshold: int) -> bool:
-    """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding on two stages."""
-    if role_of(name) is Role.REPLICATED or (name == EMBEDDING and config.parallel.pipeline_stage > 1):
+    """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding
+    on two stages.
+    """
+    if role_of(name) is Role.REPLICATED or (
+        name == EMBEDDING and config.parallel.pipeline_stage > 1
+    ):
         return False
-    rows, *columns = slice_of(name, padded_shapes(config)[name], tensor=config.parallel.model_parallel).shape
+    rows, *columns = slice_of(
+        name, padded_shapes(config)[name], tensor=config.parallel.model_parallel
+    ).shape
     return (
         config.parallel.zero_stage > 0
         and role_of(name) is not Role.REPLICATED
@@ -192,11 +281,19 @@ def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple
 
 
 def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Counter[Collective]:
-    """Of a step. Within blocks Megatron's: two sums forward and two backward, which sequence parallel takes apart."""
+    """Of a step. Within blocks Megatron's: two sums forward and two backward, which sequence
+    parallel takes apart.
+    """
     topology, micro = config.topology, config.train.accumulation_steps
     stage = topology.data * topology.tensor
-    tensor, data = tuple(topology.group(GroupKind.TENSOR, rank)), tuple(topology.group(GroupKind.DATA, rank))
-    everyone, stage_ranks = tuple(range(topology.world_size)), tuple(range(rank // stage * stage, (rank // stage + 1) * stage))
+    tensor, data = (
+        tuple(topology.group(GroupKind.TENSOR, rank)),
+        tuple(topology.group(GroupKind.DATA, rank)),
+    )
+    everyone, stage_ranks = (
+        tuple(range(topology.world_size)),
+        tuple(range(rank // stage * stage, (rank // stage + 1) * stage)),
+    )
     layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
     counts: Counter[Collective] = Counter()
     counts["AllReduce", everyone, "sum"] += 1  # the loss and the norm
@@ -207,8 +304,11 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
         counts["AllReduce", tensor, "sum"] += 4 * layers * micro
     if topology.holds_embedding(rank):
         counts["AllReduce", tensor, "sum"] += 2 * micro
-    if topology.holds_head(rank):  # the largest logit; the sum and the target's, forward and backward; the loss, forward and backward
-        # The slopes of all micro batches' losses are equal: without a pipeline the compiler finds that, and communicates them once.
+    # the largest logit; the sum and the target's, forward and backward; the loss, forward and
+    # backward
+    if topology.holds_head(rank):
+        # The slopes of all micro batches' losses are equal: without a pipeline the compiler finds
+        # that, and communicates them once.
         slopes = micro if topology.pipeline > 1 else 1
         counts["AllReduce", tensor, "max"] += micro
         counts["AllReduce", tensor, "sum"] += 3 * micro + slopes
@@ -218,8 +318,14 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
             counts["AllGather", data, None] += 1
             counts["ReduceScatter", data, "sum"] += 1
         else:
-            counts["AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"] += 1
-    for peer, times in ((rank - stage, micro), (rank + stage, micro), *embedding_peers(topology, rank)):
+            counts[
+                "AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"
+            ] += 1
+    for peer, times in (
+        (rank - stage, micro),
+        (rank + stage, micro),
+        *embedding_peers(topology, rank),
+    ):
         if 0 <= peer < topology.world_size:
             counts["Send", peer, None] += times
             counts["Receive", peer, None] += times
@@ -227,6 +333,8 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
 
 
 def embedding_peers(topology: Topology, rank: int) -> list[tuple[int, int]]:
-    """The tied embedding goes from the first stage to the last once a step, and its gradient comes back."""
+    """The tied embedding goes from the first stage to the last once a step, and its gradient comes
+    back.
+    """
     group = topology.group(GroupKind.EMBEDDING, rank)
     return [(other, 1) for other in group if other != rank]

@@ -1,4 +1,6 @@
-"""The graph that MindSpore's compiler splits, on one device, where strategies mean nothing: against the model, its loss and its plan."""
+"""The graph that MindSpore's compiler splits, on one device, where strategies mean nothing: against
+the model, its loss and its plan.
+"""
 
 import os
 from typing import Any
@@ -7,7 +9,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+ms = pytest.importorskip(
+    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
+)
 
 from mindspore import ops  # noqa: E402
 
@@ -22,7 +26,11 @@ from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.model import GPT2, initialise  # noqa: E402
-from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step  # noqa: E402
+from mindformers_gpt2.semi_auto.network import (  # noqa: E402
+    TrainingGraph,
+    build_network,
+    build_step,
+)
 from tests.config_overrides import changed  # noqa: E402
 
 
@@ -31,7 +39,14 @@ def make_config(*, world_size: int = 8, **changes: Any) -> RunConfig:
         "output_dir": "unused",
         "backend": "mindspore",
         "device": "npu",
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 101, "vocab_multiple": 8},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+            "vocab_multiple": 8,
+        },
         "train": {"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
         "parallel": {"model_parallel": 2, "pipeline_stage": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.3},
@@ -41,7 +56,11 @@ def make_config(*, world_size: int = 8, **changes: Any) -> RunConfig:
 
 
 def open_cpu() -> None:
-    open_device(make_config(world_size=1, device="cpu", parallel={"model_parallel": 1}, train__accumulation_steps=1))
+    open_device(
+        make_config(
+            world_size=1, device="cpu", parallel={"model_parallel": 1}, train__accumulation_steps=1
+        )
+    )
 
 
 def test_loss_and_gradients_are_those_of_the_model() -> None:
@@ -58,12 +77,19 @@ def test_loss_and_gradients_are_those_of_the_model() -> None:
     ids, targets = ms.Tensor(tokens[:, :-1].copy()), ms.Tensor(tokens[:, 1:].copy())
     assert config.train.global_batch_size is not None
     predicted = config.train.global_batch_size * 16
-    loss, gradients = ms.jit(ms.value_and_grad(network, None, ms.ParameterTuple(tuple(weights.values()))))(ids, targets)
-    expected, slopes = ms.jit(ms.value_and_grad(model.loss_sum, None, ms.ParameterTuple(tuple(same.values()))))(ids, targets)
+    loss, gradients = ms.jit(
+        ms.value_and_grad(network, None, ms.ParameterTuple(tuple(weights.values())))
+    )(ids, targets)
+    expected, slopes = ms.jit(
+        ms.value_and_grad(model.loss_sum, None, ms.ParameterTuple(tuple(same.values())))
+    )(ids, targets)
     np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy() / predicted, rtol=1e-6)
     largest = max(float(np.abs(slope.asnumpy()).max()) for slope in slopes) / predicted
-    for name, found, slope in zip(weights, gradients, slopes, strict=True):  # float32, another order and another kernel of gelu
-        np.testing.assert_allclose(found.asnumpy(), slope.asnumpy() / predicted, rtol=0, atol=5e-6 * largest, err_msg=name)
+    # float32, another order and another kernel of gelu
+    for name, found, slope in zip(weights, gradients, slopes, strict=True):
+        np.testing.assert_allclose(
+            found.asnumpy(), slope.asnumpy() / predicted, rtol=0, atol=5e-6 * largest, err_msg=name
+        )
 
 
 class Alone(ms.nn.Cell):
@@ -74,18 +100,30 @@ class Alone(ms.nn.Cell):
 
 
 def test_a_step_is_that_of_the_engine_of_one_device() -> None:
-    """Loss, gradient norm before clipping, clip, momentum, static loss scale, rate: six steps of SGD, of which the clip acts on some."""
+    """Loss, gradient norm before clipping, clip, momentum, static loss scale, rate: six steps of
+    SGD, of which the clip acts on some.
+    """
     changes: dict[str, Any] = {
         "parallel": {},
         "train": {"max_steps": 6, "micro_batch_size": 2},
-        "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "weight_decay": 0.1, "clip_grad": 2.0, "warmup_steps": 2},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.3,
+            "momentum": 0.9,
+            "weight_decay": 0.1,
+            "clip_grad": 2.0,
+            "warmup_steps": 2,
+        },
         "loss_scale": {"mode": "static", "initial": 8.0},
         "precision": {"parameters": "float32", "compute": "float32"},
     }
     one = resolve_length(make_config(world_size=1, device="cpu", **changes), 100)
     device = open_device(one)
     tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
-    batches = [Batch(tokens=rows, consumed_samples=2 * index, sample_hash="") for index, rows in enumerate(tokens, 1)]
+    batches = [
+        Batch(tokens=rows, consumed_samples=2 * index, sample_hash="")
+        for index, rows in enumerate(tokens, 1)
+    ]
     engine = Engine(one, device)
     engine.begin(Start())
     expected = engine.run(iter(batches), 6)
@@ -121,17 +159,29 @@ def test_every_operator_has_a_strategy(sequence_parallel: bool) -> None:
     network = build_network(config)
     unused = ("gelu.sigmoid",)  # the formula of devices without the kernel
     without = [
-        name for name, primitive in operators(network).values() if "in_strategy" not in primitive.attrs and not name.endswith(unused)
+        name
+        for name, primitive in operators(network).values()
+        if "in_strategy" not in primitive.attrs and not name.endswith(unused)
     ]
     assert not without, "add these to common/parallel/operator_plan.py"
     block = network.h[1]
-    assert block.attn.q_proj.matmul.in_strategy == ((2, 1), (2, 1)) and block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
+    assert block.attn.q_proj.matmul.in_strategy == (
+        (2, 1),
+        (2, 1),
+    ) and block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
     assert block.add.in_strategy == (((4, 1), (4, 1)) if sequence_parallel else ((2, 1), (2, 1)))
-    assert block.pipeline_stage == 1 and network.h[0].pipeline_stage == 0 and network.head.pipeline_stage == 1
+    assert (
+        block.pipeline_stage == 1
+        and network.h[0].pipeline_stage == 0
+        and network.head.pipeline_stage == 1
+    )
 
 
 def test_strategies_divide_what_they_split() -> None:
     config = make_config(parallel__vocab_emb_dp=True, parallel__pipeline_stage=1)
     assert not splits_vocabulary(config)
     plan = operator_strategies(config)
-    assert plan["wte.gather"].inputs == ((1, 1), (4, 1)) and plan["head.matmul"].inputs == ((8, 1), (1, 1))
+    assert plan["wte.gather"].inputs == ((1, 1), (4, 1)) and plan["head.matmul"].inputs == (
+        (8, 1),
+        (1, 1),
+    )

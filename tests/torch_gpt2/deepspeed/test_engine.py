@@ -1,4 +1,6 @@
-"""DeepSpeed's engine against one native process, and runs that move between the two. Two ranks over gloo."""
+"""DeepSpeed's engine against one native process, and runs that move between the two. Two ranks over
+gloo.
+"""
 
 import importlib.util
 import json
@@ -25,11 +27,22 @@ TOLERANCE = 1e-6
 PLAIN = {"optimizer__clip_grad": 0.0}
 ADAM = {"optimizer": {"learning_rate": 0.01, "decay_steps": 10, "weight_decay": 0.1}}
 
-MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101, "initializer_range": 0.1}
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 101,
+    "initializer_range": 0.1,
+}
 NUMERICS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "clipped": {"optimizer__clip_grad": 2.4},  # acts on some steps
-    "fp16 that overflows": {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}, **PLAIN},
+    "fp16 that overflows": {
+        "precision": "fp16",
+        "loss_scale": {"initial": 2.0**20, "window": 3},
+        **PLAIN,
+    },
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}, **PLAIN},
     "recomputed": {"train__recompute": "full", **PLAIN},
     "adamw": ADAM,
@@ -39,12 +52,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1": {"parallel__zero_stage": 1},
     "zero 2": {"parallel__zero_stage": 2},
     "zero 3": {"parallel__zero_stage": 3},
-    "zero 3 offloaded": {"parallel__zero_stage": 3, "deepspeed__offload_optimizer": True, "deepspeed__offload_parameters": True},
+    "zero 3 offloaded": {
+        "parallel__zero_stage": 3,
+        "deepspeed__offload_optimizer": True,
+        "deepspeed__offload_parameters": True,
+    },
     "zero 2 offloaded": {"parallel__zero_stage": 2, "deepspeed__offload_optimizer": True},
     "pipeline": {"parallel__zero_stage": 1, "parallel__pipeline_stage": 2},
 }
 CASES = [
-    *((layout, name) for layout in LAYOUTS if "offloaded" not in layout for name in ("plain", "clipped")),
+    *(
+        (layout, name)
+        for layout in LAYOUTS
+        if "offloaded" not in layout
+        for name in ("plain", "clipped")
+    ),
     *((layout, "fp16 that overflows") for layout in ("zero 0", "zero 3", "pipeline")),
     *((layout, "bf16 weights") for layout in ("zero 1", "zero 3", "pipeline")),
     ("zero 3", "recomputed"),
@@ -53,13 +75,15 @@ CASES = [
     ("zero 3 offloaded", "clipped"),
 ]
 RESUMED = ("zero 2", "zero 3", "pipeline")
-# Half a unit of roundoff of the narrow type. A value that differs in its last bit may be rounded the other way.
+# Half a unit of roundoff of the narrow type. A value that differs in its last bit may be rounded
+# the other way.
 ROUNDING = {"bf16 weights": 2.0**-9, "fp16 that overflows": 2.0**-12}
-# After the first update of bfloat16 weights. They then differ in the last bits of float32, and some round to
-# the neighbour. Rounding moves each value by at most one unit, 2^-8. A norm and a loss are sums of terms of
-# one sign, so that they move by at most one unit too. Seen in ten steps of three seeds, with AVX-512 and with
-# ATEN_CPU_CAPABILITY=default: 2.3e-3 in the norm, 5.8e-4 in the loss. One process differs from itself under
-# the other of the two by as much: 2.0e-3 and 5.4e-4. Before the first update it is 3.0e-5.
+# After the first update of bfloat16 weights. They then differ in the last bits of float32, and some
+# round to the neighbour. Rounding moves each value by at most one unit, 2^-8. A norm and a loss are
+# sums of terms of one sign, so that they move by at most one unit too. Seen in ten steps of three
+# seeds, with AVX-512 and with ATEN_CPU_CAPABILITY=default: 2.3e-3 in the norm, 5.8e-4 in the loss.
+# One process differs from itself under the other of the two by as much: 2.0e-3 and 5.4e-4. Before
+# the first update it is 3.0e-5.
 UPDATED = {"bf16 weights": 2.0**-8}
 
 
@@ -68,10 +92,16 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
         {
             "output_dir": str(folder),
             "device": "cpu",
-            # with the usual 0.02 attention is uniform at this width, and the gradient of the query bias all noise
+            # with the usual 0.02 attention is uniform at this width, and the gradient of the query
+            # bias all noise
             "model": dict(MODEL),
             "train": {"max_steps": 10, "micro_batch_size": 2, "global_batch_size": 12},
-            "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "schedule": "constant"},
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": 0.1,
+                "momentum": 0.9,
+                "schedule": "constant",
+            },
             "data": {"train": str(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 10, "interval": 5},
             "logging": {"tensorboard": False, "plot": False},
@@ -86,23 +116,46 @@ def stopped_at(folder: Path, corpus: Path, step: int, **changes: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """native/NUMERICS; LAYOUT/NUMERICS; LAYOUT/whole and LAYOUT/halves; moved/1 to moved/3, which go from engine to engine."""
+    """native/NUMERICS; LAYOUT/NUMERICS; LAYOUT/whole and LAYOUT/halves; moved/1 to moved/3, which
+    go from engine to engine.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     folder = tmp_path_factory.mktemp("deepspeed")
-    own = folder / "ds_config.json"  # small enough for this model that buckets fill up and ZeRO-3 cuts every parameter
-    own.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}}))
+    # small enough for this model that buckets fill up and ZeRO-3 cuts every parameter
+    own = folder / "ds_config.json"
+    own.write_text(
+        json.dumps(
+            {
+                "zero_optimization": {
+                    "reduce_bucket_size": 2000,
+                    "stage3_param_persistence_threshold": 0,
+                }
+            }
+        )
+    )
 
     def deepspeed(**layout: Any) -> dict[str, Any]:
         return {"engine": "deepspeed", "deepspeed__config_file": str(own), **layout}
 
     def moved(number: int, steps: int, **changes: Any) -> dict[str, Any]:
         before = str(folder / "moved" / str(number - 1)) if number > 1 else "auto"
-        return stopped_at(folder / "moved" / str(number), corpus_prefix, steps, checkpoint__resume=before, **changes)
+        return stopped_at(
+            folder / "moved" / str(number),
+            corpus_prefix,
+            steps,
+            checkpoint__resume=before,
+            **changes,
+        )
 
     for name, changes in NUMERICS.items():
         train_here(tree(folder / "native" / name, corpus_prefix, **changes))
-    jobs = [tree(folder / layout / name, corpus_prefix, **deepspeed(**LAYOUTS[layout]), **NUMERICS[name]) for layout, name in CASES]
+    jobs = [
+        tree(
+            folder / layout / name, corpus_prefix, **deepspeed(**LAYOUTS[layout]), **NUMERICS[name]
+        )
+        for layout, name in CASES
+    ]
     for layout in RESUMED:
         settings = deepspeed(**LAYOUTS[layout]) | {"model__dropout": 0.1}
         jobs += [
@@ -131,28 +184,45 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     checkpoint = find_checkpoint(folder)
     assert checkpoint is not None
     return {
-        f"{file}/{name}": array for file in ("model", "optimizer") for name, array in load_file(checkpoint / f"{file}.safetensors").items()
+        f"{file}/{name}": array
+        for file in ("model", "optimizer")
+        for name, array in load_file(checkpoint / f"{file}.safetensors").items()
     }
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_equal_to_one_process(runs: Path, layout: str, name: str) -> None:
-    one, many = (read_metrics(folder / name / "metrics.jsonl") for folder in (runs / "native", runs / layout))
+    one, many = (
+        read_metrics(folder / name / "metrics.jsonl") for folder in (runs / "native", runs / layout)
+    )
     assert len(one) == 12  # 10 steps and 2 validations
-    for key in ("step", "sample_hash", "consumed_samples", "learning_rate", "loss_scale", "skipped", "validation_tokens"):
+    for key in (
+        "step",
+        "sample_hash",
+        "consumed_samples",
+        "learning_rate",
+        "loss_scale",
+        "skipped",
+        "validation_tokens",
+    ):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
     first = next(number for number, row in enumerate(one) if not row["skipped"])
-    # DeepSpeed rounds the two gradients of the tied embedding to bfloat16, and ZeRO their sum too; one process adds them in float32
+    # DeepSpeed rounds the two gradients of the tied embedding to bfloat16, and ZeRO their sum too;
+    # one process adds them in float32
     exact = len(one) if name not in ROUNDING else 0 if name == "bf16 weights" else first + 1
     for number, (row, wanted) in enumerate(zip(many, one, strict=True)):
         rounding = ROUNDING | (UPDATED if number > first else {})
         tolerance = TOLERANCE if number < exact else rounding[name]
         for key in ("loss", "grad_norm", "validation_loss"):
             # a norm that overflowed is null
-            assert row.get(key) == (wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)), (key, row["step"])
+            assert row.get(key) == (
+                wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)
+            ), (key, row["step"])
 
 
-@pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1] in ("plain", "clipped")])
+@pytest.mark.parametrize(
+    ("layout", "name"), [case for case in CASES if case[1] in ("plain", "clipped")]
+)
 def test_weights_and_momentum_end_equal(runs: Path, layout: str, name: str) -> None:
     one, many = tensors_of(runs / "native" / name), tensors_of(runs / layout / name)
     assert set(many) == set(one)
@@ -172,7 +242,10 @@ def test_the_cases_do_what_their_names_say(runs: Path) -> None:
 @pytest.mark.parametrize("layout", RESUMED)
 def test_a_resumed_run_ends_with_the_same_bits(runs: Path, layout: str) -> None:
     whole, halves = runs / layout / "whole", runs / layout / "halves"
-    rows = [[(row["step"], row["loss"], row["grad_norm"]) for row in steps_of(folder)] for folder in (whole, halves)]
+    rows = [
+        [(row["step"], row["loss"], row["grad_norm"]) for row in steps_of(folder)]
+        for folder in (whole, halves)
+    ]
     assert rows[0] == rows[1]
     assert {key: array.tobytes() for key, array in tensors_of(whole).items()} == {
         key: array.tobytes() for key, array in tensors_of(halves).items()
@@ -186,22 +259,36 @@ def test_a_run_moves_between_engines(runs: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["sample_hash"] for row in rows] == [row["sample_hash"] for row in wanted]
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in rows] == [pytest.approx(row[key], rel=TOLERANCE) for row in wanted]
+        assert [row[key] for row in rows] == [
+            pytest.approx(row[key], rel=TOLERANCE) for row in wanted
+        ]
 
 
 def test_one_process_alone(runs: Path) -> None:
-    rows = [[(row["loss"], row["grad_norm"]) for row in steps_of(runs / name)] for name in ("alone", "native/plain")]
+    rows = [
+        [(row["loss"], row["grad_norm"]) for row in steps_of(runs / name)]
+        for name in ("alone", "native/plain")
+    ]
     assert rows[0] == [pytest.approx(row, rel=TOLERANCE) for row in rows[1]]
 
 
-def test_refused_where_the_package_is_absent(tmp_path: Path, corpus_prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_where_the_package_is_absent(
+    tmp_path: Path, corpus_prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'gpt2-toolkit\[deepspeed\]'"):
         train_here(tree(tmp_path / "run", corpus_prefix, engine="deepspeed"))
 
 
-def test_float16_weights_are_refused_on_a_cpu(tmp_path: Path, corpus_prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_weights_are_refused_on_a_cpu(
+    tmp_path: Path, corpus_prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    settings = {"precision": {"parameters": "float16", "compute": "float16"}, "parallel__zero_stage": 1}
-    with pytest.raises(DeviceError, match=r"precision.parameters=float16: DeepSpeed refuses it on a CPU"):
+    settings = {
+        "precision": {"parameters": "float16", "compute": "float16"},
+        "parallel__zero_stage": 1,
+    }
+    with pytest.raises(
+        DeviceError, match=r"precision.parameters=float16: DeepSpeed refuses it on a CPU"
+    ):
         train_here(tree(tmp_path / "run", corpus_prefix, engine="deepspeed", **settings))

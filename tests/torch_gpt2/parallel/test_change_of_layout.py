@@ -1,4 +1,6 @@
-"""A run that stops under one layout and goes on under another: the losses of one that was never stopped."""
+"""A run that stops under one layout and goes on under another: the losses of one that was never
+stopped.
+"""
 
 import importlib.util
 import json
@@ -46,15 +48,28 @@ ADAMW: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """whole NAME: eight steps; NAME: four; NAME, OTHER: from there to step eight under another layout, or the same; NAME, copied: read
-    and written again by one process."""
+    """whole NAME: eight steps; NAME: four; NAME, OTHER: from there to step eight under another
+    layout, or the same; NAME, copied: read and written again by one process.
+    """
     folder = tmp_path_factory.mktemp("changes")
     jobs = []
 
-    def add(name: str, layout: tuple[int, dict[str, Any]], steps: int, saved: str | None = None) -> None:
+    def add(
+        name: str, layout: tuple[int, dict[str, Any]], steps: int, saved: str | None = None
+    ) -> None:
         ranks, settings = layout
         resume = {"checkpoint__resume": str(folder / saved)} if saved else {}
-        jobs.append(tree(folder / name, corpus_prefix, **settings, **ADAMW, **resume, train__max_steps=steps, ranks=ranks))
+        jobs.append(
+            tree(
+                folder / name,
+                corpus_prefix,
+                **settings,
+                **ADAMW,
+                **resume,
+                train__max_steps=steps,
+                ranks=ranks,
+            )
+        )
 
     for saved, layout in SAVED.items():
         add(f"whole {saved}", layout, 8)
@@ -77,18 +92,25 @@ def test_a_run_goes_on_under_another_layout(folder: Path, saved: str, resumed: s
     assert [row["step"] for row in later] == [5, 6, 7, 8]
     assert [row["sample_hash"] for row in later] == [row["sample_hash"] for row in whole[4:]]
     for key in ("loss", "grad_norm"):
-        expected = [row[key] if resumed == "same" else pytest.approx(row[key], rel=TOLERANCE) for row in whole[4:]]
+        expected = [
+            row[key] if resumed == "same" else pytest.approx(row[key], rel=TOLERANCE)
+            for row in whole[4:]
+        ]
         assert [row[key] for row in later] == expected, key
 
 
 @pytest.mark.parametrize("saved", list(SAVED))
-def test_an_export_is_the_file_that_one_process_writes(folder: Path, tmp_path: Path, saved: str) -> None:
+def test_an_export_is_the_file_that_one_process_writes(
+    folder: Path, tmp_path: Path, saved: str
+) -> None:
     """Byte for byte, whoever wrote the checkpoint and however many rows padded its vocabulary."""
     copied = find_checkpoint(folder / f"{saved}, copied")
     assert copied is not None
     words = tree(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
     export(resolve_mode(build_config(words), "export", world_size=1))
-    assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (copied / "model.safetensors").read_bytes()
+    assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (
+        copied / "model.safetensors"
+    ).read_bytes()
 
 
 def test_each_rank_has_written_its_own_part(folder: Path) -> None:
@@ -101,7 +123,9 @@ def test_each_rank_has_written_its_own_part(folder: Path) -> None:
     assert largest < 0.4 * whole, "four of eight ranks hold a quarter each; the copies hold nothing"
 
 
-def test_a_part_that_is_missing_is_an_error(folder: Path, tmp_path: Path, corpus_prefix: Path) -> None:
+def test_a_part_that_is_missing_is_an_error(
+    folder: Path, tmp_path: Path, corpus_prefix: Path
+) -> None:
     found = find_checkpoint(folder / "zero3 on 4")
     assert found is not None
     broken = tmp_path / "run" / "checkpoints" / found.name
@@ -109,7 +133,14 @@ def test_a_part_that_is_missing_is_an_error(folder: Path, tmp_path: Path, corpus
     manifest = json.loads((broken / "manifest.json").read_text())
     del manifest["files"]["optimizer.rank_00002.safetensors"]
     write_manifest(broken, manifest)
-    config = resolve_config(build_config(tree(tmp_path / "again", corpus_prefix, **ADAMW, checkpoint__resume=str(broken))))
-    message = r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\. Use another checkpoint"
+    config = resolve_config(
+        build_config(
+            tree(tmp_path / "again", corpus_prefix, **ADAMW, checkpoint__resume=str(broken))
+        )
+    )
+    message = (
+        r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\."
+        r" Use another checkpoint"
+    )
     with pytest.raises(CheckpointError, match=message):
         train(config)

@@ -1,6 +1,8 @@
-"""A parameter server and Horovod at two ranks against one process, with and without mixed precision; what they refuse.
+"""A parameter server and Horovod at two ranks against one process, with and without mixed
+precision; what they refuse.
 
-Horovod itself is seldom installed: a stand-in with the functions that its manual documents sums over gloo.
+Horovod itself is seldom installed: a stand-in with the functions that its manual documents sums
+over gloo.
 """
 
 from pathlib import Path
@@ -25,7 +27,11 @@ NUMERICS: dict[str, dict[str, Any]] = {
     "plain": {"optimizer__clip_grad": 0.0},
     "clipped": {"optimizer__clip_grad": 1.3},  # acts on some steps
     "bf16": {"precision": "bf16"},
-    "fp16 that overflows": {"precision": "fp16", "loss_scale": {"initial": 2.0**26, "window": 3}, "optimizer__clip_grad": 0.0},
+    "fp16 that overflows": {
+        "precision": "fp16",
+        "loss_scale": {"initial": 2.0**26, "window": 3},
+        "optimizer__clip_grad": 0.0,
+    },
 }
 
 HOROVOD = """
@@ -51,9 +57,20 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
         {
             "output_dir": str(folder),
             "device": "cpu",
-            "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 101},
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "seq_length": 16,
+                "vocab_size": 101,
+            },
             "train": {"max_steps": 10, "micro_batch_size": 2, "global_batch_size": 12},
-            "optimizer": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9, "schedule": "constant"},
+            "optimizer": {
+                "name": "sgd",
+                "learning_rate": 0.3,
+                "momentum": 0.9,
+                "schedule": "constant",
+            },
             "data": {"train": str(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 10},
             "logging": {"tensorboard": False, "plot": False},
@@ -82,7 +99,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
         for name, changes in NUMERICS.items()
     ]
     jobs += [
-        tree(folder / "halves", corpus_prefix, parallel__strategy="parameter_server", train__max_steps=steps, **NUMERICS["clipped"])
+        tree(
+            folder / "halves",
+            corpus_prefix,
+            parallel__strategy="parameter_server",
+            train__max_steps=steps,
+            **NUMERICS["clipped"],
+        )
         for steps in (5, 10)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -102,12 +125,18 @@ def test_equal_to_one_process(runs: Path, strategy: str, name: str) -> None:
         for number, (row, wanted) in enumerate(zip(many, one, strict=True)):
             tolerance = ROUNDING if name == "bf16" and number else TOLERANCE
             # a norm that overflowed is null
-            assert row.get(key) == (wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)), (key, row["step"])
+            assert row.get(key) == (
+                wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)
+            ), (key, row["step"])
 
 
 def test_a_parameter_server_resumes_with_the_same_bits(runs: Path) -> None:
     rows = [
-        [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+        [
+            (row["step"], row["loss"], row["grad_norm"])
+            for row in read_metrics(folder / "metrics.jsonl")
+            if "loss" in row
+        ]
         for folder in (runs / "parameter_server" / "clipped", runs / "halves")
     ]
     assert rows[0] == rows[1]
@@ -116,11 +145,16 @@ def test_a_parameter_server_resumes_with_the_same_bits(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("parameter_server", "parallel.strategy=parameter_server in one process needs several devices, found 1"),
+        (
+            "parameter_server",
+            "parallel.strategy=parameter_server in one process needs several devices, found 1",
+        ),
         ("horovod", "parallel.strategy=horovod: the package is not installed"),
     ],
 )
-def test_refused_where_it_cannot_run(tmp_path: Path, corpus_prefix: Path, strategy: str, message: str) -> None:
+def test_refused_where_it_cannot_run(
+    tmp_path: Path, corpus_prefix: Path, strategy: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         train_here(tree(tmp_path / "run", corpus_prefix, parallel__strategy=strategy))
     assert message in str(caught.value)

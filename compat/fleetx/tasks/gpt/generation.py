@@ -1,4 +1,6 @@
-"""PaddleFleetX's ``python tasks/gpt/generation.py -c CONFIG -o Section.key=value``: continue Generation.input_text, or predict.prompt."""
+"""PaddleFleetX's ``python tasks/gpt/generation.py -c CONFIG -o Section.key=value``: continue
+Generation.input_text, or predict.prompt.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The folders of GPT2-Chinese, as transformers 2.1.1 left them there: a config of other fields, torch's old files, masks and a head."""
+"""The folders of GPT2-Chinese, as transformers 2.1.1 left them there: a config of other fields,
+torch's old files, masks and a head.
+"""
 
 import json
 from pathlib import Path
@@ -14,31 +16,49 @@ from common.systems.table import detect  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 13317}
 CONFIG: dict[str, Any] = SIZES | {
-    "attn_pdrop": 0.1, "embd_pdrop": 0.1, "finetuning_task": None, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 16,
-    "num_labels": 1, "output_attentions": False, "output_hidden_states": False, "output_past": True, "pruned_heads": {},
-    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
-    "summary_type": "cls_index", "summary_use_proj": True, "torchscript": False, "use_bfloat16": False,
+    "attn_pdrop": 0.1, "embd_pdrop": 0.1, "finetuning_task": None, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "n_ctx": 16,
+    "num_labels": 1, "output_attentions": False, "output_hidden_states": False, "output_past": True,
+    "pruned_heads": {},
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "torchscript": False,
+    "use_bfloat16": False,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("as_zip", "mask"), [(False, torch.float32), (True, torch.uint8)])
 def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)).eval()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)
+    ).eval()
     state = model.state_dict()
     for layer in range(2):
-        state[f"transformer.h.{layer}.attn.bias"] = torch.tril(torch.ones(16, 16, dtype=mask)).view(1, 1, 16, 16)
+        state[f"transformer.h.{layer}.attn.bias"] = torch.tril(torch.ones(16, 16, dtype=mask)).view(
+            1, 1, 16, 16
+        )
         state[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr(), "one storage, under two names"
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr(), (
+        "one storage, under two names"
+    )
     source = tmp_path / "final_model"
     source.mkdir()
     torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=as_zip)
-    config = CONFIG if as_zip else {name: value for name, value in CONFIG.items() if name != "n_positions"}
+    config = (
+        CONFIG
+        if as_zip
+        else {name: value for name, value in CONFIG.items() if name != "n_positions"}
+    )
     (source / "config.json").write_text(json.dumps(config))
     (source / "vocab.txt").write_text("[SEP]\n[CLS]\n[MASK]\n[PAD]\n[UNK]\n她\n", encoding="utf-8")
     assert detect(source) == "hf"
-    result = convert(source, tmp_path / "hf", source_format=None, target_format="hf", dtype=None, verify=True)
-    assert sorted(result.ignored.values()) == ["causal mask of an old file"] * 4 + ["the head, which is transformer.wte.weight"]
+    result = convert(
+        source, tmp_path / "hf", source_format=None, target_format="hf", dtype=None, verify=True
+    )
+    assert sorted(result.ignored.values()) == ["causal mask of an old file"] * 4 + [
+        "the head, which is transformer.wte.weight"
+    ]
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source / "vocab.txt").read_bytes()
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ids = torch.arange(32).reshape(2, 16) * 401

@@ -1,4 +1,6 @@
-"""Megatron's checkpoints: against its formulas written out by hand, and megatron-core's own model, optimizer and parameter groups."""
+"""Megatron's checkpoints: against its formulas written out by hand, and megatron-core's own model,
+optimizer and parameter groups.
+"""
 
 import argparse
 import contextlib
@@ -31,27 +33,38 @@ from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 MODEL = ModelConfig(
-    num_layers=4, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9, vocab_multiple=8,
+    num_layers=4, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96,
+    max_positions=9, vocab_multiple=8,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
 ARGS = {
-    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 96, "max_position_embeddings": 9, "seq_length": 9,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8, "layernorm_epsilon": 1e-5,
+    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 96,
+    "max_position_embeddings": 9, "seq_length": 9,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8,
+    "layernorm_epsilon": 1e-5,
 }  # fmt: skip
 HEAD = 6
 """Outputs of one."""
 
 
 def random_arrays(model: ModelConfig = MODEL, seed: int = 0) -> dict[str, Any]:
-    return {name: weight.load() for name, weight in random_weights(model, "float32", seed).tensors.items()}
+    return {
+        name: weight.load()
+        for name, weight in random_weights(model, "float32", seed).tensors.items()
+    }
 
 
 def as_weights(arrays: dict[str, Any], model: ModelConfig = MODEL, **more: Any) -> Weights:
     def named(tensors: dict[str, Any]) -> dict[str, Weight]:
-        return {name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array) for name, array in tensors.items()}
+        return {
+            name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+            for name, array in tensors.items()
+        }
 
     more = {key: named(value) if key == "moments" else value for key, value in more.items()}
-    return Weights(path=Path("made.here"), format="random", model=model, tensors=named(arrays), **more)
+    return Weights(
+        path=Path("made.here"), format="random", model=model, tensors=named(arrays), **more
+    )
 
 
 def load(file: Path) -> Any:
@@ -68,7 +81,9 @@ def equal(folder: Path, format: str, arrays: dict[str, Any]) -> Weights:
 
 
 def fused_by_hand(parts: list[Any], heads: range, version: int) -> Any:
-    """A tensor rank's rows of query, key and value, as comments in Megatron's ``_transpose_first_dim`` describe the versions."""
+    """A tensor rank's rows of query, key and value, as comments in Megatron's
+    ``_transpose_first_dim`` describe the versions.
+    """
     places = {
         0: [(part, head, output) for part in range(3) for head in heads for output in range(HEAD)],
         1: [(part, head, output) for head in heads for output in range(HEAD) for part in range(3)],
@@ -79,7 +94,11 @@ def fused_by_hand(parts: list[Any], heads: range, version: int) -> Any:
 
 def rank_by_hand(arrays: dict[str, Any], rank: int, version: int) -> dict[str, Any]:
     """The layers of one of two tensor ranks as Megatron-LM had them at first."""
-    heads, half, inner = range(rank * 2, rank * 2 + 2), slice(rank * 12, rank * 12 + 12), slice(rank * 48, rank * 48 + 48)
+    heads, half, inner = (
+        range(rank * 2, rank * 2 + 2),
+        slice(rank * 12, rank * 12 + 12),
+        slice(rank * 48, rank * 48 + 48),
+    )
     layers = {}
     for layer in range(4):
         ours, theirs = f"h.{layer}.", f"layers.{layer}."
@@ -97,7 +116,9 @@ def rank_by_hand(arrays: dict[str, Any], rank: int, version: int) -> dict[str, A
             f"{theirs}mlp.dense_4h_to_h.weight": arrays[f"{ours}mlp.c_proj.weight"][:, inner],
             f"{theirs}mlp.dense_4h_to_h.bias": arrays[f"{ours}mlp.c_proj.bias"],
         }
-    return layers | {f"final_layernorm.{kind}": arrays[f"ln_f.{kind}"] for kind in ("weight", "bias")}
+    return layers | {
+        f"final_layernorm.{kind}": arrays[f"ln_f.{kind}"] for kind in ("weight", "bias")
+    }
 
 
 def tensors(tree: dict[str, Any]) -> dict[str, Any]:
@@ -113,19 +134,32 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
             "word_embeddings": tensors({"weight": table[rank * 56 : rank * 56 + 56]}),
             "position_embeddings": tensors({"weight": arrays["wpe.weight"]}),
         }
-        model = {"language_model": {"embedding": embedding, "transformer": tensors(rank_by_hand(arrays, rank, version))}}
+        model = {
+            "language_model": {
+                "embedding": embedding,
+                "transformer": tensors(rank_by_hand(arrays, rank, version)),
+            }
+        }
         args = argparse.Namespace(**ARGS, model_parallel_size=2, padded_vocab_size=112)
         head = {} if version == 0 else {"checkpoint_version": float(version)}  # the first had none
         folder = tmp_path / "iter_0000007" / f"mp_rank_{rank:02d}"
         folder.mkdir(parents=True)
-        torch.save({"args": args, "iteration": 7, "model": model, **head}, folder / "model_optim_rng.pt")
+        torch.save(
+            {"args": args, "iteration": 7, "model": model, **head}, folder / "model_optim_rng.pt"
+        )
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("7")
     assert detect(tmp_path) == detect(tmp_path / "iter_0000007") == "megatron"
     found = equal(tmp_path, "megatron", {**arrays, "wte.weight": table})
-    assert found.model.vocab_size == 112 and "all 112 rows are kept" in found.ignored["padded_vocab_size"]
+    assert (
+        found.model.vocab_size == 112
+        and "all 112 rows are kept" in found.ignored["padded_vocab_size"]
+    )
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
-    assert "rows that pad the vocabulary" in equal(tmp_path / "iter_0000007", "megatron", arrays).ignored.values()
+    assert (
+        "rows that pad the vocabulary"
+        in equal(tmp_path / "iter_0000007", "megatron", arrays).ignored.values()
+    )
 
 
 def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
@@ -136,8 +170,14 @@ def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
     for rank in range(2):
         expected = rank_by_hand(arrays, rank, 2)
         for stage in range(2):
-            saved = load(tmp_path / "release" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt")
-            assert saved["checkpoint_version"] == 3 and saved["args"].padded_vocab_size == 112 and saved["args"].vocab_size == 101
+            saved = load(
+                tmp_path / "release" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
+            )
+            assert (
+                saved["checkpoint_version"] == 3
+                and saved["args"].padded_vocab_size == 112
+                and saved["args"].vocab_size == 101
+            )
             encoder = dict(saved["model"]["language_model"]["encoder"])
             table = (
                 saved["model"]["word_embeddings_for_head"]["weight"]
@@ -149,17 +189,23 @@ def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
             assert table.shape == (56, 24) and not table[len(rows) :].any()
             if stage:
                 for kind in ("weight", "bias"):
-                    np.testing.assert_array_equal(encoder.pop(f"final_layernorm.{kind}"), arrays[f"ln_f.{kind}"])
+                    np.testing.assert_array_equal(
+                        encoder.pop(f"final_layernorm.{kind}"), arrays[f"ln_f.{kind}"]
+                    )
             assert len(encoder) == 2 * 12
             for name, tensor in encoder.items():
                 _, layer, part = name.split(".", 2)
-                there = expected[f"layers.{int(layer) + 2 * stage}.{part.replace('self_attention', 'attention')}"]
+                there = expected[
+                    f"layers.{int(layer) + 2 * stage}.{part.replace('self_attention', 'attention')}"
+                ]
                 np.testing.assert_array_equal(tensor, there, err_msg=name)
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """megatron-core's GPTModel of one rank, with its own layers and GPT-2's gelu; it computes on a CPU once no CUDA device is asked for."""
+    """megatron-core's GPTModel of one rank, with its own layers and GPT-2's gelu; it computes on a
+    CPU once no CUDA device is asked for.
+    """
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -169,17 +215,26 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     def build(layers: int = 4, **more: Any) -> Any:
         config = TransformerConfig(
-            num_layers=layers, hidden_size=24, num_attention_heads=4, ffn_hidden_size=96, use_cpu_initialization=True, hidden_dropout=0.0,
-            attention_dropout=0.0, activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+            num_layers=layers, hidden_size=24, num_attention_heads=4, ffn_hidden_size=96,
+            use_cpu_initialization=True, hidden_dropout=0.0,
+            attention_dropout=0.0,
+            activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
         )  # fmt: skip
-        sizes = {"vocab_size": 104, "max_sequence_length": 9, "share_embeddings_and_output_weights": True}
+        sizes = {
+            "vocab_size": 104,
+            "max_sequence_length": 9,
+            "share_embeddings_and_output_weights": True,
+        }
         return GPTModel(config, get_gpt_layer_local_spec(), **sizes, **more)
 
     group = tmp_path_factory.mktemp("core") / "group"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{group}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{group}", rank=0, world_size=1
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())  # for dropout, of which there is none
+        # for dropout, of which there is none
+        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
         parallel_state.initialize_model_parallel()
         yield build
     parallel_state.destroy_model_parallel()
@@ -191,7 +246,10 @@ def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any)
     (tmp_path / "one").mkdir()
     write_megatron(tmp_path / "one", as_weights(arrays), None, format="megatron_core")
     model = core().eval()
-    model.load_state_dict(load(tmp_path / "one" / "release" / "mp_rank_00" / "model_optim_rng.pt")["model"], strict=True)
+    model.load_state_dict(
+        load(tmp_path / "one" / "release" / "mp_rank_00" / "model_optim_rng.pt")["model"],
+        strict=True,
+    )
     ids = torch.arange(18).reshape(2, 9) * 5
     mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
@@ -202,7 +260,12 @@ def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any)
     write_megatron(tmp_path / "two", as_weights(arrays), None, 1, 2, format="megatron_core")
     for stage in range(2):
         part = core(2, pre_process=stage == 0, post_process=stage == 1)
-        part.load_state_dict(load(tmp_path / "two" / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt")["model"], strict=True)
+        part.load_state_dict(
+            load(tmp_path / "two" / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt")[
+                "model"
+            ],
+            strict=True,
+        )
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
@@ -212,19 +275,43 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 
 
 def half_run(form: str) -> dict[str, Any]:
-    scale = {"mode": "none"} if form == "float32" else {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
-    config = {"optimizer": {"name": "adamw"}, "precision": {"compute": form}, "loss_scale": {"hysteresis": 4}}
-    state = {"step": 5, "consumed_samples": 20, "sample_hash": "ab", "skipped_steps": 1, "skipped_in_a_row": 0}
-    return {"state": state, "engine": {"optimizer_steps": 4, "loss_scale": scale, "rng": {}}, "config": config}
+    scale = (
+        {"mode": "none"}
+        if form == "float32"
+        else {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
+    )
+    config = {
+        "optimizer": {"name": "adamw"},
+        "precision": {"compute": form},
+        "loss_scale": {"hysteresis": 4},
+    }
+    state = {
+        "step": 5,
+        "consumed_samples": 20,
+        "sample_hash": "ab",
+        "skipped_steps": 1,
+        "skipped_in_a_row": 0,
+    }
+    return {
+        "state": state,
+        "engine": {"optimizer_steps": 4, "loss_scale": scale, "rng": {}},
+        "config": config,
+    }
 
 
 @pytest.mark.parametrize("form", ["float32", "float16"])
 def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: str) -> None:
-    """The numbers of the parameters are megatron-core's: moments are made to be twice and three times the weights."""
+    """The numbers of the parameters are megatron-core's: moments are made to be twice and three
+    times the weights.
+    """
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     arrays = random_arrays()
-    moments = {f"{name}.{part}": array * times for name, array in arrays.items() for part, times in (("exp_avg", 2), ("exp_avg_sq", 3))}
+    moments = {
+        f"{name}.{part}": array * times
+        for name, array in arrays.items()
+        for part, times in (("exp_avg", 2), ("exp_avg_sq", 3))
+    }
     weights = as_weights(arrays, moments=moments, run=half_run(form))
     write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
     saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt")
@@ -233,7 +320,11 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     model, inner = core(), saved["optimizer"]
     if form == "float16":
         scaler = inner["grad_scaler"]
-        assert (scaler["scale"].tolist(), scaler["growth_tracker"], scaler["hysteresis_tracker"]) == ([512.0], 3, 3)
+        assert (
+            scaler["scale"].tolist(),
+            scaler["growth_tracker"],
+            scaler["hysteresis_tracker"],
+        ) == ([512.0], 3, 3)
         for group, copies in zip(groups_of(model), inner["fp32_from_fp16_params"], strict=True):
             for parameter, copy in zip(group["params"], copies, strict=True):
                 parameter.data.copy_(copy)  # as its Float16OptimizerWithFloat16Params does
@@ -243,14 +334,17 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
         model.load_state_dict(saved["model"])
     optimizer = object.__new__(FP32Optimizer)  # to make one takes a CUDA device
     optimizer.optimizer, optimizer.is_stub_optimizer = torch.optim.AdamW(groups_of(model)), False
-    inner["state"]["common_step"] = inner["param_groups"][0]["step"]  # torch's AdamW has one for each, which this gives it
+    # torch's AdamW has one for each, which this gives it
+    inner["state"]["common_step"] = inner["param_groups"][0]["step"]
     optimizer.load_state_dict(inner)
     assert len(optimizer.optimizer.state) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         state = optimizer.optimizer.state[parameter]
         assert state["step"] == 4
         torch.testing.assert_close(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
-        torch.testing.assert_close(state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name)
+        torch.testing.assert_close(
+            state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name
+        )
     found = equal(tmp_path, "megatron_core", arrays)
     assert found.run == {**half_run(form)} and found.tensors["ln_f.bias"].dtype == "float32"
 
@@ -260,9 +354,15 @@ def test_a_run_of_megatron_core_goes_on(tmp_path: Path, core: Any) -> None:
     model = core()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    copies = [[parameter.detach().clone() for parameter in group["params"]] for group in groups_of(model)]
-    groups = [group | {"params": copy} for group, copy in zip(groups_of(model), copies, strict=True)]
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            )
+    copies = [
+        [parameter.detach().clone() for parameter in group["params"]] for group in groups_of(model)
+    ]
+    groups = [
+        group | {"params": copy} for group, copy in zip(groups_of(model), copies, strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
     for _ in range(2):
         for group in copies:
@@ -270,41 +370,91 @@ def test_a_run_of_megatron_core_goes_on(tmp_path: Path, core: Any) -> None:
                 copy.grad = 3 * copy
         optimizer.step()
     state = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": copies}
-    state["grad_scaler"] = {"scale": torch.tensor([64.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
+    state["grad_scaler"] = {
+        "scale": torch.tensor([64.0]),
+        "growth_tracker": 7,
+        "hysteresis_tracker": 1,
+    }
     folder = tmp_path / "in" / "iter_0000002" / "mp_rank_00"
     folder.mkdir(parents=True)
-    args = argparse.Namespace(**ARGS, vocab_size=None, padded_vocab_size=104, consumed_train_samples=16, params_dtype=torch.float16)
+    args = argparse.Namespace(
+        **ARGS,
+        vocab_size=None,
+        padded_vocab_size=104,
+        consumed_train_samples=16,
+        params_dtype=torch.float16,
+    )
     args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
-    saved = {"args": args, "checkpoint_version": 3.0, "iteration": 2, "optimizer": state, "opt_param_scheduler": {"num_steps": 16}}
+    saved = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 2,
+        "optimizer": state,
+        "opt_param_scheduler": {"num_steps": 16},
+    }
     torch.save({**saved, "model": model.half().state_dict()}, folder / "model_optim_rng.pt")
     (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
     result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
     assert (result.source_format, result.step) == ("megatron_core", 2)
     with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
-        assert found.run is not None and found.run["state"]["consumed_samples"] == 16 and found.run["engine"]["optimizer_steps"] == 2
-        assert found.run["engine"]["loss_scale"] == {"mode": "dynamic", "value": 64.0, "finite_steps": 7, "overflows": 1}
+        assert (
+            found.run is not None
+            and found.run["state"]["consumed_samples"] == 16
+            and found.run["engine"]["optimizer_steps"] == 2
+        )
+        assert found.run["engine"]["loss_scale"] == {
+            "mode": "dynamic",
+            "value": 64.0,
+            "finite_steps": 7,
+            "overflows": 1,
+        }
         np.testing.assert_array_equal(found.tensors["wte.weight"].load(), copies[0][0])
         for name, weight in found.tensors.items():
             values = weight.load().astype(np.float64)
-            np.testing.assert_allclose(found.moments[f"{name}.exp_avg"].load(), 3 * (1 - 0.9**2) * values, rtol=1e-5, err_msg=name)
-            np.testing.assert_allclose(found.moments[f"{name}.exp_avg_sq"].load(), 9 * (1 - 0.999**2) * values**2, rtol=1e-4)
+            np.testing.assert_allclose(
+                found.moments[f"{name}.exp_avg"].load(),
+                3 * (1 - 0.9**2) * values,
+                rtol=1e-5,
+                err_msg=name,
+            )
+            np.testing.assert_allclose(
+                found.moments[f"{name}.exp_avg_sq"].load(),
+                9 * (1 - 0.999**2) * values**2,
+                rtol=1e-4,
+            )
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
-    """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers makes them."""
+    """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers
+    makes them.
+    """
     arrays = random_arrays()
     write_megatron(tmp_path, as_weights(arrays), None, 1, 4, format="megatron_core")
-    files = [tmp_path / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt" for stage in range(4)]
+    files = [
+        tmp_path / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        for stage in range(4)
+    ]
     saved = [load(file) for file in files]
     for stage in (1, 2, 3):  # all but the first layer on the second stage
-        layer = {name.replace("layers.0.", f"layers.{stage - 1}."): tensor for name, tensor in saved[stage]["model"].items()}
+        layer = {
+            name.replace("layers.0.", f"layers.{stage - 1}."): tensor
+            for name, tensor in saved[stage]["model"].items()
+        }
         saved[1]["model"] |= layer
         shutil.rmtree(files[stage].parent)
     for stage in range(2):
-        norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        norms = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
         for theirs, inside in norms.items():
-            saved[stage]["model"] = {name.replace(theirs, inside): tensor for name, tensor in saved[stage]["model"].items()}
-        saved[stage]["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = io.BytesIO(b"") if stage else torch.zeros(3)
+            saved[stage]["model"] = {
+                name.replace(theirs, inside): tensor
+                for name, tensor in saved[stage]["model"].items()
+            }
+        saved[stage]["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = (
+            io.BytesIO(b"") if stage else torch.zeros(3)
+        )
         saved[stage]["args"].pipeline_model_parallel_size = 2
         files[stage].parent.mkdir(exist_ok=True)
         torch.save(saved[stage], files[stage])
@@ -315,9 +465,15 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
 def test_what_its_distributed_optimizer_has_elsewhere_is_said(tmp_path: Path) -> None:
     write_megatron(tmp_path, as_weights(random_arrays()), None)
     file = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    saved = load(file) | {"optimizer": {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}}, "iteration": 9}
+    saved = load(file) | {
+        "optimizer": {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}},
+        "iteration": 9,
+    }
     torch.save(saved, file)
-    assert "by the distributed optimizer" in equal(tmp_path, "megatron", random_arrays()).ignored["optimizer"]
+    assert (
+        "by the distributed optimizer"
+        in equal(tmp_path, "megatron", random_arrays()).ignored["optimizer"]
+    )
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
@@ -325,28 +481,55 @@ def test_a_count_of_steps_that_is_no_number_is_said(value: float) -> None:
     data = np.array([value], np.float32).view(np.uint8)
     steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
     optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
-    found = megatron_optimizer.read_optimizer(TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer}))
+    found = megatron_optimizer.read_optimizer(
+        TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer})
+    )
     assert "of no form that is known" in found.why_not
 
 
 @pytest.mark.parametrize(
-    "scaler", [[1], {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())}, {"growth_tracker": "x"}]
+    "scaler",
+    [
+        [1],
+        {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())},
+        {"growth_tracker": "x"},
+    ],
 )
 def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
-    shards = types.SimpleNamespace(first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace())
+    shards = types.SimpleNamespace(
+        first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace()
+    )
     with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are no numbers"):
-        megatron_optimizer.run_of(shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3)
+        megatron_optimizer.run_of(
+            shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3
+        )
 
 
-CONVERTERS = {"orig_vocab_size": 50257, "vocab_size": None, "layernorm_epsilon": None, "hidden_dropout": None, "seq_length": None}
+CONVERTERS = {
+    "orig_vocab_size": 50257,
+    "vocab_size": None,
+    "layernorm_epsilon": None,
+    "hidden_dropout": None,
+    "seq_length": None,
+}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"vocab_size": None}, CONVERTERS], ids=["vocab_size", "tokenizer_type", "as transformers' converter writes it"]
+    "changes",
+    [{}, {"vocab_size": None}, CONVERTERS],
+    ids=["vocab_size", "tokenizer_type", "as transformers' converter writes it"],
 )
 def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, Any]) -> None:
     """From args: said outright, or GPT-2's 50257 by the tokenizer where the padding fits."""
-    model = MODEL.model_copy(update={"vocab_size": 50257, "vocab_multiple": 128, "hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 4})
+    model = MODEL.model_copy(
+        update={
+            "vocab_size": 50257,
+            "vocab_multiple": 128,
+            "hidden_size": 4,
+            "num_layers": 1,
+            "ffn_hidden_size": 4,
+        }
+    )
     write_megatron(tmp_path, random_weights(model, "float16", 0), None, 2)
     (tmp_path / "model.yaml").unlink()
     for rank in range(2):
@@ -355,7 +538,9 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
         vars(saved["args"]).update(changes)
         if changes is CONVERTERS:
             saved["args"] = types.SimpleNamespace(**vars(saved["args"]))
-            saved["model"]["word_embeddings_for_head"] = saved["model"]["language_model"]["embedding"]["word_embeddings"]
+            saved["model"]["word_embeddings_for_head"] = saved["model"]["language_model"][
+                "embedding"
+            ]["word_embeddings"]
             saved["optimizer"] = {"step": 0, "param_groups": [{"lr": 0.0, "params": []}]}
             saved["rng_state"] = [{"extra": io.BytesIO(b"as Transformer Engine's scales")}]
         torch.save(saved, file)
@@ -372,7 +557,12 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     good.mkdir()
     write_megatron(good, as_weights(random_arrays()), None, 2, 2)
 
-    def fails(match: str, source: Path = tmp_path / "bad", error: type[Exception] = CheckpointError, **more: Any) -> None:
+    def fails(
+        match: str,
+        source: Path = tmp_path / "bad",
+        error: type[Exception] = CheckpointError,
+        **more: Any,
+    ) -> None:
         with pytest.raises(error, match=match):
             convert(source, tmp_path / "out", target_format=more.pop("to", "torch_gpt2"), **more)
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
@@ -402,29 +592,55 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     fails(r"mp_rank_00_001/model_optim_rng.pt")
     assert not (tmp_path / "executed").exists()
     for change, match in (
-        ({"iteration": 7}, r"mp_rank_00_001/model_optim_rng.pt: iteration in the file is 7, and mp_rank_00_000 says 0"),
+        (
+            {"iteration": 7},
+            r"mp_rank_00_001/model_optim_rng.pt: iteration in the file is 7, and mp_rank_00_000"
+            r" says 0",
+        ),
         ({"checkpoint_version": 2.0}, r"checkpoint_version is 2.0, and mp_rank_00_000 says 3.0"),
-        ({"args": argparse.Namespace(**vars(saved["args"]) | {"hidden_size": 48})}, r"hidden_size is 48, and mp_rank_00_000 says 24"),
+        (
+            {"args": argparse.Namespace(**vars(saved["args"]) | {"hidden_size": 48})},
+            r"hidden_size is 48, and mp_rank_00_000 says 24",
+        ),
     ):
         torch.save(load(file := bad("mp_rank_00_001")) | change, file)
         fails(match)
     saved = load(file := bad("mp_rank_00_000"))
-    saved["model"]["language_model"]["encoder"]["layers.99999999.input_layernorm.bias"] = torch.zeros(24)
+    saved["model"]["language_model"]["encoder"]["layers.99999999.input_layernorm.bias"] = (
+        torch.zeros(24)
+    )
     torch.save(saved, file)
     fails("a stage with 100000000 layers is none of a GPT-2")
     config = yaml.safe_load((good / "model.yaml").read_text())["model"]
     bad("mp_rank_00_000")
-    (tmp_path / "bad" / "model.yaml").write_text(yaml.safe_dump({"model": config | {"num_heads": 2}}))
+    (tmp_path / "bad" / "model.yaml").write_text(
+        yaml.safe_dump({"model": config | {"num_heads": 2}})
+    )
     fails(r"num_heads is 2, and .* says num_attention_heads=4; mend the first", error=ConfigError)
     for args, match in (
         ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
-        ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False"),
-        ({"position_embedding_type": "rope"}, r"position_embedding_type='rope'; our model is GPT-2, which has"),
+        (
+            {"apply_layernorm_1p": True},
+            r"apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False",
+        ),
+        (
+            {"position_embedding_type": "rope"},
+            r"position_embedding_type='rope'; our model is GPT-2, which has",
+        ),
         ({"hidden_size": None}, r"its args lack hidden_size; put the section model"),
         ({"max_position_embeddings": None}, r"its args lack max_position_embeddings"),
-        ({"vocab_size": None, "make_vocab_size_divisible_by": "8"}, r"vocab_multiple='8' of the model"),
-        ({"tensor_model_parallel_size": None}, r"training had None tensor x 2 pipeline ranks; copy"),
-        ({"pipeline_model_parallel_size": 10**12}, r"training had 2 tensor x 1000000000000 pipeline ranks; copy"),
+        (
+            {"vocab_size": None, "make_vocab_size_divisible_by": "8"},
+            r"vocab_multiple='8' of the model",
+        ),
+        (
+            {"tensor_model_parallel_size": None},
+            r"training had None tensor x 2 pipeline ranks; copy",
+        ),
+        (
+            {"pipeline_model_parallel_size": 10**12},
+            r"training had 2 tensor x 1000000000000 pipeline ranks; copy",
+        ),
     ):
         for file in bad("mp_rank_00_000").parent.parent.glob("*/model_optim_rng.pt"):
             saved = load(file)
@@ -440,15 +656,26 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     (tmp_path / "new" / "iter_0000003" / ".metadata").touch()
     fails(r"Megatron's format torch_dist.*--ckpt-format torch", tmp_path / "new", ConfigError)
     for ranks, match in (
-        ({"model_parallel": 3}, r"--model_parallel=3 does not divide model.num_heads=4; choose 1, 2 or 4"),
+        (
+            {"model_parallel": 3},
+            r"--model_parallel=3 does not divide model.num_heads=4; choose 1, 2 or 4",
+        ),
         ({"pipeline_stage": 3}, r"--pipeline_stage=3 does not divide model.num_layers=4"),
         ({"model_parallel": 0}, r"give numbers of ranks, 1 or more"),
     ):
         fails(match, good, ConfigError, to="megatron", **ranks)
     words = ["--input", str(good), "--output", str(tmp_path / "out"), "--model_parallel", "2"]
     assert main([*words, "--to", "hf"]) == ConfigError.exit_code
-    assert "hf is one model for any layout; leave them out (only megatron and megatron_core" in capsys.readouterr().err
+    assert (
+        "hf is one model for any layout; leave them out (only megatron and megatron_core"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "release").iterdir()) == ["mp_rank_00", "mp_rank_01"]
+    assert sorted(path.name for path in (tmp_path / "out" / "release").iterdir()) == [
+        "mp_rank_00",
+        "mp_rank_01",
+    ]
     equal(tmp_path / "out", "megatron_core", random_arrays())
-    assert detect(tmp_path / "out" / "release" / "mp_rank_01") == "megatron_core", "a rank's folder stands for all"
+    assert detect(tmp_path / "out" / "release" / "mp_rank_01") == "megatron_core", (
+        "a rank's folder stands for all"
+    )

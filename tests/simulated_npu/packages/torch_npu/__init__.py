@@ -1,4 +1,6 @@
-"""Stands in for Ascend's adapter of PyTorch: registers the simulated device and its collectives under the names that programs use."""
+"""Stands in for Ascend's adapter of PyTorch: registers the simulated device and its collectives
+under the names that programs use.
+"""
 
 import _simulated_npu
 import torch
@@ -14,6 +16,8 @@ torch._register_device_module("npu", npu)
 torch.utils.generate_methods_for_privateuse1_backend()
 dist.Backend.register_backend(
     "hccl",
-    lambda store, rank, size, timeout: _simulated_npu.hccl(dist.ProcessGroupGloo(store, rank, size, timeout)),
+    lambda store, rank, size, timeout: _simulated_npu.hccl(
+        dist.ProcessGroupGloo(store, rank, size, timeout)
+    ),
     devices=["npu"],
 )

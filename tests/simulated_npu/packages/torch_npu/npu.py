@@ -1,4 +1,6 @@
-"""What becomes ``torch.npu``: the functions of the real one that programs here use. Work is done when a call returns."""
+"""What becomes ``torch.npu``: the functions of the real one that programs here use. Work is done
+when a call returns.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +107,18 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     simulated.reset_peak_memory(_index(device))
 
 
-memory_reserved, max_memory_reserved, reset_max_memory_allocated = memory_allocated, max_memory_allocated, reset_peak_memory_stats
+memory_reserved, max_memory_reserved, reset_max_memory_allocated = (
+    memory_allocated,
+    max_memory_allocated,
+    reset_peak_memory_stats,
+)
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    return {"allocated_bytes.all.current": memory_allocated(device), "allocated_bytes.all.peak": max_memory_allocated(device)}
+    return {
+        "allocated_bytes.all.current": memory_allocated(device),
+        "allocated_bytes.all.peak": max_memory_allocated(device),
+    }
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
