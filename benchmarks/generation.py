@@ -45,7 +45,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     words = [f"device={arguments.device}", f"precision={arguments.precision}", "output_dir=unused"]
     words += [f"runtime.threads={arguments.threads}"] if arguments.threads else []
-    config = resolve_config(load_config(ROOT / "configs" / "gpt2" / "run_gpt2.yaml", words))
+    config = resolve_config(load_config(ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml", words))
     device = open_device(config)
     model = build_model(config, device)
     initialise(dict(model.named_parameters()), config)

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import GATHER, report
 
-GPT2 = ("--config", "configs/gpt2/run_gpt2.yaml")
+GPT2 = ("--config", "configs/gpt2/run_gpt2_124m.yaml")
 ONE_WINDOW = ("train.micro_batch_size=1", "train.global_batch_size=1")
-ON_GPU = {"": 16, "_345m": 8, "_774m": 8, "_1558m": 4}
+ON_GPU = {"_124m": 16, "_345m": 8, "_774m": 8, "_1558m": 4}
 """Configs and micro batch sizes; two micro batches a step."""
 
 
@@ -95,7 +95,7 @@ def commands(arguments: argparse.Namespace) -> list[list[str]]:
         ]
     )
     found.append(["data.py", "read"])
-    with_state = ("--config", "configs/gpt2/run_gpt2.yaml", device)
+    with_state = ("--config", "configs/gpt2/run_gpt2_124m.yaml", device)
     found.append(
         [
             "checkpoint.py",

@@ -1,6 +1,6 @@
 """A training step of this toolkit beside transformers, from the same weights, over the same tokens.
 
-    python benchmarks/training.py --config configs/gpt2/run_gpt2.yaml \\
+    python benchmarks/training.py --config configs/gpt2/run_gpt2_124m.yaml \\
         [--systems torch,transformers] [--repeats 9] [section.key=value ...]
 
 Systems: torch, torch-compiled, mindspore, transformers, transformers-compiled. The last one named

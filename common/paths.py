@@ -1,8 +1,11 @@
-"""Words about paths that are not there."""
+"""The project's folder, and words about paths that are not there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The project's folder."""
 
 
 def looked_in(path: str | Path) -> str:

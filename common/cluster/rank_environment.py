@@ -13,6 +13,7 @@ from pathlib import Path
 from common.cluster.environment import Process
 from common.cluster.places import Placement, RankPlacement
 from common.errors import ConfigError
+from common.paths import ROOT
 from common.processes.addresses import (
     DEFAULT_PORT,
     LOOPBACK,
@@ -23,7 +24,6 @@ from common.processes.addresses import (
 )
 from common.whole_numbers import shortened, whole_number
 
-ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = (
     "RANK_TABLE_FILE",
     "MS_ROLE",

@@ -21,7 +21,7 @@ from common.config.hints import explain
 from common.config.schema import RunConfig, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
-from common.paths import looked_in
+from common.paths import ROOT, looked_in
 from common.structured_files import MAX_DEPTH, MalformedError
 from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 
@@ -31,6 +31,9 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
     ("precision",): expand_precision,
     ("data", "tokenizer"): expand_tokenizer,
 }
+
+_LENGTHS = ("max_steps", "max_epochs", "max_tokens")
+"""Keys of train of which one sets the length of a run."""
 
 _Read = tuple[dict[str, Any], Sources]
 
@@ -58,6 +61,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
         if (found := reader(Path(path), overrides)) is not None:
             return found
     tree, sources = _read_with_bases(Path(path), (), {})
+    _find_inputs(tree)
     apply_overrides(tree, sources, overrides)
     return tree, sources
 
@@ -66,6 +70,60 @@ def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]
     """Change what a plain mapping says by words ``section.key=value``. Raises ConfigError."""
     for word in words:
         _override(tree, sources, word)
+    _settle_length(tree, sources)
+
+
+def _find_inputs(tree: dict[str, Any]) -> None:
+    """Look for the data and the vocabulary that files name in the project's folder, too.
+
+    So a preset finds them from wherever the command is typed; the working directory comes first.
+    """
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    for name in ("train", "validation"):
+        entries = data.get(name)
+        if isinstance(entries, str):
+            data[name] = _found(entries)
+        elif isinstance(entries, list):
+            data[name] = [_found(entry) if isinstance(entry, str) else entry for entry in entries]
+    tokenizer = data.get("tokenizer")
+    if isinstance(tokenizer, str):
+        data["tokenizer"] = _found(tokenizer)
+    elif isinstance(tokenizer, dict):
+        for name in ("folder", "vocab_file", "merge_file"):
+            if isinstance(tokenizer.get(name), str):
+                tokenizer[name] = _found(tokenizer[name])
+
+
+def _found(name: str) -> str:
+    """Return the path in the project's folder where only that one is there, else ``name``."""
+    if not name or "\0" in name or Path(name).is_absolute() or _is_there(Path(name)):
+        return name
+    return str(ROOT / name) if _is_there(ROOT / name) else name
+
+
+def _is_there(path: Path) -> bool:
+    """Tell whether something has this name, or begins with it, as the files of a prefix do."""
+    try:
+        return path.exists() or any(
+            entry.name.startswith(f"{path.name}{mark}")
+            for entry in path.parent.iterdir()
+            for mark in "._"
+        )
+    except OSError:
+        return False
+
+
+def _settle_length(tree: dict[str, Any], sources: Sources) -> None:
+    """Let a length of the command line take the place of another one that a file says."""
+    train = tree.get("train")
+    if not isinstance(train, dict):
+        return
+    said = [name for name in _LENGTHS if sources.get(("train", name)) == "command line"]
+    if any(train[name] is not None for name in said):
+        for name in set(_LENGTHS) - set(said):
+            train.pop(name, None)
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from common.cluster.places import RankPlacement
-from common.cluster.rank_environment import ROOT
 from common.errors import ConfigError
+from common.paths import ROOT
 from common.processes.addresses import is_ip
 from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat

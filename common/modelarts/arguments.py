@@ -18,8 +18,8 @@ from common.cluster.environment import in_modelarts
 from common.command_line import FLAGS
 from common.errors import ConfigError
 from common.modelarts.stores import is_url
+from common.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys of the configuration outside of sections, with a flag of the same name; output_dir has rules
 of its own.

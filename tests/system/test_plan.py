@@ -44,15 +44,15 @@ def plan(preset: str, *words: str, **variables: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     ("preset", "words", "variables", "world"),
     [
-        ("run_gpt2", [], {}, "1 rank = data 1 x tensor 1 x pipeline 1"),
+        ("run_gpt2_124m", [], {}, "1 rank = data 1 x tensor 1 x pipeline 1"),
         (
-            "run_gpt2",
+            "run_gpt2_124m",
             ["parallel.model_parallel=2", "parallel.pipeline_stage=3"],
             {},
             "6 ranks = data 1 x tensor 2 x pipeline 3",
         ),
         (
-            "run_gpt2",
+            "run_gpt2_124m",
             ["parallel.model_parallel=2"],
             {"WORLD_SIZE": "8"},
             "8 ranks = data 4 x tensor 2 x pipeline 1",
@@ -142,7 +142,7 @@ def test_options_of_plans_alone(words: list[str]) -> None:
         sys.executable,
         "run_gpt2.py",
         "--config",
-        "configs/gpt2/run_gpt2.yaml",
+        "configs/gpt2/run_gpt2_124m.yaml",
         "--run_mode",
         "train",
         *words,

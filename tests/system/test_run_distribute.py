@@ -112,7 +112,7 @@ def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) ->
 def test_one_machine_and_cards_4_to_7(tmp_path: Path) -> None:
     table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4)
     for words in (["[4,8)", "train"], ["[0,4)", "train", "4"]):
-        done = start(str(table), "../configs/gpt2/run_gpt2.yaml", *words, DRY_RUN="1")
+        done = start(str(table), "../configs/gpt2/run_gpt2_124m.yaml", *words, DRY_RUN="1")
         assert [(found["RANK_ID"], found["DEVICE_ID"],
         found["LOCAL_RANK"]) for found in shown_ranks(done.stdout)] == [
             ("0", "4", "0"), ("1", "5", "1"), ("2", "6", "2"), ("3", "7", "3"),
@@ -186,7 +186,7 @@ def test_glob_damage_is_recognized(tmp_path: Path) -> None:
     """A file named 8 in the current folder, and no quotes."""
     (tmp_path / "8").touch()
     done = shell(
-        f"bash {SCRIPTS}/run_distribute.sh none {ROOT}/configs/gpt2/run_gpt2.yaml [0,8] train",
+        f"bash {SCRIPTS}/run_distribute.sh none {ROOT}/configs/gpt2/run_gpt2_124m.yaml [0,8] train",
         cwd=tmp_path,
     )
     assert (
@@ -231,7 +231,7 @@ def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, shared_data: Path) 
         pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
     words = (
         str(source),
-        "../configs/gpt2/run_gpt2.yaml",
+        "../configs/gpt2/run_gpt2_124m.yaml",
         "[8,16)",
         "train",
         "16",
@@ -274,7 +274,7 @@ def test_hosts_prints_a_command_for_each(table: Path) -> None:
 
 def test_standalone(tmp_path: Path) -> None:
     done = start(
-        "../configs/gpt2/run_gpt2.yaml",
+        "../configs/gpt2/run_gpt2_124m.yaml",
         "3",
         "train",
         "seed=1",
@@ -287,7 +287,7 @@ def test_standalone(tmp_path: Path) -> None:
         >= {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}.items()
     )
     assert "context.device_id=3 seed=1" in done.stdout and "mf_standalone" in done.stdout
-    done = start("../configs/gpt2/run_gpt2.yaml", "x", "train", script="run_standalone.sh")
+    done = start("../configs/gpt2/run_gpt2_124m.yaml", "x", "train", script="run_standalone.sh")
     assert done.returncode == 2 and done.stderr == "error: device_id=x is not a number\n"
 
 

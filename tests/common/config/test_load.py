@@ -261,3 +261,35 @@ def test_seed_precisions_are_mappings(config_file: Path) -> None:
         "float16",
         "float32",
     )
+
+
+def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Path) -> None:
+    config = load_config(config_file, ["train.max_epochs=2"])
+    assert (config.train.max_epochs, config.train.max_steps) == (2.0, None)
+    both = load_config(config_file, ["train.max_epochs=2", "train.max_steps=7"]).train
+    assert (both.max_epochs, both.max_steps) == (2.0, 7), "two of one place still contradict"
+    assert load_config(config_file, ["train.max_epochs=null"]).train.max_steps is not None
+
+
+def test_presets_find_data_of_the_projects_folder(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any working directory, where the same name comes first; what is typed stays as typed."""
+    project, here = tmp_path / "project", tmp_path / "here"
+    (project / "data" / "vocab").mkdir(parents=True)
+    (project / "data" / "mine_document.idx").write_bytes(b"")
+    here.mkdir()
+    monkeypatch.setattr("common.config.load.ROOT", project)
+    monkeypatch.chdir(here)
+    text = config_file.read_text()
+    assert "\ndata:" not in text
+    data = "data: {train: [1, data/mine_document, 2, data/absent], tokenizer: data/vocab}\n"
+    config_file.write_text(text + data)
+    found = load_config(config_file).data
+    assert found.train == [1, str(project / "data" / "mine_document"), 2, "data/absent"]
+    assert found.tokenizer is not None and found.tokenizer.folder == str(project / "data" / "vocab")
+    typed = load_config(config_file, ["data.train=data/mine_document"]).data.train
+    assert typed == ["data/mine_document"]
+    (here / "data").mkdir()
+    (here / "data" / "mine_document_ids.npy").write_bytes(b"")
+    assert load_config(config_file).data.train[1] == "data/mine_document"

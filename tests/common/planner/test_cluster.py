@@ -54,7 +54,7 @@ def test_layouts_on_servers_of_8(
 def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) -> None:
     path = write_tutorial_table(tmp_path / "table.json", servers=1)
     path.write_text(path.read_text().replace("10.155.111.140", "127.0.0.1"))
-    table, file = read_table(path), ROOT / "configs/gpt2/run_gpt2.yaml"
+    table, file = read_table(path), ROOT / "configs/gpt2/run_gpt2_124m.yaml"
     config = resolve_config(
         load_config(file, ["parallel.pipeline_stage=2", "train.micro_batch_size=1"]), world_size=8
     )

@@ -4,16 +4,23 @@ the presets that follow them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.config.hints import hint, schema_keys
 from common.config.load import flatten, load_config
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.systems.config import find_dialect, open_config, open_flags
+from common.systems.dialect import To
 from common.systems.flags import read_flag_file
+from common.systems.fleetx import config as fleetx
+from common.systems.megatron import flags as megatron
+from common.systems.mindformers import config as mindformers
+from common.systems.oneflow import flags as oneflow
 from tools import convert_config
 
 ORIGINALS = Path(__file__).parent / "originals"
@@ -395,3 +402,20 @@ def test_bad_files_of_flags(tmp_path, text, message) -> None:
     (tmp_path / "flags.txt").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_flag_file(tmp_path / "flags.txt")
+
+
+@pytest.mark.parametrize(
+    "dialect", [mindformers, fleetx, megatron, oneflow], ids=lambda each: each.SYSTEM
+)
+def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> None:
+    """In a file of ours, where the name alone says what is meant."""
+    own = {key.rpartition(".")[2] for key in schema_keys()}
+    wrong = {}
+    for key, rule in dialect.TABLE.items():
+        name = key.rpartition(".")[2]
+        if isinstance(rule, To) and name not in own and name != "*":
+            said = hint(name)
+            section = rule.key.partition(".")[0]
+            if rule.key not in said and not re.search(rf"\b{section}\b", said):
+                wrong[key] = (rule.key, said)
+    assert wrong == {}

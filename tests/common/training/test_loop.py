@@ -218,7 +218,7 @@ def test_gpt2_flops_per_token_are_the_published_figure() -> None:
     from common.config.load import load_config
 
     root = Path(__file__).resolve().parents[3]
-    model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2.yaml")).model
+    model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2_124m.yaml")).model
     assert flops_per_token(model) == pytest.approx(0.855e9, rel=1e-3)
 
 
