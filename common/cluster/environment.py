@@ -130,13 +130,13 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     )
     # of one process they are the same by chance, where the container has RANK_ID=0 and RANK_SIZE=1
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
+    # the second is what DeepSpeed's launcher sets
+    sizes = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)]
     return Process(
         rank=rank[0],
         world_size=rank[1],
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_world_size=_size(environ, "LOCAL_WORLD_SIZE")
-        if environ.get("LOCAL_WORLD_SIZE")
-        else 1,
+        local_world_size=_size(environ, sizes[0]) if sizes else 1,
         # another launcher's DEVICE_ID may be the container's, the same for all its ranks
         device_id=_optional(environ, "DEVICE_ID") if ours else None,
         master=_master(environ),

@@ -97,6 +97,24 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
             ),
         ),
         (
+            {  # deepspeed/launcher/launch.py of DeepSpeed 0.19
+                **{name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+                **{name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
+                "LOCAL_SIZE": "4",
+                "CROSS_RANK": "1",
+                "CROSS_SIZE": "2",
+            },
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                master="10.0.0.1",
+                port=29501,
+                launcher="torchrun",
+            ),
+        ),
+        (
             {**TORCHRUN, "DEVICE_ID": "6"},  # the container's, not the rank's
             Process(
                 rank=5,
