@@ -20,9 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.errors import ConfigError, GPT2Error
 from common.files import atomic_write
-from common.interrupts import run_script
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,8 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
 from common.errors import ConfigError, GPT2Error
-from common.interrupts import run_script
 
 ASCEND_DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 ASCEND_MOUNTS = (

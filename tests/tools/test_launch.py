@@ -405,7 +405,9 @@ def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> Non
 @pytest.mark.usefixtures("ssh")
 def test_a_stop_is_ctrl_c_there() -> None:
     process = over_ssh(
-        "a", "trap 'echo saved; exit 130' INT; echo ready; while :; do sleep 0.1; done"
+        # no child, which bash would wait for before it looks at its trap
+        "a",
+        "trap 'echo saved; exit 130' INT; echo ready; while :; do read -r -t 1; done",
     )
     assert process.stdout is not None
     while "ready" not in process.stdout.readline():
