@@ -83,11 +83,11 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(temporary, path)  # before the lock ends
+                with _folder_synced(path.parent):
+                    os.replace(temporary, path)  # before the lock ends
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        fsync_folder(path.parent)
     except OSError as error:
         raise StorageError(
             f"{path}: could not be written: {error.strerror or error}; an older file of this name"
@@ -283,8 +283,19 @@ def _held(folder: Path) -> Iterator[None]:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names inside ``folder`` durable (a rename alone may be lost by a power cut)."""
+    with _folder_synced(folder):
+        pass
+
+
+@contextmanager
+def _folder_synced(folder: Path) -> Iterator[None]:
+    """Open ``folder``, and make its names durable after the block.
+
+    Who sees a file that the block puts there may rename the folder at once.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

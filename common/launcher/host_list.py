@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
@@ -19,6 +19,7 @@ from common.processes.addresses import is_ip
 from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat
 
+_STOP_CHECK_SECONDS = 0.2
 _PASSED_ON = (
     "MASTER_PORT",
     "HCCL_CONNECT_TIMEOUT",
@@ -168,6 +169,8 @@ def run_over_ssh(host: str, text: str) -> int:
     When this process dies, ssh dies with it, and what it started is told by the loss of its
     terminal.
     """
+    stops: list[int] = []  # before ssh starts: its first line may bring a stop
+    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
     start_heartbeat()
     ssh = subprocess.Popen(  # noqa: S603 - the user's own hosts and command
         ["ssh", "-tt", "-o", "BatchMode=yes", host, text],  # noqa: S607 - the user's ssh
@@ -176,11 +179,14 @@ def run_over_ssh(host: str, text: str) -> int:
         preexec_fn=tied_to_this_process(),
     )
     assert ssh.stdin is not None
-    keys = ssh.stdin.fileno()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        os.write(keys, b"\x03")
-
-    signal.signal(signal.SIGTERM, interrupt)
-    code = ssh.wait()
+    while True:
+        try:
+            # a signal just before a wait without end would be seen only after it
+            code = ssh.wait(timeout=_STOP_CHECK_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            while stops:
+                stops.pop()
+                with suppress(BrokenPipeError):  # ssh has just ended
+                    os.write(ssh.stdin.fileno(), b"\x03")
     return code if code >= 0 else 128 - code

@@ -95,6 +95,22 @@ def test_a_process_with_the_number_of_a_killed_one_writes(tmp_path: Path) -> Non
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "whole")]
 
 
+def test_a_folder_may_be_renamed_once_its_last_file_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 0 does when all ranks' parts of a checkpoint are there."""
+    replace = os.replace
+
+    def seen(source: Path, target: Path) -> None:
+        replace(source, target)
+        (tmp_path / "parts").rename(tmp_path / "whole")
+
+    monkeypatch.setattr(os, "replace", seen)
+    with atomic_write(tmp_path / "parts" / "rank_00001.json", "w") as file:
+        file.write("{}")
+    assert (tmp_path / "whole" / "rank_00001.json").read_text() == "{}"
+
+
 @pytest.mark.parametrize(
     "way", ["name", "other name", "symlink", "hard link", "link to the folder"]
 )
