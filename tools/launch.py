@@ -7,8 +7,10 @@ scripts/run_standalone.sh call.
         the ranks 8-15 of 32, on each machine its own
     bash scripts/run_distribute.sh none CONFIG '[0,4]' train
         no rank table: GPUs, or processes on CPU
-    bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 --node_rank 1 \\
-            none CONFIG '[0,4]' train
+    bash scripts/run_distribute.sh --devices 0,1,4 none CONFIG train
+        these devices alone
+    bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 none CONFIG '[0,4]' train
+        the same on each of two machines, which agree on who is which
     bash scripts/run_standalone.sh CONFIG DEVICE_ID train
         one process
 
@@ -85,7 +87,14 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
             help="where the ranks meet: the host of rank 0, and a port",
         )
         parser.add_argument(
+            "--devices",
+            metavar="N,N",
+            help="these devices of this machine, in place of the range",
+        )
+        parser.add_argument(
             "--nnodes",
+            "--num_nodes",
+            "--num-nodes",
             type=whole_numbers.argument(1),
             metavar="N",
             help="without a rank table: how many hosts there are",
@@ -94,7 +103,21 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
             "--node_rank",
             type=whole_numbers.argument(),
             metavar="K",
-            help="without a rank table: which of them this is, from 0",
+            help="without a rank table: which of them this is, from 0 (default: the host of"
+            " --master is 0, the others are numbered by address)",
+        )
+        parser.add_argument(
+            "--node_ips",
+            "--node-ips",
+            metavar="IP,IP",
+            help="in place of --master, --nnodes and --node_rank: the hosts, that of rank 0 first;"
+            " each finds its own address among them",
+        )
+        parser.add_argument(
+            "--use_rdma",
+            "--use-rdma",
+            action="store_true",
+            help="let NCCL talk to other hosts over InfiniBand or RoCE alone; HCCL always does",
         )
         parser.add_argument(
             "--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from common.cluster.rank_table import RankTable
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK
-from common.whole_numbers import MOST_RANKS, spans
+from common.whole_numbers import MOST_RANKS, shortened, spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,11 @@ def parse_range(text: str) -> range:
             " exclusive"
         )
     start, end = first.strip(), last.strip()
+    if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9}){2,}", word[1:-1].strip()):
+        raise ConfigError(
+            f"end_device={end} is not a number: {word} has a start and an end; for these devices"
+            f" alone give --devices {word[1:-1].replace(' ', '')} in place of the range"
+        )
     for name, number in (("start_device", start), ("end_device", end)):
         if not re.fullmatch("[0-9]{1,9}", number):
             raise ConfigError(f"{name}={number} is not a number")
@@ -85,6 +90,21 @@ def parse_range(text: str) -> range:
         )
         raise ConfigError(f"DEVICE_RANGE {word} is empty, because its end is exclusive; {better}")
     return range(low, high)
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """``0,1,4``, in the order of the ranks. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+        raise ConfigError(
+            f"--devices {shortened(text)!r}: expected device numbers with commas between, such as"
+            " 0,1,4"
+        )
+    numbers = tuple(map(int, words))
+    if len(set(numbers)) < len(numbers):
+        again = next(number for at, number in enumerate(numbers) if number in numbers[:at])
+        raise ConfigError(f"--devices {shortened(text)}: {again} is there twice; name it once")
+    return numbers
 
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
@@ -120,7 +140,7 @@ def place_hosts(
 
 
 def find_places(
-    numbers: range,
+    numbers: Sequence[int],
     *,
     rank_size: int | None = None,
     table: RankTable | None = None,
@@ -130,10 +150,10 @@ def find_places(
 ) -> Placement:
     """The places of a run, from the words of ``run_distribute.sh``.
 
-    numbers: devices of this machine, or with ``rank_size`` global ranks. master, nodes, node_rank:
-    for several hosts without a table, where every host runs equally many ranks; the last two follow
-    from ``numbers`` when these are ranks. master also goes before the address in a table. Raises
-    ConfigError where two of these contradict each other.
+    numbers: devices of this machine, or with ``rank_size`` a range of global ranks. master, nodes,
+    node_rank: for several hosts without a table, where every host runs equally many ranks; the last
+    two follow from ``numbers`` when these are ranks. master also goes before the address in a
+    table. Raises ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
         raise ConfigError(
@@ -177,7 +197,10 @@ def find_places(
 
 
 def _in_table(
-    numbers: range, rank_size: int | None, places: tuple[RankPlacement, ...], master: str | None
+    numbers: Sequence[int],
+    rank_size: int | None,
+    places: tuple[RankPlacement, ...],
+    master: str | None,
 ) -> Placement:
     hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
@@ -189,11 +212,16 @@ def _in_table(
                 f" RANK_SIZE behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE"
                 f" {len(places)}"
             )
-        if list(numbers) != held:
+        if sorted(numbers) != held:
+            options = (
+                f"--device_num '{_shown(numbers)}'"
+                if isinstance(numbers, range)
+                else f"--device_num '[0,{len(numbers)})' --visible_devices {_shown(numbers)}"
+            )
             raise ConfigError(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
                 f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
-                f" --device_num '{_shown(numbers)}', or give ranks: '[0,{len(held)})' MODE"
+                f" {options}, or give ranks: '[0,{len(held)})' MODE"
                 f" {len(held)}"
             )
         own = hosts[0]
@@ -213,13 +241,13 @@ def _in_table(
 
 
 def _in_networks(
-    numbers: range, rank_size: int | None, table: RankTable, master: str | None
+    numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None
 ) -> Placement:
     """Version 2.0: equally many ranks on each host, as nothing says where a machine ends."""
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
     if rank_size is None:
-        if sorted(devices) != list(numbers):
+        if sorted(devices) != sorted(numbers):
             raise ConfigError(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
                 f" {spans(devices, least=3)}; put RANK_SIZE behind the mode and give ranks"
@@ -241,7 +269,7 @@ def _in_networks(
     )
 
 
-def _check_size(numbers: range, rank_size: int | None, held: int) -> None:
+def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> None:
     if rank_size is not None and rank_size != held:
         raise ConfigError(
             f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the"
@@ -252,7 +280,7 @@ def _check_size(numbers: range, rank_size: int | None, held: int) -> None:
             f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS};"
             " look at the range and at RANK_SIZE"
         )
-    if rank_size is not None and numbers.stop > held:
+    if rank_size is not None and numbers[-1] >= held:
         raise ConfigError(
             f"the ranks {_shown(numbers)} go past RANK_SIZE={rank_size}; the last range ends with"
             f" {rank_size}, exclusive"
@@ -260,18 +288,18 @@ def _check_size(numbers: range, rank_size: int | None, held: int) -> None:
 
 
 def _node_of_ranks(
-    numbers: range, rank_size: int, nodes: int | None, node_rank: int | None
+    numbers: Sequence[int], rank_size: int, nodes: int | None, node_rank: int | None
 ) -> tuple[int, int]:
     """How many hosts of ``len(numbers)`` ranks there are, and which of them has these."""
     size = len(numbers)
     _check_size(numbers, rank_size, rank_size)
-    if rank_size % size or numbers.start % size:
+    if rank_size % size or numbers[0] % size:
         raise ConfigError(
             f"the ranks {_shown(numbers)} are no equal part of RANK_SIZE={rank_size}: without a"
             f" rank table every host runs equally many, such as '[0,{size})',"
             f" '[{size},{2 * size})', ... of a multiple of {size}"
         )
-    found = rank_size // size, numbers.start // size
+    found = rank_size // size, numbers[0] // size
     for name, given, follows in (("nnodes", nodes, found[0]), ("node_rank", node_rank, found[1])):
         if given is not None and given != follows:
             raise ConfigError(
@@ -294,5 +322,7 @@ def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
     return [place for place in places if place.host == host]
 
 
-def _shown(numbers: range) -> str:
-    return f"[{numbers.start},{numbers.stop})"
+def _shown(numbers: Sequence[int]) -> str:
+    if isinstance(numbers, range):
+        return f"[{numbers.start},{numbers.stop})"
+    return ",".join(map(str, numbers))

@@ -36,6 +36,10 @@ FOREIGN = (
 """Variables of an earlier run in the user's shell that would mislead a rank where it is given none
 of its own.
 """
+RDMA = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
+"""InfiniBand or RoCE between hosts, and an error in place of slow sockets where there is none. HCCL
+has no other way between hosts.
+"""
 SCHEDULER = (
     sys.executable,
     "-c",
@@ -52,7 +56,7 @@ MS_ROLE=MS_SCHED it ends when they do, and as they do with a launcher that dies.
 class Rendezvous:
     """Where and how the ranks find each other. table: the rank table's absolute path. own_address:
     of this host, for the others; None where it needs none or none is known. interface: that which
-    holds it. scheduler: MindSpore meets through its scheduler.
+    holds it. scheduler: MindSpore meets through its scheduler. rdma: NCCL takes nothing else.
     """
 
     address: str = LOOPBACK
@@ -61,6 +65,7 @@ class Rendezvous:
     own_address: str | None = None
     interface: str | None = None
     scheduler: bool = False
+    rdma: bool = False
 
 
 def make_rendezvous(
@@ -72,6 +77,7 @@ def make_rendezvous(
     environ: Mapping[str, str],
     host: str | None = None,
     on_cpu: bool = False,
+    rdma: bool = False,
 ) -> Rendezvous:
     """For this host; a plan asks for another ``host`` too, whose interface is not known here unless
     it is this machine's.
@@ -102,6 +108,7 @@ def make_rendezvous(
         own_address=own,
         interface=interface,
         scheduler=scheduler,
+        rdma=rdma,
     )
 
 
@@ -136,6 +143,8 @@ def rank_variables(
         "WORLD_SIZE": world,
     }
     found |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
+    if several and rendezvous.rdma:
+        found |= RDMA
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
     if cores is not None:
         tuning["OMP_NUM_THREADS"] = str(max(1, cores))

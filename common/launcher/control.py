@@ -31,6 +31,8 @@ REMIND_SECONDS = 10.0
 _CLOSE_SECONDS = 3.0
 _RETRY_SECONDS = 0.5
 _PEER = "a launcher"
+ROLL_CALL = "roll call"
+"""What a host says first that asks for its number; see ``roll_call.py``."""
 _LAST_WORDS = ("failed", "finished", "end")
 """After one of these a connection may close."""
 
@@ -209,6 +211,10 @@ class Control:
     def _admit(self, link: Channel) -> None:
         hello = link.hello()
         host = hello.get("host")
+        if hello.get("kind") == ROLL_CALL:
+            count = len(self._hosts.all)
+            self._refuse(link, "a host that came late", f"has all its {count} hosts already")
+            return
         if hello.get("kind") != "hello" or type(host) is not int:
             link.close()
             return
@@ -229,11 +235,10 @@ class Control:
         if not why:
             self._serve(host, link)
             return
-        self._events.put(
-            HostNote(
-                text=f"{host_name(str(hello.get('address'))[:100])} was refused: this one {why}"
-            )
-        )
+        self._refuse(link, host_name(str(hello.get("address"))[:100]), why)
+
+    def _refuse(self, link: Channel, name: str, why: str) -> None:
+        self._events.put(HostNote(text=f"{name} was refused: this one {why}"))
         _send(link, {"kind": "refused", "text": why})
         link.finish()
         with suppress(OSError):

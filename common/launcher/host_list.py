@@ -59,13 +59,13 @@ class HostPart:
     """
 
     host: str
-    numbers: range
+    numbers: Sequence[int]
     options: tuple[str, ...]
 
 
 def divide(
     hosts: Sequence[str],
-    numbers: range,
+    numbers: Sequence[int],
     *,
     rank_size: int | None,
     table: Sequence[RankPlacement],
@@ -106,8 +106,8 @@ def divide(
     size, rest = divmod(rank_size, len(hosts))
     if rest or numbers != range(rank_size):
         raise ConfigError(
-            f"--hosts names {len(hosts)} hosts for the ranks [{numbers.start},{numbers.stop}) of"
-            f" {rank_size}; give all ranks, '[0,{rank_size})', as many on each host"
+            f"--hosts names {len(hosts)} hosts for the ranks [{numbers[0]},{numbers[-1] + 1})"
+            f" of {rank_size}; give all ranks, '[0,{rank_size})', as many on each host"
         )
     return [
         HostPart(host=host, numbers=range(node * size, (node + 1) * size), options=meet)

@@ -34,6 +34,7 @@ from common.errors import ConfigError
 from common.launcher.children import make_children, make_hosts
 from common.launcher.control import Hosts
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
+from common.launcher.nodes import settle_nodes
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, supervise
 from common.launcher.terminal import tell
@@ -66,6 +67,7 @@ def distribute(request: LaunchRequest) -> int:
         )
     if request.hosts is not None:
         return _start_hosts(request.hosts, request, table)
+    request = settle_nodes(request, meet=waits)
     master, port = parse_master(request.master)
     places = find_places(
         request.numbers,
@@ -184,6 +186,7 @@ def _prepare(
         backend=config.backend,
         environ=os.environ,
         on_cpu=kind == "cpu",
+        rdma=request.use_rdma,
     )
     command = rank_command(request.config, request.mode, request.overrides)
     children = make_children(
@@ -239,8 +242,10 @@ def _job(
 
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:
     """Show, or run over ssh, one run_distribute.sh a host."""
-    if request.nnodes is not None or request.node_rank is not None:
-        raise ConfigError("--nnodes and --node_rank follow from --hosts; leave them out")
+    if request.nnodes is not None or request.node_rank is not None or request.node_ips:
+        raise ConfigError(
+            "--nnodes, --node_rank and --node_ips follow from --hosts; leave them out"
+        )
     address, port = parse_master(request.master)
     parts = divide(
         parse_hosts(hosts),
@@ -250,7 +255,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
         master=address,
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
-    before = [f"--{name}" for name in ("quiet", "no_pinning") if getattr(request, name)]
+    before = [f"--{name}" for name in ("quiet", "no_pinning", "use_rdma") if getattr(request, name)]
     before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
     after = [
         request.mode,
@@ -259,13 +264,16 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
     ]
     commands = []
     for node, part in enumerate(parts):
-        ranks = f"[{part.numbers.start},{part.numbers.stop})"
+        numbers, chosen = part.numbers, []
+        if isinstance(numbers, range):
+            chosen = [f"[{numbers.start},{numbers.stop})"]
         words = [
             *before,
+            *([] if chosen else ["--devices", ",".join(map(str, numbers))]),
             *part.options,
             str(request.table or NO_TABLE[0]),
             str(request.config),
-            ranks,
+            *chosen,
             *after,
         ]
         commands.append(host_command(part.host, words, os.environ))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cluster.places import parse_range
+from common.cluster.places import parse_devices, parse_range
 from common.errors import ConfigError
 from common.whole_numbers import shortened, whole_number
 
@@ -29,14 +29,14 @@ USAGE_STANDALONE = (
 class LaunchRequest:
     """The positional words, and the named options as --help explains them.
 
-    table: its path; None for none. numbers: devices, or with rank_size global ranks. argv: all
-    words, to start the same once more.
+    table: its path; None for none. numbers: devices, or with rank_size a range of global ranks.
+    argv: all words, to start the same once more.
     """
 
     argv: tuple[str, ...]
     table: Path | None = None
     config: Path
-    numbers: range
+    numbers: Sequence[int]
     mode: str
     rank_size: int | None = None
     overrides: tuple[str, ...]
@@ -46,21 +46,41 @@ class LaunchRequest:
     master: str | None = None
     nnodes: int | None = None
     node_rank: int | None = None
+    node_ips: tuple[str, ...] = ()
+    use_rdma: bool = False
     hosts: str | None = None
     ssh: bool = False
     all_ranks: bool = False
     accelerator: str | None = None
 
 
-def parse_distribute(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
-    """Raises ConfigError, in the order of the checks that users of run_distribute.sh know."""
+def parse_distribute(
+    words: Sequence[str],
+    modes: Sequence[str],
+    *,
+    devices: str | None = None,
+    node_ips: str | None = None,
+    **options: Any,
+) -> LaunchRequest:
+    """Return the request for the ranks of this host.
+
+    devices: a list that stands in place of the range among the words. Raises ConfigError, in the
+    order of the checks that users of run_distribute.sh know.
+    """
+    if devices is not None:
+        words = _with_devices(words, devices)
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
     table = None if words[0] in NO_TABLE else _file(words[0], "RANK_TABLE_FILE")
     config = _file(words[1], "config_path")
-    numbers = parse_range(words[2])
+    numbers = parse_range(words[2]) if devices is None else parse_devices(devices)
     mode = _mode(words[3], modes)
     rank_size = whole_number(words[4], most_digits=9) if len(words) > 4 else None
+    if devices is not None and rank_size is not None:
+        raise ConfigError(
+            f"--devices {shortened(devices)} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
+            " one of ranks; leave RANK_SIZE out and give --nnodes N, or give a range of ranks"
+        )
     more = tuple(words[4 if rank_size is None else 5 :])
     return LaunchRequest(
         table=table,
@@ -69,8 +89,33 @@ def parse_distribute(words: Sequence[str], modes: Sequence[str], **options: Any)
         mode=mode,
         rank_size=rank_size,
         overrides=more,
+        node_ips=() if node_ips is None else _parse_addresses(node_ips),
         **options,
     )
+
+
+def _with_devices(words: Sequence[str], devices: str) -> list[str]:
+    """Return the words with the list at the place of the range. Raises ConfigError for both."""
+    if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
+        raise ConfigError(
+            f"--devices {shortened(devices)} and DEVICE_RANGE {shortened(words[2])} both name"
+            " devices; leave one of them out"
+        )
+    return [*words[:2], devices, *words[2:]]
+
+
+def _parse_addresses(text: str) -> tuple[str, ...]:
+    """Return the hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
+    found = tuple(word.strip() for word in text.split(","))
+    if not all(found):
+        raise ConfigError(
+            f"--node_ips {shortened(text)!r}: expected addresses with commas between, such as"
+            " 10.0.0.1,10.0.0.2"
+        )
+    for address in found:
+        if found.count(address) > 1:
+            raise ConfigError(f"--node_ips: {shortened(address)} is there twice; name it once")
+    return found
 
 
 def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:

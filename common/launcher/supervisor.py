@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,7 +106,11 @@ class _Supervisor:
         self._control = (
             None
             if self._hosts is None
-            else Control(self._hosts, self._events, _connect_limit(job.children[0]))
+            else Control(
+                self._hosts,
+                self._events,
+                connect_limit({**os.environ, **job.children[0].environment}),
+            )
         )
         self._terminal = Terminal()
         self._failures: list[_Failure] = []
@@ -427,9 +431,9 @@ class _Supervisor:
         return code
 
 
-def _connect_limit(child: ProcessSpec) -> float:
-    """Seconds. Raises ConfigError."""
-    text = {**os.environ, **child.environment}.get("HCCL_CONNECT_TIMEOUT") or "1800"
+def connect_limit(environ: Mapping[str, str]) -> float:
+    """Return the seconds within which all hosts have to come. Raises ConfigError."""
+    text = environ.get("HCCL_CONNECT_TIMEOUT") or "1800"
     seconds = whole_number(text, most_digits=6)
     if not seconds:
         raise ConfigError(

@@ -51,6 +51,14 @@ def is_own(host: str) -> bool:
     return any(interface_of(address) for address in _addresses(host))
 
 
+def is_here(host: str) -> bool:
+    """Whether an address or host name leads this machine to itself, loopback included.
+
+    In the /etc/hosts of a machine its own name may stand for a loopback address.
+    """
+    return is_own(host) or any(is_loopback(address) for address in _addresses(host))
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface that holds an address, or the first address of a host name.
 

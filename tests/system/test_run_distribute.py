@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from common.processes.addresses import free_port
+from common.training.metrics import read_metrics
 from tests.cluster_tables import write_tutorial_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -343,6 +345,47 @@ def test_detached_ranks_save_when_their_supervisor_is_told_to_stop(
     resumed = start("none", str(tiny), "[0,1)", "train", f"train.max_steps={step + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step + 1
+
+
+@pytest.mark.long
+def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Two nodes on this machine, the second started first, each with a device of its own."""
+    meet = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--devices"]
+    command = ["bash", str(SCRIPTS / "run_distribute.sh"), *meet]
+    words = ["none", str(tiny), "train"]
+    nodes = [
+        subprocess.Popen(
+            [*command, device, "--log_dir", str(tmp_path / device), *words],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for device in ("0", "3")
+    ]
+    try:
+        told = [node.communicate(timeout=180)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert sorted(line for text in told for line in text.splitlines() if "ranks of" in line) in (
+        [
+            f"ranks of 127.0.0.1: 0 on device {first}; of 2 in all",
+            f"ranks of node 1: 1 on device {second}; of 2 in all",
+        ]
+        for first, second in ((0, 3), (3, 0))
+    )
+    assert (
+        start("none", str(tiny), "[0,2)", "train", f"output_dir={tmp_path / 'one'}").returncode == 0
+    )
+    losses = [
+        [row["loss"] for row in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in row]
+        for run in ("run", "one")
+    ]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
 
 
 def wait_until(holds: Callable[[], bool], log: Path, limit: float = 120.0) -> None:

@@ -2,6 +2,7 @@
 detaches, speaks through ssh.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -414,6 +415,90 @@ def test_a_stop_is_ctrl_c_there() -> None:
         pass
     process.send_signal(signal.SIGTERM)
     assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
+
+
+def test_a_list_of_devices_in_place_of_the_range(
+    jobs: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "train.global_batch_size=null"]
+    for option in ("0,1,4", " 4, 0,1"):
+        assert launch.main(["distribute", "--devices", option, "none", CONFIG, *words]) == 7
+    assert [
+        [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] for job in jobs
+    ] == [[(0, "0"), (1, "1"), (2, "4")], [(0, "4"), (1, "0"), (2, "1")]]
+    for options, found, message in (
+        (["--devices", "0,1"], ["[0,8]", *words], "--devices 0,1 and DEVICE_RANGE [0,8] both"),
+        (["--devices", "0,1"], ["train", "2"], "RANK_SIZE makes the range one of ranks"),
+        (["--devices", "0,a"], words, "expected device numbers with commas between"),
+        (["--devices", "0,1,0"], words, "0 is there twice"),
+        ([], ["[0,2,5]", *words], "give --devices 0,2,5 in place of the range"),
+    ):
+        assert launch.main(["distribute", *options, "none", CONFIG, *found]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_list_of_devices_and_a_rank_table_of_them(
+    jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = [
+        {"device_id": str(device), "device_ip": f"10.0.0.{device}", "rank_id": str(rank)}
+        for rank, device in enumerate((0, 1, 4))
+    ]
+    table = tmp_path / "table.json"
+    server = {"server_id": "127.0.0.1", "device": devices, "host_nic_ip": "reserve"}
+    table.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "server_count": "1",
+                "server_list": [server],
+                "status": "completed",
+            }
+        )
+    )
+    words = [str(table), CONFIG, "train", "train.global_batch_size=null"]
+    assert launch.main(["distribute", "--devices", "0,1,4", *words]) == 7
+    assert [child.environment["DEVICE_ID"] for child in jobs[0].children] == ["0", "1", "4"]
+    assert jobs[0].children[2].environment["RANK_TABLE_FILE"] == str(table)
+    assert launch.main(["distribute", "--devices", "0,1,5", *words]) == 2
+    assert "--device_num '[0,3)' --visible_devices 0,1,5" in capsys.readouterr().err
+
+
+def test_hosts_find_their_own_address_in_a_list(
+    jobs: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
+    assert launch.main(["distribute", "--node-ips", "198.51.100.1,127.0.0.1", *words]) == 7
+    assert [child.rank for child in jobs[0].children] == [2, 3]
+    assert jobs[0].children[0].environment["MASTER_ADDR"] == "198.51.100.1"
+    assert "NCCL_NET" not in jobs[0].children[0].environment
+    rdma = ["--use-rdma", "--num-nodes", "2", "--node_ips", "127.0.0.1,198.51.100.1"]
+    assert launch.main(["distribute", *rdma, *words]) == 7
+    assert [child.rank for child in jobs[1].children] == [0, 1]
+    assert jobs[1].children[0].environment["NCCL_NET"] == "IB"
+    for options, message in (
+        (["--node_ips", "198.51.100.1,198.51.100.2"], "none of them is an address of this machine"),
+        (["--node_ips", "127.0.0.1,localhost"], "127.0.0.1, localhost of them is"),
+        (["--node_ips", "127.0.0.1,"], "expected addresses with commas between"),
+        (["--node_ips", "198.51.100.1,198.51.100.1"], "198.51.100.1 is there twice"),
+        (["--node_ips", "127.0.0.1,198.51.100.1", "--nnodes", "3"], "--node_ips names 2 hosts"),
+        (["--nnodes", "2"], "2 hosts have to meet: give --master IP:PORT"),
+    ):
+        assert launch.main(["distribute", *options, *words]) == 2
+        assert message in capsys.readouterr().err
+    assert len(jobs) == 2
+
+
+def test_what_is_only_shown_meets_nobody(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
+    for master, rank in (("127.0.0.1", "RANK=0 "), ("198.51.100.1", "RANK=2 ")):
+        begin = ["distribute", "--master", f"{master}:29511", "--nnodes", "3"]
+        assert launch.main([*begin, *words]) == 0
+        assert rank in capsys.readouterr().out
+    assert jobs == []
 
 
 def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:

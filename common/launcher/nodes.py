@@ -1,0 +1,74 @@
+"""Which of the hosts of a run this one is, where the words of the command leave it open."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from common.cluster.rank_environment import given_port, parse_master
+from common.errors import ConfigError
+from common.launcher.request import LaunchRequest
+from common.launcher.roll_call import RollCall, find_node
+from common.launcher.supervisor import connect_limit
+from common.launcher.terminal import tell
+from common.processes.addresses import DEFAULT_PORT, is_here
+
+
+def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
+    """Return the request with the number of this host, where its address or the master says it.
+
+    meet: wait for the other hosts; what is only shown is the master's, or node 1's. Raises
+    ConfigError, and RunError where the others do not come.
+    """
+    if request.node_ips:
+        return _place_by_address(request)
+    host, port = parse_master(request.master)
+    known = request.node_rank is not None or request.rank_size is not None or request.table
+    nodes = request.nnodes or 1
+    if known or nodes == 1:
+        return request
+    if host is None:
+        raise ConfigError(
+            f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0"
+        )
+    if meet:
+        call = RollCall(
+            master=host,
+            port=(port or given_port(os.environ) or DEFAULT_PORT) + 1,
+            nodes=nodes,
+            devices=tuple(request.numbers),
+            limit=connect_limit(os.environ),
+        )
+        return replace(request, node_rank=find_node(call))
+    number = 0 if request.mode == "plan" or is_here(host) else 1
+    if request.mode != "plan" and nodes > 2 and number:
+        tell(
+            f"shown as node {number} of {nodes}: the hosts are numbered when all have started",
+            error=True,
+        )
+    return replace(request, node_rank=number)
+
+
+def _place_by_address(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with what ``--node_ips`` says. Raises ConfigError."""
+    addresses = request.node_ips
+    if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
+        raise ConfigError(
+            f"--node_ips names {len(addresses)} hosts and says which is which; leave --nnodes and"
+            " --node_rank out"
+        )
+    own = [number for number, address in enumerate(addresses) if is_here(address)]
+    if len(own) != 1 and request.mode != "plan":
+        found = ", ".join(addresses[number] for number in own) or "none"
+        raise ConfigError(
+            f"--node_ips {','.join(addresses)}: {found} of them is an address of this machine,"
+            " expected one; correct the list, or give --node_rank"
+        )
+    first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    port = given_port(os.environ) or DEFAULT_PORT
+    return replace(
+        request,
+        nnodes=len(addresses),
+        node_rank=own[0] if len(own) == 1 else 0,
+        master=request.master or f"{first}:{port}",
+    )
