@@ -12,7 +12,7 @@ from pathlib import Path
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_here, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
@@ -36,7 +36,7 @@ class Process:
     """Address of the host of rank 0, where it is known."""
     port: int | None = None
     launcher: str = "none"
-    """launch (ours), torchrun, msrun, mpirun, srun, rank table, none."""
+    """launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, none."""
     remarks: tuple[str, ...] = ()
     """For the log: what was taken for granted."""
 
@@ -46,13 +46,13 @@ ALONE = Process()
 
 
 def find_process(environ: Mapping[str, str]) -> Process:
-    """Ask each launcher's variables in turn: ours and torchrun's, msrun's, Ascend's, those of MPI,
-    Slurm's. Default: alone.
+    """Ask each launcher's variables in turn: ours and torchrun's, horovodrun's, msrun's, Ascend's,
+    those of MPI, Slurm's. Default: alone.
 
     Raises ConfigError for a value that is no number, for a pair of which one is missing, and where
     two contradict each other.
     """
-    for source in (_torchrun, _msrun, _ascend, _mpirun, _srun):
+    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
         process = source(environ)
         if process is not None:
             return _checked(process)
@@ -124,6 +124,14 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     if rank is None:
         return None
+    theirs = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
+    if theirs not in (None, rank):
+        raise ConfigError(
+            f"environment: RANK={rank[0]} of WORLD_SIZE={rank[1]}, but"
+            f" HOROVOD_RANK={environ['HOROVOD_RANK']} of HOROVOD_SIZE={environ['HOROVOD_SIZE']};"
+            " unset RANK and WORLD_SIZE where horovodrun starts the processes, else HOROVOD_RANK"
+            " and HOROVOD_SIZE"
+        )
     same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (
         environ["RANK"],
         environ["WORLD_SIZE"],
@@ -142,6 +150,44 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
         master=_master(environ),
         port=_port(environ),
         launcher="launch" if ours else "torchrun",
+    )
+
+
+def _horovod(environ: Mapping[str, str]) -> Process | None:
+    """Variables: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28.
+    With MPI below it, horovodrun sets none of them: MPI's own are read.
+
+    Rank 0 is on the first host of -H. The address that all ranks know is that of horovodrun's
+    host.
+    """
+    pair = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
+    if pair is None:
+        return None
+    here = _size(environ, "HOROVOD_LOCAL_SIZE")
+    address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or None
+    master = _master(environ) or (LOOPBACK if here == pair[1] else address)
+    if master is None:
+        raise ConfigError(
+            f"environment: horovodrun started {pair[1]} processes, {here} of them here, and neither"
+            " HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is set; set MASTER_ADDR to the address"
+            " of the host of rank 0"
+        )
+    elsewhere = pair[0] == 0 and master == address and not is_here(master)
+    remark = (
+        f"horovodrun runs on {address}, where the other ranks look for rank 0, and rank 0 is on"
+        " another host; start horovodrun on the first host of -H, or set MASTER_ADDR to its address"
+    )
+    meeting = _number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
+    return Process(
+        rank=pair[0],
+        world_size=pair[1],
+        local_rank=_number(environ, "HOROVOD_LOCAL_RANK"),
+        local_world_size=here,
+        master=master,
+        # runs side by side have different ports of horovodrun
+        port=_port(environ) or (_own_port(meeting) if meeting else DEFAULT_PORT),
+        launcher="horovodrun",
+        remarks=(remark,) if elsewhere else (),
     )
 
 
@@ -344,9 +390,8 @@ def _srun(environ: Mapping[str, str]) -> Process | None:
         local_rank=local,
         local_world_size=counts[node] if node < len(counts) else local + 1,
         master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
-        # above the ports that the system gives out by itself; steps of one job that run side by
-        # side do not share one
-        port=_port(environ) or 61440 + job % 4095,
+        # steps of one job that run side by side do not share one
+        port=_port(environ) or _own_port(job),
         launcher="srun",
     )
 
@@ -466,6 +511,11 @@ def _port(environ: Mapping[str, str], name: str = "MASTER_PORT") -> int | None:
     if port is not None and not 0 < port < 65536:
         raise ConfigError(f"environment: {name}={port}: expected 1 to 65535")
     return port
+
+
+def _own_port(number: int) -> int:
+    """Return a port for a run of this number, above those that the system gives out by itself."""
+    return 61440 + number % 4095
 
 
 def _first_worker(environ: Mapping[str, str]) -> str | None:

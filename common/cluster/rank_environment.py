@@ -32,6 +32,8 @@ FOREIGN = (
     "MS_SCHED_HOST",
     "MS_SCHED_PORT",
     "GROUP_RANK",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
 )
 """Variables of an earlier run in the user's shell that would mislead a rank where it is given none
 of its own.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ from common.launcher.supervisor import Job, supervise
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import describe_cluster, layout_warnings
-from common.processes.addresses import DEFAULT_PORT, is_own
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_own
 from common.processes.ranks import ProcessSpec
 from common.resolve.derive import resolve_mode
 from common.resolve.engine_checks import check_here
@@ -83,6 +84,8 @@ def distribute(request: LaunchRequest) -> int:
     if request.mode == "plan":
         _say(_plan(request, config, places, table))
         return 0
+    if config.parallel.strategy == "horovod":
+        raise _must_be_horovodrun(request, places)
     children, hosts = _prepare(request, config, places, table, port=port, starts=starts)
     ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
     line = f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"
@@ -209,6 +212,21 @@ def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> No
         )
     for text in found:
         tell(f"warning: {text}", error=True)
+
+
+def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigError:
+    """Return the refusal of a run that horovodrun has to start, with the command for it."""
+    names = request.node_ips or [
+        "localhost" if host == LOOPBACK else host.replace("node ", "HOST") for host in places.hosts
+    ]
+    sizes = [len(places.of_host(host)) for host in places.hosts]
+    hosts = ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
+    command = rank_command(request.config, request.mode, request.overrides)
+    words = ["horovodrun", "-np", str(places.world_size), "-H", hosts, *command]
+    return ConfigError(
+        "parallel.strategy=horovod: Horovod connects only ranks that horovodrun or mpirun has"
+        f" started; start them with: {shlex.join(words)}"
+    )
 
 
 def _refuse_second_run(config: ResolvedRun, mode: str, *, first_host: bool) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.processes.addresses import free_port
+from common.training.metrics import read_metrics
+from tests.run_scripts import clean_environment, run_words
 
 ROOT = Path(__file__).resolve().parents[2]
 WHO = """
@@ -85,3 +87,62 @@ def test_msrun(script: Path, tmp_path: Path) -> None:
         "worker_1": f"1/2 1/2 1 127.0.0.1:{port} msrun",
         "scheduler": f"0/2 0/1 None 127.0.0.1:{port} msrun scheduler",
     }
+
+
+@pytest.mark.long
+def test_horovodrun_and_run_distribute_train_alike(corpus_prefix: Path, tmp_path: Path) -> None:
+    """Horovod's variables as horovodrun --gloo -np 2 -H localhost:2 sets them, and a stand-in for
+    its package, against two ranks of DDP. A sum of two terms has one order: equal to the last bit.
+    """
+    pytest.importorskip("torch")
+    from tests.torch_gpt2.parallel.test_replica_strategies import HOROVOD
+
+    package = tmp_path / "site" / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(HOROVOD)
+    words = [str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")]
+    more = run_words(tmp_path / "theirs", corpus_prefix, train__max_steps=3)
+    command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", *words, "--run_mode", "train"]
+    shared = {
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port()),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [*command, *more, "parallel.strategy=horovod"],
+            env=clean_environment(**shared, HOROVOD_RANK=rank, HOROVOD_LOCAL_RANK=rank),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        told = [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    ours = run_words(tmp_path / "ours", corpus_prefix, train__max_steps=3)
+    script = ["bash", str(ROOT / "scripts" / "run_distribute.sh"), "none", *words, "[0,2]", "train"]
+    done = subprocess.run(
+        [*script, *ours], env=clean_environment(), capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    theirs, own = (
+        [
+            (row["loss"], row["grad_norm"], row["sample_hash"])
+            for row in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "loss" in row
+        ]
+        for name in ("theirs", "ours")
+    )
+    assert len(theirs) == 3 and theirs == own

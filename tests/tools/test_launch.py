@@ -501,6 +501,20 @@ def test_what_is_only_shown_meets_nobody(
     assert jobs == []
 
 
+def test_horovods_ranks_are_horovodruns_to_start(
+    jobs: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
+    more = ["parallel.strategy=horovod"]
+    assert launch.main(["distribute", *words, *more]) == 2
+    command = f"{sys.executable} {ROOT}/run_gpt2.py --config {CONFIG} --run_mode train"
+    assert f"horovodrun -np 2 -H localhost:2 {command}" in capsys.readouterr().err
+    hosts = ["--node_ips", "127.0.0.1,198.51.100.2"]
+    assert launch.main(["distribute", *hosts, *words, *more]) == 2
+    assert "horovodrun -np 4 -H 127.0.0.1:2,198.51.100.2:2" in capsys.readouterr().err
+    assert jobs == []
+
+
 def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     cases: list[tuple[list[Any], str]] = [
         (["standalone", CONFIG, "0"], "expected CONFIG_PATH DEVICE_ID RUN_MODE"),

@@ -44,6 +44,22 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
     "PMIX_RANK": "1",
 }
+# horovodrun --gloo: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28
+HOROVOD = {
+    "HOROVOD_HOSTNAME": "b",
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "8",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "198.51.100.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "41000",
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_GLOO_IFACE": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
 # MPICH's and Intel MPI's hydra: pm/hydra/lib/pmiserv_common and the Intel MPI developer reference
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 MVAPICH = {
@@ -225,6 +241,42 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 launcher="mpirun",
             ),
         ),
+        (
+            HOROVOD,
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                master="198.51.100.1",
+                port=61440 + 41000 % 4095,
+                launcher="horovodrun",
+            ),
+        ),
+        (
+            {**HOROVOD, "HOROVOD_SIZE": "6", "HOROVOD_LOCAL_RANK": "5", "HOROVOD_LOCAL_SIZE": "6"},
+            Process(
+                rank=5,
+                world_size=6,
+                local_rank=5,
+                local_world_size=6,
+                master="127.0.0.1",
+                port=61440 + 41000 % 4095,
+                launcher="horovodrun",
+            ),
+        ),
+        (
+            {**HOROVOD, "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
+            Process(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                master="a",
+                port=1234,
+                launcher="horovodrun",
+            ),
+        ),
         (BATCH_SCRIPT, ALONE),
         # the batch step's own number
         ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),
@@ -337,6 +389,14 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
             "mpirun -x MASTER_ADDR=HOST_OF_RANK_0",
         ),
+        ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}, "set MASTER_ADDR to the address"),
+        ({**HOROVOD, "HOROVOD_SIZE": ""}, "HOROVOD_RANK=5, but HOROVOD_SIZE is not set"),
+        ({**HOROVOD, "HOROVOD_RANK": ""}, "HOROVOD_SIZE=8, but HOROVOD_RANK is not set"),
+        (
+            {**HOROVOD, "RANK": "0", "WORLD_SIZE": "8"},
+            "RANK=0 of WORLD_SIZE=8, but HOROVOD_RANK=5 of HOROVOD_SIZE=8; unset RANK",
+        ),
+        ({**HOROVOD, "HOROVOD_LOCAL_SIZE": ""}, "HOROVOD_LOCAL_SIZE is not set"),
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: expected a number"),
         ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
     ],
@@ -345,6 +405,13 @@ def test_what_cannot_be_is_refused(environ: dict[str, str], message: str) -> Non
     with pytest.raises(ConfigError) as caught:
         find_process(environ)
     assert message in str(caught.value) and str(caught.value).startswith("environment: ")
+
+
+def test_rank_0_that_is_not_where_horovodrun_runs_is_told() -> None:
+    first = {**HOROVOD, "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}
+    assert "rank 0 is on another host" in find_process(first).remarks[0]
+    assert find_process({**first, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}).remarks == ()
+    assert find_process(HOROVOD).remarks == ()
 
 
 def test_what_contradicts_the_rank_table_is_refused(samples: Path) -> None:
