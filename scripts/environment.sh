@@ -33,7 +33,7 @@ import sys
 if sys.version_info < (3, 11):
     sys.exit("it is Python %d.%d, expected 3.11 or newer" % sys.version_info[:2])
 try:
-    import numpy, pydantic, yaml
+    import numpy, psutil, pydantic, yaml
 except Exception as error:
     sys.exit("it does not hold the project's libraries: %s" % error)
 END

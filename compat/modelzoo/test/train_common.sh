@@ -35,18 +35,23 @@ train_8p() {
     source "$here/env_npu.sh"
     mkdir -p "$log"
     start=$(date +%s)
+    # -i: at Ctrl-C the launcher still has to say that the ranks have saved
     bash "$root/scripts/run_distribute.sh" --log_dir "$log" none "$root/configs/gpt2/$config.yaml" "[0,${DEVICES:-8}]" train \
         data.train="$data_path/my-gpt_text_sentence" data.tokenizer.vocab_file="$data_path/gpt2-vocab.json" \
         data.tokenizer.merge_file="$data_path/gpt2-merges.txt" data.tokenizer.folder=null train.max_steps="$iterations" \
-        output_dir=ckpts/ckpts_tmp logging.style=megatron logging.interval=100 validation.interval=1000 "${words[@]}" || code=$?
-    cp "$log/mf_parallel0/mindformer.log" "$log/train_0.log" 2>/dev/null
+        output_dir=ckpts/ckpts_tmp logging.style=megatron logging.interval=100 validation.interval=1000 "${words[@]}" 2>&1 |
+        tee -i "$log/train_0.log" || code=$?
     if ((code)); then
         echo "[Error] the training ended with exit code $code; see $log/train_0.log" >&2
         exit "$code"
     fi
+    if ! grep -q "samples/sec" "$log/train_0.log"; then
+        echo "no step of this run is in $log/train_0.log: no final result"
+        return
+    fi
     echo "------------------ Final result ------------------"
     echo "Final Performance samples/sec : $(grep "samples/sec" "$log/train_0.log" | tail -n 100 | awk '{sum+=$10} END {print sum/NR}')"
     echo "Final Train lm loss PPL(accuracy): $(grep "validation loss at iteration" "$log/train_0.log" |
-        awk 'BEGIN {least = 65536} {if ($15 + 0 < least) least = $15} END {print least}')"
+        awk 'NR == 1 || $15 + 0 < least + 0 {least = $15} END {print NR ? least : "not measured"}')"
     echo "E2E Training Duration sec : $(($(date +%s) - start))"
 }
