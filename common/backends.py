@@ -16,6 +16,7 @@ from common.planner.room import out_of_memory
 from common.resolve.derive import ONE_DEVICE_MODES, export_format
 from common.resolve.engine_checks import check_here
 from common.training.export import export
+from common.training.start import with_trained_vocabulary
 from common.training.stop import receive_interrupts
 
 _PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
@@ -45,6 +46,8 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         export(config)
         return
     check_here(config)
+    if run_mode in ("eval", "predict"):
+        config = with_trained_vocabulary(config)
     if process.rank == 0:
         check_inputs(run_mode, config)
     if config.backend == "mindspore":

@@ -1,18 +1,23 @@
 """Any checkpoint, in whichever parts ranks have written it, as one safetensors file: a tensor at a
 time, and without a framework.
 
-weights/model.safetensors    the file that one rank alone would have written: float32, true
-vocabulary weights/manifest.json        the checkpoint's own, for this file alone, so that
-checkpoint.load and checkpoint.init_from take the folder
+    weights/model.safetensors    the file that one rank alone would have written: float32, true
+                                 vocabulary
+    weights/manifest.json        the checkpoint's own, for this file alone, so that checkpoint.load
+                                 and checkpoint.init_from take the folder
+    weights/vocab.json, ...      the files of data.tokenizer, where they are there
+    weights/model.yaml           a config for --run_mode predict from inside the folder: model,
+                                 precision, tokenizer and how to generate
 """
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from common import run_folder
-from common.files import whole_folder
+from common.files import atomic_write, whole_folder
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_vocabulary
@@ -23,6 +28,10 @@ from common.training.manifest import read_manifest, write_manifest
 from common.training.snapshot import MODEL_FILE
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
+from common.yaml_files import dump_yaml
+
+SETTINGS_FILE = "model.yaml"
+_TOKENIZER_FILES = ("vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt")
 
 
 def export(config: ResolvedRun) -> None:
@@ -51,10 +60,49 @@ def export(config: ResolvedRun) -> None:
         write_manifest(
             temporary, {**manifest, "exported_from": str(checkpoint.resolve()), "files": files}
         )
+        _put_settings(temporary, config)
     LOG.info(
         f"{folder / MODEL_FILE}: {len(kinds)} tensors, {size / 1e6:.1f} MB, of {checkpoint}, step"
         f" {manifest['state'].get('step')}"
     )
+
+
+def _put_settings(folder: Path, config: ResolvedRun) -> None:
+    """Write what generating needs besides weights: the files of the tokenizer, and a config whose
+    paths are the folder itself. Raises StorageError, and OSError for a file that cannot be read.
+    """
+    tokenizer = _tokenizer_files(config)
+    for name, file in tokenizer.items():
+        with file.open("rb") as source, atomic_write(folder / name) as copy:
+            shutil.copyfileobj(source, copy)
+    settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
+    for name in ("prompt", "prompt_file", "output_file"):
+        settings["predict"].pop(name)
+    settings["optimizer"] = {"learning_rate": config.optimizer.learning_rate}
+    settings |= {"output_dir": ".", "checkpoint": {"load": "."}}
+    if tokenizer and config.data.tokenizer is not None:
+        settings["data"] = {"tokenizer": {"type": config.data.tokenizer.type, "folder": "."}}
+    with atomic_write(folder / SETTINGS_FILE, "w") as target:
+        target.write(dump_yaml(settings))
+
+
+def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
+    """Return the files of data.tokenizer that are there, by the names that a folder of them has."""
+    wish = config.data.tokenizer
+    if wish is None:
+        return {}
+    given = {name: Path(wish.folder or "") / name for name in _TOKENIZER_FILES if wish.folder}
+    if wish.vocab_file and wish.merge_file:
+        given = {"vocab.json": Path(wish.vocab_file), "merges.txt": Path(wish.merge_file)}
+    elif wish.vocab_file:
+        given = {Path(wish.vocab_file).name: Path(wish.vocab_file)}
+    found = {name: file for name, file in given.items() if file.is_file()}
+    if not found:
+        LOG.warning(
+            f"data.tokenizer: {wish.vocab_file or wish.folder} is not there; the export holds no"
+            " tokenizer, and generating with it needs one"
+        )
+    return found
 
 
 def export_folder(folder: Path) -> AbstractContextManager[Path]:

@@ -95,12 +95,13 @@ def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any
         words["seq_length"] = words["max_positions"]
     vocabulary = words.get("vocab_size", 0)
     if vocabulary > model.vocab_size and vocabulary % model.vocab_multiple == 0:
-        # a multiple of vocab_multiple would be taken for the padded size of the tokenizer's
-        # vocabulary
-        words["vocab_multiple"] = next(
-            number for number in range(2, vocabulary + 2) if vocabulary % number
-        )
+        words["vocab_multiple"] = multiple_that_keeps(vocabulary)
     return words
+
+
+def multiple_that_keeps(vocabulary: int) -> int:
+    """Return a vocab_multiple with which a size is not taken for a padded one."""
+    return next(number for number in range(2, vocabulary + 2) if vocabulary % number)
 
 
 def _free_folder(folder: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.load import flatten, save_config
-from common.errors import CheckpointError, ConfigError
+from common.config.resolved import as_run
+from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
@@ -24,7 +25,8 @@ from common.training.checkpoint import (
     step_of,
 )
 from common.training.data import TrainingData
-from common.training.fits import require_same_model
+from common.training.fits import multiple_that_keeps, require_same_model
+from common.training.manifest import read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,22 @@ def checkpoint_to_use(config: ResolvedRun) -> Path:
     return found or require_checkpoint(
         Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load"
     )
+
+
+def with_trained_vocabulary(config: ResolvedRun) -> ResolvedRun:
+    """Return the config with model.vocab_size as it stands, where the checkpoint to use has it too.
+
+    A run without a tokenizer trains a padded table whole. A tokenizer that is given later would
+    take that size for the padded one of its own vocabulary.
+    """
+    size = config.model.vocab_size
+    if size % config.model.vocab_multiple:
+        return config
+    with suppress(GPT2Error):  # it is reported where the checkpoint is read
+        manifest = read_manifest(checkpoint_to_use(config), checksums=False)
+        if manifest["config"].get("model", {}).get("vocab_size") == size:
+            return as_run(ResolvedRun, config, model={"vocab_multiple": multiple_that_keeps(size)})
+    return config
 
 
 def weights_to_use(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 import run_gpt2
 from common.dataset import IndexedWriter
+from common.systems.fleetx import scripts
 from tests.run_scripts import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +125,49 @@ def test_fleetx_file_trains_as_the_yaml_that_it_becomes(
     assert "read as PaddleFleetX's; " in out and "global step 3, epoch: 0" in out
     assert len(losses(tmp_path / "theirs")) == 3
     assert losses(tmp_path / "theirs") == train_as_ours(yaml, tmp_path)
+
+
+def test_a_fleetx_export_generates_from_its_own_folder(
+    corpus, tmp_path, capsys, monkeypatch, gpt2_vocab_files: tuple[Path, Path]
+) -> None:
+    """Trained without a tokenizer at FleetX's padded size, exported with one, moved, and run by
+    inference.py: the text of generation.py, in FleetX's words for sampling.
+    """
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    folder = ORIGINALS / "fleetx"
+    sizes = [word for word in SMALL if not word.startswith(("model.vocab_size", "data.tokenizer"))]
+    data = f"data.train={corpus / 'my-gpt_text_sentence'}"
+    shared = ["-o", "Engine.mix_precision.use_pure_fp16=False", *sizes, "data.split=90,10,0"]
+    pretrain = ["-c", str(folder / "pretrain_gpt_345M_single_card.yaml"), *shared, data]
+    words = [*pretrain, "-o", "Engine.max_steps=1", "-o", "Engine.eval_freq=0"]
+    assert run_gpt2.main(["--run_mode", "train", *words]) == 0
+    vocabulary, merges = map(str, gpt2_vocab_files)
+    tokenizer = [f"data.tokenizer.vocab_file={vocabulary}", f"data.tokenizer.merge_file={merges}"]
+    generation = ["-c", str(folder / "generation_gpt_345M_dp8.yaml"), *shared, *tokenizer]
+    generation += ["-o", "Engine.save_load.ckpt_dir=output", "-o", "Generation.max_dec_len=3"]
+    capsys.readouterr()
+    assert scripts.generate(run_gpt2.main, generation, "tasks/gpt/generation.py") == 0
+    theirs = capsys.readouterr().out
+    assert "Prompt: Hi, GPT2. Tell me who Jack Ma is.\nGeneration: Hi, GPT2." in theirs
+    assert run_gpt2.main(["--run_mode", "export", *generation]) == 0
+    (tmp_path / "output" / "weights").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "output")
+    inference = tmp_path / "inference.yaml"
+    inference.write_text(
+        f"_base_: {folder}/pretrain_gpt_345M_single_card.yaml\nInference: {{model_dir: moved}}\n"
+    )
+    command = ["-c", str(inference), "-o", "Global.device=cpu"]
+    capsys.readouterr()
+    assert scripts.infer(run_gpt2.main, command, "tools/inference.py") == 0
+    assert capsys.readouterr().out == theirs[theirs.index("Prompt:") :]
+    greedy = [*command, "-o", "Generation.decode_strategy=greedy_search", "predict.prompt=Once"]
+    assert scripts.infer(run_gpt2.main, greedy, "tools/inference.py") == 0
+    assert "Prompt: Once\nGeneration: Once" in capsys.readouterr().out
+    for place, message in (("nowhere", "no such folder"), (".", "no export is here")):
+        word = f"Inference.model_dir={place}"
+        assert scripts.infer(run_gpt2.main, [*command, "-o", word], "tools/inference.py") == 2
+        assert f"{word}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.long

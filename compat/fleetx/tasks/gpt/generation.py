@@ -1,5 +1,5 @@
 """PaddleFleetX's ``python tasks/gpt/generation.py -c CONFIG -o Section.key=value``: continue
-Generation.input_text, or predict.prompt.
+Generation.input_text, predict.prompt or FleetX's own prompt.
 """
 
 import sys
@@ -12,8 +12,9 @@ from common.interrupts import end_at_interrupts
 if __name__ == "__main__":
     end_at_interrupts()
 
+from common.systems.fleetx.scripts import generate
 from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    end_process(main(["--run_mode", "predict", *sys.argv[1:]], program="tasks/gpt/generation.py"))
+    end_process(generate(main, sys.argv[1:], "tasks/gpt/generation.py"))

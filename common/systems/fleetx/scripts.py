@@ -1,0 +1,131 @@
+"""PaddleFleetX's scripts that generate: ``tasks/gpt/generation.py``, with its prompt, and
+``tools/inference.py``, which runs an export folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.command_line import parse_arguments
+from common.errors import CheckpointError, ConfigError, GPT2Error
+
+if TYPE_CHECKING:  # --help loads no library
+    from common.systems.config import Opened
+
+PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
+"""The prompt of FleetX's scripts, for commands that give none."""
+_KEY = "Inference.model_dir"
+_FOLDER = "./output"
+"""What FleetX's configurations say for it."""
+_OF_THE_MACHINE = ("device", "seed", "predict", "logging")
+"""Sections that come from the command's configuration; the others come from the export."""
+
+
+def generate(main: Callable[..., int], argv: Sequence[str], program: str) -> int:
+    """Call ``main`` of run_gpt2.py to continue the given prompts, or FleetX's. Returns its exit
+    code.
+    """
+    words = ["--run_mode", "predict", *argv]
+    arguments = parse_arguments(words, program=program)
+    more: list[str] = []
+    with suppress(GPT2Error):  # main says it
+        opened = _open(arguments.config, arguments.overrides)
+        if not _has_prompt(opened.tree):
+            more = [f"predict.prompt={PROMPT}"]
+    return main([*words, *more], program=program)
+
+
+def infer(main: Callable[..., int], argv: Sequence[str], program: str) -> int:
+    """Call ``main`` of run_gpt2.py with the model, the tokenizer and the settings of an export
+    folder. Returns its exit code.
+
+    Sampling and prompts of the command's own configuration win over the export's.
+    """
+    arguments = parse_arguments(["--run_mode", "predict", *argv], program=program)
+    try:
+        tree = _with_export(arguments.config, arguments.overrides)
+    except GPT2Error as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    from common.yaml_files import dump_yaml
+
+    own = [word for word in arguments.overrides if not word[:1].isupper()]
+    show = ["--show_config"] if arguments.show_config else []
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="inference-", suffix=".yaml", encoding="utf-8"
+    ) as file:
+        file.write(dump_yaml(tree))
+        file.flush()
+        words = ["--run_mode", "predict", "--config", file.name, *show, *own]
+        return main(words, program=program)
+
+
+def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a configuration of ours for the export that another one names. Raises ConfigError and
+    CheckpointError.
+    """
+    from common.training.export import SETTINGS_FILE
+    from common.yaml_files import read_yaml_mapping
+
+    opened = _open(config, overrides)
+    folder = _find_export(_model_dir(Path(config), overrides), SETTINGS_FILE)
+    tree = read_yaml_mapping(folder / SETTINGS_FILE)
+    for name in _OF_THE_MACHINE:
+        value, given = tree.get(name), opened.tree.get(name)
+        if isinstance(value, Mapping) and isinstance(given, Mapping):
+            tree[name] = {**value, **given}
+        elif given is not None:
+            tree[name] = given
+    if not _has_prompt(tree):
+        tree["predict"] = {**tree.get("predict", {}), "prompt": PROMPT}
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(data.get("tokenizer"), dict):
+        data["tokenizer"]["folder"] = str(folder)
+    return tree | {"output_dir": str(folder), "checkpoint": {"load": str(folder)}}
+
+
+def _open(config: str, overrides: Sequence[str]) -> Opened:
+    from common.systems.config import open_config
+
+    return open_config(config, overrides)
+
+
+def _has_prompt(tree: Mapping[str, Any]) -> bool:
+    predict = tree.get("predict")
+    return isinstance(predict, Mapping) and bool(
+        predict.get("prompt") or predict.get("prompt_file")
+    )
+
+
+def _model_dir(config: Path, overrides: Sequence[str]) -> Path:
+    """Return Inference.model_dir of the command, else of the file or its bases."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
+    return Path(given[-1] if given else _in_file(config) or _FOLDER)
+
+
+def _in_file(config: Path) -> str | None:
+    from common.config.load import read_yaml
+
+    tree = read_yaml(config)[0]
+    section, base = tree.get("Inference"), tree.get("_base_")
+    if isinstance(section, Mapping) and section.get("model_dir"):
+        return str(section["model_dir"])
+    return _in_file(config.parent / base) if isinstance(base, str) else None
+
+
+def _find_export(folder: Path, settings: str) -> Path:
+    """Return the folder of an export: the given one, or its ``weights``. Raises CheckpointError."""
+    for place in (folder, folder / "weights"):
+        if (place / settings).is_file():
+            return place.resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"{_KEY}={folder}: no such folder; give that which tools/export.py wrote")
+    raise CheckpointError(
+        f"{_KEY}={folder}: no export is here (looked for {settings} and weights/{settings}); write"
+        " one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
+    )
