@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from common.cluster.rank_table import RankTable
 from common.errors import ConfigError
-from common.processes.addresses import LOOPBACK
+from common.processes.addresses import LOOPBACK, is_here
 from common.whole_numbers import MOST_RANKS, shortened, spans
 
 
@@ -205,13 +205,8 @@ def _in_table(
     hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
     if rank_size is None:
-        held = sorted(place.device_id for place in places)
-        if len(hosts) > 1:
-            raise ConfigError(
-                f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put"
-                f" RANK_SIZE behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE"
-                f" {len(places)}"
-            )
+        own = hosts[0] if len(hosts) == 1 else _own_server(hosts, places)
+        held = sorted(place.device_id for place in _of(places, own))
         if sorted(numbers) != held:
             options = (
                 f"--device_num '{_shown(numbers)}'"
@@ -219,12 +214,12 @@ def _in_table(
                 else f"--device_num '[0,{len(numbers)})' --visible_devices {_shown(numbers)}"
             )
             raise ConfigError(
-                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
+                f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds"
+                f"{f' for {own}' if len(hosts) > 1 else ''}, devices"
                 f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
                 f" {options}, or give ranks: '[0,{len(held)})' MODE"
-                f" {len(held)}"
+                f" {len(places)}"
             )
-        own = hosts[0]
     else:
         own = places[numbers[0]].host
         here = [place.rank for place in _of(places, own)]
@@ -238,6 +233,19 @@ def _in_table(
                 f" {servers}; start all ranks of a server at once"
             )
     return place_hosts(places, own, master)
+
+
+def _own_server(hosts: Sequence[str], places: Sequence[RankPlacement]) -> str:
+    """Return the server of a rank table that has an address of this machine. Raises ConfigError."""
+    here = [host for host in hosts if is_here(host)]
+    if len(here) == 1:
+        return here[0]
+    raise ConfigError(
+        f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put RANK_SIZE"
+        f" behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE {len(places)}; a range"
+        " of devices is enough where one server has an address of this machine; here"
+        f" {' and '.join(here) or 'none'} has"
+    )
 
 
 def _in_networks(

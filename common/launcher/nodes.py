@@ -62,7 +62,7 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
         found = ", ".join(addresses[number] for number in own) or "none"
         raise ConfigError(
             f"--node_ips {','.join(addresses)}: {found} of them is an address of this machine,"
-            " expected one; correct the list, or give --node_rank"
+            " expected one; correct the list, or give --master IP:PORT --nnodes N --node_rank K"
         )
     first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
     port = given_port(os.environ) or DEFAULT_PORT

@@ -116,6 +116,21 @@ def test_version_2_names_no_machines(samples: Path) -> None:
         find_places(range(2, 4), rank_size=4, table=table)
 
 
+def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machine(
+    tutorial: RankTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"10.155.111.142"}
+    monkeypatch.setattr("common.cluster.places.is_here", own.__contains__)
+    assert find_places(range(8), table=tutorial) == find_places(
+        range(16, 24), rank_size=32, table=tutorial
+    )
+    with pytest.raises(ConfigError, match=r"holds for 10\.155\.111\.142, devices 0-7;"):
+        find_places(range(4), table=tutorial)
+    own.add("10.155.111.140")
+    with pytest.raises(ConfigError, match=r"10\.155\.111\.140 and 10\.155\.111\.142 has"):
+        find_places(range(8), table=tutorial)
+
+
 @pytest.mark.parametrize(
     ("numbers", "rank_size", "message"),
     [
