@@ -195,6 +195,11 @@ def _prepare(
     children = make_children(
         places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
     )
+    if config.logging.style == "fleetx":  # as Paddle's launcher calls them
+        children = tuple(
+            child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
+            for child in children
+        )
     return children, make_hosts(places, rendezvous)
 
 
@@ -326,7 +331,8 @@ def _run(job: Job, request: LaunchRequest) -> int:
     if is_asked("DRY_RUN"):
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
-            _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{cores}\n")
+            link = f", also {child.log_link}" if child.log_link else ""
+            _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}\n")
             _say(shell_text(child.environment, child.command))
         return 0
     return _detach(job.log_folder, request) if is_asked("DETACH") else supervise(job)

@@ -71,6 +71,8 @@ def open_log(folder: Path, child: ProcessSpec) -> RankLog:
             f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose"
             " another one by --log_dir"
         ) from None
+    if child.log_link:
+        _link(folder / child.log_link, path)
     return RankLog(path=path, file=file, start=file.tell())
 
 
@@ -89,6 +91,14 @@ def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, st
         with _open_private(log.path.with_name("env.log")) as file:
             file.write(text.encode(errors="replace"))
     return replace(log, start=log.file.tell())
+
+
+def _link(name: Path, path: Path) -> None:
+    """Let ``name`` lead to a log. A file of this name stays; a disk without links has none."""
+    with suppress(OSError):
+        if name.is_symlink():
+            name.unlink()
+        name.symlink_to(path.relative_to(name.parent))
 
 
 def _append(path: Path, mode: int = 0o666) -> IO[bytes]:

@@ -36,7 +36,8 @@ class ProcessSpec:
 
     cores: to pin it to; empty: not pinned. name: set for a helper beside the ranks, such as
     MindSpore's scheduler: it sends no heartbeat, and it is ended after the ranks. folder: of its
-    logs, in the job's. title: what messages call it; empty: ``rank 3``, or its name.
+    logs, in the job's. title: what messages call it; empty: ``rank 3``, or its name. log_link:
+    another name of its log, in the job's folder.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class ProcessSpec:
     name: str = ""
     folder: str = ""
     title: str = ""
+    log_link: str = ""
 
     def __str__(self) -> str:
         return self.title or self.name or f"rank {self.rank}"

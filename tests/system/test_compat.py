@@ -170,6 +170,29 @@ def test_a_fleetx_export_generates_from_its_own_folder(
         assert f"{word}: {message}" in capsys.readouterr().err
 
 
+def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
+    """As typed in FleetX's folder; other scripts than the training are one process."""
+    fleetx = COMPAT / "fleetx"
+    config = str(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml")
+    launch = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", str(tmp_path)]
+    words = ["--devices", "0,1,4", "tools/train.py", "-c", config, "-o", "Global.device=cpu"]
+    words += ["-o", "Distributed.dp_degree=3", "-o", "Model.hidden_size=1024"]
+    done = start([*launch, *words], fleetx, DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(
+        r"# rank \d: logs in .*(mf_parallel\d), also (workerlog\.\d)", done.stdout
+    ) == [(f"mf_parallel{rank}", f"workerlog.{rank}") for rank in range(3)]
+    assert re.findall("DEVICE_ID=(.)", done.stdout) == ["0", "1", "4"]
+    assert done.stdout.count("Model.hidden_size=1024") == 3
+    hosts = ["--devices", "0", "--master", "10.0.0.1:29500", "--nnodes", "2", "--rank", "1"]
+    assert scripts.launch_command([*hosts, "tools/train.py", "-c", config, "-o", "seed=1"])[2:] == [
+        *["distribute", "--master", "10.0.0.1:29500", "--nnodes", "2", "--node_rank", "1"],
+        *["--log_dir", "log", "--devices", "0", "none", config, "train", "seed=1"],
+    ]
+    one = ["--gpus", "3,4", "tasks/gpt/generation.py", "-c", config]
+    assert scripts.launch_command(one)[1:] == [*one[2:], "context.device_id=3"]
+
+
 @pytest.mark.long
 def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
     corpus, tmp_path, capsys, monkeypatch

@@ -1,9 +1,10 @@
 """PaddleFleetX's scripts that generate: ``tasks/gpt/generation.py``, with its prompt, and
-``tools/inference.py``, which runs an export folder.
+``tools/inference.py``, which runs an export folder; and the launcher of all its scripts.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.command_line import parse_arguments
 from common.errors import CheckpointError, ConfigError, GPT2Error
+from common.paths import ROOT
 
 if TYPE_CHECKING:  # --help loads no library
     from common.systems.config import Opened
@@ -129,3 +131,37 @@ def _find_export(folder: Path, settings: str) -> Path:
         f"{_KEY}={folder}: no export is here (looked for {settings} and weights/{settings}); write"
         " one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
     )
+
+
+def launch_command(argv: Sequence[str]) -> list[str]:
+    """Return the command for ``python -m paddle.distributed.launch OPTIONS SCRIPT ...``: a training
+    becomes a launch of a rank a device; another script runs in one process on the first device.
+
+    Ends the process with exit code 2 for words that Paddle's launcher has not.
+    """
+    parser = argparse.ArgumentParser(
+        prog="paddle.distributed.launch",
+        description="Start a script of compat/fleetx on the given devices.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--log_dir", default="log", help="folder of workerlog.N (default: log)")
+    parser.add_argument("--devices", "--gpus", "--npus", required=True, metavar="N,N")
+    parser.add_argument("--master", metavar="IP:PORT", help="where several hosts meet")
+    parser.add_argument("--nnodes", metavar="N", help="how many hosts there are")
+    parser.add_argument(
+        "--rank",
+        metavar="K",
+        help="which host this is (default: that of --master is 0, the others go by address)",
+    )
+    parser.add_argument("script", help="tools/train.py or another script of compat/fleetx")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="of the script: -c CONFIG -o KEY=V")
+    given = parser.parse_args(argv)
+    if Path(given.script).name != "train.py":
+        device = f"context.device_id={given.devices.partition(',')[0]}"
+        return [sys.executable, given.script, *given.words, device]
+    training = parse_arguments(["--run_mode", "train", *given.words], program=given.script)
+    options = {"master": given.master, "nnodes": given.nnodes, "node_rank": given.rank}
+    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    words += ["--log_dir", given.log_dir, "--devices", given.devices, "none", training.config]
+    tool = str(ROOT / "tools" / "launch.py")
+    return [sys.executable, tool, "distribute", *words, "train", *training.overrides]

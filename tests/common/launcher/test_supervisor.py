@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -514,6 +515,19 @@ def test_a_log_that_is_a_pipe_without_a_reader_starts_nothing(tmp_path: Path) ->
     os.mkfifo(tmp_path / "mf_parallel0" / "mindformer.log")
     with pytest.raises(ConfigError, match="mf_parallel0: cannot be written"):
         supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER))
+
+
+def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
+    """A link of an earlier run is renewed; another program's file of this name stays."""
+    (tmp_path / "workerlog.0").symlink_to("mf_parallel7/mindformer.log")
+    (tmp_path / "workerlog.1").write_text("Paddle's")
+    ranks = tuple(
+        replace(child, log_link=f"workerlog.{child.rank}")
+        for child in children(*(f"print('rank {rank} speaks')" for rank in range(2)))
+    )
+    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert "rank 0 speaks" in (tmp_path / "workerlog.0").read_text()
+    assert (tmp_path / "workerlog.1").read_text() == "Paddle's"
 
 
 def test_full_streams_change_no_exit_code(start: Callable[..., Started]) -> None:
