@@ -358,6 +358,26 @@ def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
     assert np.allclose(first, third, rtol=1e-5), "two ranks sum in another order"
 
 
+def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
+    """The node finds its place by its address, as OneFlow's does; ranks are not started twice."""
+    flags = [word for word in MEGATRON.replace("--lr ", "--learning-rate ").split("--eval-iters")]
+    words = flags[0].replace("--max-position-embeddings 16", "").split()
+    words += ["--dataset", "x", "--num-gpus-per-node", "2", "--num-nodes", "2", "--use-rdma"]
+    command = [sys.executable, "-m", "oneflow_gpt.training", *words, "device=cpu"]
+    there = {"PYTHONPATH": str(COMPAT / "oneflow"), "DRY_RUN": "1"}
+    batch = ["train.global_batch_size=8"]
+    done = start([*command, *batch, "--node-ips", "198.51.100.1,127.0.0.1"], tmp_path, **there)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^RANK=(\d)", done.stdout, re.MULTILINE) == ["2", "3"]
+    assert "MASTER_ADDR=198.51.100.1" in done.stdout and "NCCL_NET=IB" in done.stdout
+    done = start([*command, *batch], tmp_path, **there)
+    assert done.returncode == 2 and "--num-nodes 2 needs --node-ips" in done.stderr
+    ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    done = start([*command, "train.global_batch_size=9"], tmp_path, **there, **ranks)
+    assert done.returncode == 2 and "global_batch_size=9 is no multiple" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_megatron_command_line_shows_its_yaml(tmp_path) -> None:
     command = [
         sys.executable,

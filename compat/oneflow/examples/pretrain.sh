@@ -4,7 +4,7 @@
 #   ONEFLOW_GPT_DATASET=data/my_text_document bash examples/pretrain_345M.sh [section.key=value ...]
 #
 # On several nodes start the same command on each, with ONEFLOW_GPT_NUM_NODES and ONEFLOW_GPT_NODE_IPS=IP,IP,...: a node finds its
-# place by its address. Exit code: that of the run.
+# place by its address. ONEFLOW_COMM_NET_IB_ENABLE=1: NCCL over InfiniBand or RoCE alone. Exit code: that of the run.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 flags="$(mktemp --suffix=.flags)"
@@ -28,15 +28,8 @@ devices="${ONEFLOW_GPT_NUM_GPUS_PER_NODE:-4}" nodes="${ONEFLOW_GPT_NUM_NODES:-1}
 } >"$flags"
 places=()
 if ((nodes > 1)); then
-    IFS=, read -ra addresses <<<"${ONEFLOW_GPT_NODE_IPS:?give the addresses of all nodes: ONEFLOW_GPT_NODE_IPS=IP,IP,...}"
-    own=" $(hostname -I) " rank=""
-    for number in "${!addresses[@]}"; do
-        [[ "$own" != *" ${addresses[$number]} "* ]] || rank="$number"
-    done
-    if [[ -z "$rank" ]]; then
-        echo "error: none of ONEFLOW_GPT_NODE_IPS=$ONEFLOW_GPT_NODE_IPS is an address of this machine ($own)" >&2
-        exit 2
-    fi
-    places=(--master "${addresses[0]}:${ONEFLOW_GPT_CTRL_PORT:-29500}" --nnodes "$nodes" --node_rank "$rank")
+    addresses="${ONEFLOW_GPT_NODE_IPS:?give the addresses of all nodes: ONEFLOW_GPT_NODE_IPS=IP,IP,...}"
+    places=(--nnodes "$nodes" --node_ips "$addresses" --master "${addresses%%,*}:${ONEFLOW_GPT_CTRL_PORT:-29500}")
 fi
+[[ "${ONEFLOW_COMM_NET_IB_ENABLE:-0}" == 0 ]] || places+=(--use_rdma)
 bash "$root/scripts/run_distribute.sh" "${places[@]}" none "$flags" "[0,$devices]" train "$@"

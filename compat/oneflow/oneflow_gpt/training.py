@@ -1,4 +1,6 @@
-"""OneFlow's ``python -m oneflow_gpt.training FLAGS``: train what the flags say."""
+"""OneFlow's ``python -m oneflow_gpt.training FLAGS``: train what the flags say, on all devices of
+this node that they name.
+"""
 
 import sys
 from pathlib import Path
@@ -11,8 +13,12 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common.systems.flag_scripts import main_with_flags
+from common.systems.oneflow.launch import start_nodes_devices
 from common.training.stop import end_process
 from run_gpt2 import main
+from tools.launch import main as launch
 
 if __name__ == "__main__":
-    end_process(main_with_flags(main, sys.argv[1:], "oneflow_gpt.training"))
+    flags = sys.argv[1:]
+    start = start_nodes_devices(main, launch, flags)
+    end_process(main_with_flags(start, flags, "oneflow_gpt.training"))
