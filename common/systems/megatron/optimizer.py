@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import ConfigError
 from common.systems.megatron.shards import FILE, RankTensors, Shards
+from common.systems.rank_parts import name_in_order
 from common.systems.run_state import NO_SCALE, checked_run, new_run
 from common.tensor_files.arrays import FileTensor, TensorFile
 
@@ -92,25 +92,12 @@ def by_name(
     read.
     """
     return [
-        [_in_order(shards.folder, tensors, there) for tensors, there in zip(*stage, strict=True)]
+        [
+            name_in_order(shards.folder, {name: rank[name].shape for name in rank}, there)
+            for rank, there in zip(*stage, strict=True)
+        ]
         for stage in zip(names, values, strict=True)
     ]
-
-
-def _in_order(
-    folder: Path, names: Mapping[str, FileTensor], values: Sequence[FileTensor]
-) -> dict[str, FileTensor]:
-    found: dict[str, FileTensor] = {}
-    for dims in (1, 2):
-        named = {name: tensor for name, tensor in names.items() if len(tensor.shape) == dims}
-        there = [tensor for tensor in values if len(tensor.shape) == dims]
-        if [tensor.shape for tensor in named.values()] != [tensor.shape for tensor in there]:
-            raise CheckpointError(
-                f"{folder}: the state of the optimizer is not of these weights: other shapes, or"
-                " another number of them"
-            )
-        found.update(zip(named, there, strict=True))
-    return {name: found[name] for name in names if name in found}
 
 
 def run_of(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from common.systems.megatron.config import read_config
 from common.systems.megatron.names import NAME_MAPS
 from common.systems.megatron.optimizer import SavedState, by_name, read_optimizer, run_of
 from common.systems.megatron.shards import (
-    Joined,
     RankTensors,
     Shards,
     find_folder,
@@ -23,23 +22,14 @@ from common.systems.megatron.shards import (
     model_tensors,
     open_shards,
     rank_files,
-    read_joined,
 )
+from common.systems.megatron_args import in_version
 from common.systems.model_yaml import MODEL_YAML
-from common.systems.name_map import Fusion, NameMap, match_name_map
+from common.systems.name_map import NameMap, match_name_map
+from common.systems.rank_parts import Joined, read_joined
 from common.systems.run_state import require_moments
 from common.systems.weights import Weight, Weights, check_tied, import_names, weights_from
 from common.tensor_files.containers import open_tensors
-
-_ORDERS: dict[float, Fusion] = {
-    0: Fusion.BLOCKS,
-    1: Fusion.OUTPUTS,
-    2: Fusion.HEADS,
-    3: Fusion.HEADS,
-}
-"""checkpoint_version -> the order of the rows of query, key and value
-(``fix_query_key_value_ordering`` in megatron/checkpointing.py).
-"""
 
 
 def detects(path: Path, format: str = "megatron") -> bool:
@@ -109,7 +99,10 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
 def _name_map(shards: Shards, format: str) -> NameMap:
     names = [name.removeprefix("model.") for name in shards.first if name.startswith("model.")]
     name_map = match_name_map(shards.folder, format, NAME_MAPS[format], names)
-    return _in_version(shards, name_map) if name_map in NAME_MAPS["megatron"] else name_map
+    if name_map not in NAME_MAPS["megatron"]:
+        return name_map
+    version = shards.first.tree.get("checkpoint_version", 0)
+    return in_version(shards.first.path, version, name_map)
 
 
 def _without_head(shards: Shards, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]:
@@ -137,16 +130,6 @@ def _where_it_stood(
     return None, notes | (
         {"iteration": "where training stood, without the state of the optimizer"} if step else {}
     )
-
-
-def _in_version(shards: Shards, name_map: NameMap) -> NameMap:
-    version = shards.first.tree.get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or version not in _ORDERS:
-        raise ConfigError(
-            f"{shards.first.path}: checkpoint_version is {version!r}, of which the order of query,"
-            f" key and value is unknown; expected {', '.join(map(str, _ORDERS))}"
-        )
-    return name_map.fused(_ORDERS[version])
 
 
 def _tied_head(folder: Path, name_map: NameMap, ranks: RankTensors) -> dict[str, str]:

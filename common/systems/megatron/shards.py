@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from common.errors import CheckpointError, ConfigError
-from common.parallel.sharding import split_dim
 from common.structured_files import read_bytes
-from common.systems.name_map import NameMap, NameRow
+from common.systems.name_map import NameMap
+from common.systems.rank_parts import Joined, join_ranks
 from common.systems.weights import MAX_LAYERS
-from common.tensor_files.arrays import FileTensor, TensorFile, TensorKind, same_bytes
+from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.whole_numbers import whole_number
 
@@ -222,23 +219,21 @@ def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]
     rows = {row.theirs: row for row in name_map.rows(sum(map(_layers, ranks)))}
     if name_map.head is not None:
         rows[name_map.head] = name_map.global_rows[0]
-    joined, first_layer = {}, 0
+    joined: dict[str, Joined] = {}
+    first_layer = 0
     for stage in ranks:
-        for name in dict.fromkeys(name for rank in stage for name in rank):
-            parts = [rank[name] for rank in stage if name in rank]
-            if len(parts) < len(stage):
-                raise CheckpointError(
-                    f"{path}: {len(stage) - len(parts)} of {len(stage)} tensor ranks lack {name};"
-                    " copy all files again"
-                )
-            before, layers, number, after = re.fullmatch(
-                r"(.*?)(?:(\blayers\.)(\d+)(\..*))?", name
-            ).groups()  # type: ignore[union-attr]
-            whole = f"{before}{layers}{int(number) + first_layer}{after}" if layers else name
-            row = rows.get(whole)
-            joined[whole] = _join(path, whole, parts, split_dim(row.ours[0]) if row else None)
+        whole = [{_in_whole(name, first_layer): rank[name] for name in rank} for rank in stage]
+        joined |= join_ranks(path, whole, rows)
         first_layer += _layers(stage)
     return joined
+
+
+def _in_whole(name: str, first_layer: int) -> str:
+    """Return the name of a tensor of a stage in the whole model."""
+    before, layers, number, after = re.fullmatch(
+        r"(.*?)(?:(\blayers\.)(\d+)(\..*))?", name
+    ).groups()  # type: ignore[union-attr]
+    return f"{before}{layers}{int(number) + first_layer}{after}" if layers else name
 
 
 def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
@@ -254,38 +249,3 @@ def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
             f"a stage with {layers} layers is none of a GPT-2; use another checkpoint"
         )
     return layers
-
-
-def _join(path: Path, name: str, parts: Sequence[FileTensor], dim: int | None) -> Joined:
-    first = parts[0]
-    if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
-        shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise CheckpointError(
-            f"{path}: tensor ranks hold {name} as {shown}; these files are of several checkpoints:"
-            " copy one whole"
-        )
-    if dim is None or len(first.shape) <= dim:
-        if not all(same_bytes(part, first) for part in parts[1:]):
-            raise CheckpointError(
-                f"{path}: tensor ranks differ in {name}, of which each has a whole copy; use"
-                " another checkpoint"
-            )
-        return Joined(dtype=first.dtype, shape=first.shape, parts=(first,))
-    shape = (*first.shape[:dim], len(parts) * first.shape[dim], *first.shape[dim + 1 :])
-    return Joined(dtype=first.dtype, shape=shape, parts=tuple(parts), dim=dim)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Joined(TensorKind):
-    """A tensor that the tensor ranks have in equal parts along ``dim``."""
-
-    parts: tuple[FileTensor, ...]
-    dim: int = 0
-
-
-def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
-    """One of the parameters in it: each rank holds its own heads. A view of the file where one will
-    do.
-    """
-    arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)

@@ -1,0 +1,95 @@
+"""Tensors of which each tensor-parallel rank has a part in a file of its own, joined when they are
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.parallel.sharding import split_dim
+from common.systems.name_map import NameRow
+from common.tensor_files.arrays import FileTensor, TensorKind, same_bytes
+
+Ranks: TypeAlias = Sequence[Mapping[str, FileTensor]]
+"""[tensor rank]: tensors by the names that the format has in the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined(TensorKind):
+    """A tensor that the tensor ranks have in equal parts along ``dim`` of our layout."""
+
+    parts: tuple[FileTensor, ...]
+    dim: int = 0
+
+
+def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[str, Joined]:
+    """Join each tensor of a model or of one stage. rows: by the format's names.
+
+    Raises CheckpointError where ranks do not fit together.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        parts = [rank[name] for rank in ranks if name in rank]
+        if len(parts) < len(ranks):
+            raise CheckpointError(
+                f"{where}: {len(ranks) - len(parts)} of {len(ranks)} tensor ranks lack {name};"
+                " copy all files again"
+            )
+        joined[name] = _join(where, name, parts, rows.get(name))
+    return joined
+
+
+def _join(where: Path, name: str, parts: Sequence[FileTensor], row: NameRow | None) -> Joined:
+    first, dim = parts[0], split_dim(row.ours[0]) if row else None
+    if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
+        shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+        raise CheckpointError(
+            f"{where}: tensor ranks hold {name} as {shown}; these files are of several checkpoints:"
+            " copy one whole"
+        )
+    if row is None or dim is None or len(first.shape) <= dim:
+        if not all(same_bytes(part, first) for part in parts[1:]):
+            raise CheckpointError(
+                f"{where}: tensor ranks differ in {name}, of which each has a whole copy; use"
+                " another checkpoint"
+            )
+        return Joined(dtype=first.dtype, shape=first.shape, parts=(first,))
+    theirs = len(first.shape) - 1 - dim if row.transposed else dim
+    shape = (*first.shape[:theirs], len(parts) * first.shape[theirs], *first.shape[theirs + 1 :])
+    return Joined(dtype=first.dtype, shape=shape, parts=tuple(parts), dim=dim)
+
+
+def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
+    """One of the parameters in it: each rank holds its own heads. A view of the file where one will
+    do.
+    """
+    arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)
+
+
+def name_in_order(
+    where: Path, shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
+) -> dict[str, FileTensor]:
+    """Name the tensors of an optimizer that has one group, or one of matrices and one of vectors.
+
+    shapes: of the parameters by name, in the order of the modules. Raises CheckpointError where
+    ``values`` do not fit them.
+    """
+    found: dict[str, FileTensor] = {}
+    for dims in (1, 2):
+        named = {name: shape for name, shape in shapes.items() if len(shape) == dims}
+        there = [tensor for tensor in values if len(tensor.shape) == dims]
+        if [*named.values()] != [tensor.shape for tensor in there]:
+            raise CheckpointError(
+                f"{where}: the state of the optimizer is not of these weights: other shapes, or"
+                " another number of them"
+            )
+        found.update(zip(named, there, strict=True))
+    return {name: found[name] for name in shapes if name in found}
