@@ -31,7 +31,7 @@ _REST = {
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "squared_relu": (False,),
     "apply_layernorm_1p": (False,), "swiglu": (False,),
-    "normalization": ("LayerNorm",), "use_rotary_position_embeddings": (False,),
+    "normalization": ("LayerNorm", "layernorm"), "use_rotary_position_embeddings": (False,),
     "position_embedding_type": ("learned_absolute",),
     "group_query_attention": (False,),
 }  # fmt: skip

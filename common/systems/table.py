@@ -12,7 +12,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.systems import fleetx, hugging_face, megatron, mindformers, openai, own_folder
+from common.systems import (
+    deepspeed,
+    fleetx,
+    hugging_face,
+    megatron,
+    mindformers,
+    openai,
+    own_folder,
+)
 from common.systems.weight_format import System, WeightFormat
 
 SYSTEMS: dict[str, System] = {
@@ -21,6 +29,8 @@ SYSTEMS: dict[str, System] = {
     "mindformers": mindformers.SYSTEM,
     "openai": openai.SYSTEM,
     "fleetx": fleetx.SYSTEM,
+    # before Megatron-LM, whose file of the last iteration it writes too
+    "deepspeed": deepspeed.SYSTEM,
     "megatron": megatron.SYSTEM,
 }
 """A path is compared with them in this order."""

@@ -258,4 +258,5 @@ def test_every_format_that_holds_a_run_is_tested_here() -> None:
             "megatron",
             "megatron_core",
         ),
+        "deepspeed",  # read only: tests/common/systems/deepspeed has DeepSpeed's own files
     }

@@ -1,0 +1,291 @@
+"""Checkpoints that DeepSpeed itself has written, against the tensors in its processes and its tool
+zero_to_fp32.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from common.conversion.convert import convert  # noqa: E402
+from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.weights import Weights  # noqa: E402
+from tests.ranks import ROOT  # noqa: E402
+from tools.convert_weight import main  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 3, 8, 4, 29, 3
+TWO = (
+    "float32_zero0_pp1_tp1",
+    "float16_zero1_pp1_tp1",
+    "bfloat16_zero1_pp1_tp1",
+    "float16_zero2_pp1_tp1",
+    "float16_zero0_pp1_tp2",
+    "float32_zero1_pp1_tp2",
+    "float32_zero0_pp2_tp1",
+    "float16_zero0_pp2_tp1",
+    "float16fused_zero0_pp2_tp1",
+    "float16_zero1_pp2_tp1",
+    "bfloat16_zero1_pp2_tp1",
+)
+FOUR = ("float16fused_zero0_pp2_tp2", "float32_zero1_pp2_tp2")
+"""Cases of two processes, and of four, whose file mp_rank_02 is tensor rank 0 of stage 1."""
+IN_BLOCK = {
+    "ln_1": "input_layernorm", "attn.c_proj": "self_attention.dense",
+    "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h",
+}  # fmt: skip
+COLUMNS = ("word_embeddings.weight", "query_key_value.weight", "query_key_value.bias",
+    "dense_h_to_4h.weight", "dense_h_to_4h.bias")  # fmt: skip
+ROWS = ("dense.weight", "dense_4h_to_h.weight")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checkpoint of each case."""
+    folder = tmp_path_factory.mktemp("cases")
+    jobs = [",".join((str(ranks), *cases)) for ranks, cases in ((2, TWO), (4, FOUR))]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("train_tiny.py")), str(folder), *jobs],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def in_megatrons_words(name: str) -> str:
+    """Return a name of the model in a process as Megatron has it below its embedding or encoder."""
+    if layer := re.fullmatch(r"(\d+)\.(.+)", name):  # of a pipeline: blocks from 3 on
+        number = int(layer[1])
+        block = number < 3 + LAYERS
+        return f"layers.{number - 3}.{layer[2]}" if block else f"final_layernorm.{layer[2]}"
+    return re.sub(r"^(language_model\.(embedding|encoder)|tied_modules\.embed)\.", "", name)
+
+
+def expected(folder: Path, case: str, part: str) -> dict[str, np.ndarray]:
+    """Put the tensors of the processes together by Megatron's rules, under our names."""
+    stages, size = int(case[-5]), int(case[-1])
+    files = sorted(folder.glob(f"{case}.rank_*.pt"))
+    ranks = [torch.load(file) for file in files]
+    data = len(ranks) // stages // size
+    whole: dict[str, np.ndarray] = {}
+    for stage in range(stages):
+        tensor_ranks = [ranks[(stage * data) * size + tensor] for tensor in range(size)]
+        for theirs in tensor_ranks[0]:
+            name = in_megatrons_words(theirs)
+            if name in whole or part not in tensor_ranks[0][theirs]:
+                continue
+            pieces = [rank[theirs][part].numpy() for rank in tensor_ranks]
+            dim = 0 if name.endswith(COLUMNS) else 1 if name.endswith(ROWS) else None
+            whole[name] = pieces[0] if dim is None else np.concatenate(pieces, dim)
+    ours = {
+        "wte.weight": whole["word_embeddings.weight"][:VOCABULARY],
+        "wpe.weight": whole["position_embeddings.weight"],
+    }
+    for kind in ("weight", "bias"):
+        ours[f"ln_f.{kind}"] = whole[f"final_layernorm.{kind}"]
+        for layer in range(LAYERS):
+            block = f"layers.{layer}."
+            for name, theirs in IN_BLOCK.items():
+                ours[f"h.{layer}.{name}.{kind}"] = whole[f"{block}{theirs}.{kind}"]
+            fused = whole[f"{block}self_attention.query_key_value.{kind}"]
+            by_head = fused.reshape(HEADS, 3, WIDTH // HEADS, *fused.shape[1:])
+            for number, letter in enumerate("qkv"):
+                values = by_head[:, number].reshape(WIDTH, *fused.shape[1:])
+                ours[f"h.{layer}.attn.{letter}_proj.{kind}"] = values
+    return ours
+
+
+def assert_equals_processes(folder: Path, case: str) -> Weights:
+    assert detect(folder / case) == "deepspeed"
+    with FORMATS["deepspeed"].open(folder / case) as found:
+        tensors = {name: np.array(tensor.load()) for name, tensor in found.tensors.items()}
+        moments = {name: np.array(tensor.load()) for name, tensor in found.moments.items()}
+    weights = expected(folder, case, "")
+    assert tensors.keys() == weights.keys()
+    for name, array in weights.items():
+        assert tensors[name].dtype == np.float32
+        np.testing.assert_array_equal(tensors[name], array, err_msg=name)
+    for part in (".exp_avg", ".exp_avg_sq"):
+        for name, array in expected(folder, case, part).items():
+            np.testing.assert_array_equal(moments.pop(name + part), array, err_msg=name + part)
+            assert array.any()
+    assert not moments
+    run = found.run
+    assert run is not None
+    assert (run["state"]["step"], run["state"]["consumed_samples"]) == (STEPS, 6)
+    # without ZeRO, DeepSpeed lets a float16 optimizer make a step of zeros before the first one
+    before = case.startswith("float16") and "zero0" in case
+    assert run["engine"]["optimizer_steps"] == STEPS + before
+    # 2^4, and twice as much after two finite steps
+    scale = {key: run["engine"]["loss_scale"][key] for key in ("mode", "value")}
+    assert scale == (
+        {"mode": "dynamic", "value": 32.0}
+        if case.startswith("float16")
+        else {"mode": "none", "value": 1.0}
+    )
+    return found
+
+
+@pytest.mark.parametrize("case", TWO + FOUR)
+def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
+    """Bit for bit: weights in float32, both moments, step, samples and loss scale."""
+    assert_equals_processes(saved, case)
+
+
+def test_float32_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
+    for case in ("float16_zero1_pp1_tp1", "float16_zero2_pp1_tp1"):
+        theirs = torch.load(saved / f"{case}.zero_to_fp32.pt")
+        with FORMATS["deepspeed"].open(saved / case) as found:
+            for name, ours in (
+                ("embedding.position_embeddings.weight", "wpe.weight"),
+                ("encoder.layers.2.mlp.dense_4h_to_h.weight", "h.2.mlp.c_proj.weight"),
+                ("encoder.final_layernorm.bias", "ln_f.bias"),
+            ):
+                array = theirs[f"language_model.{name}"].detach().numpy()
+                np.testing.assert_array_equal(found.tensors[ours].load(), array)
+
+
+def test_there_and_back_through_other_formats(saved: Path, tmp_path: Path) -> None:
+    """The whole run goes to our folder and to Megatron's; both hold the same bits."""
+    case = saved / "float16_zero1_pp2_tp1"
+    for target in ("torch_gpt2", "megatron"):
+        convert(
+            case,
+            tmp_path / target,
+            source_format=None,
+            target_format=target,
+            dtype=None,
+            verify=True,
+        )
+        with (
+            FORMATS["deepspeed"].open(case) as source,
+            FORMATS[target].open(tmp_path / target) as found,
+        ):
+            for one, other in (
+                (source.tensors, found.tensors),
+                (source.moments, found.moments),
+            ):
+                assert one.keys() == other.keys()
+                for name in one:
+                    np.testing.assert_array_equal(one[name].load(), other[name].load())
+            assert source.run is not None and found.run is not None
+            assert found.run["state"]["step"] == source.run["state"]["step"]
+            assert found.run["engine"] == source.run["engine"]
+
+
+def test_weights_alone(saved: Path, tmp_path: Path) -> None:
+    """Without the optimizer's files the weights are those of less precision."""
+    folder = tmp_path / "release"
+    shutil.copytree(saved / "bfloat16_zero1_pp2_tp1", folder)
+    for file in (folder / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    with FORMATS["deepspeed"].open(folder / "global_step3") as found:
+        assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
+        assert found.run is None and not found.moments
+        assert found.ignored["global_steps"] == "where training stood, without moments"
+
+
+def change(file: Path, edit: Callable[[Any], None]) -> None:
+    tree = torch.load(file, weights_only=False)
+    edit(tree)
+    torch.save(tree, file)
+
+
+def set_step(tree: Any) -> None:
+    tree["global_steps"] = 4
+
+
+def set_width(tree: Any) -> None:
+    tree["args"].hidden_size = 16
+
+
+def add_tensor(tree: Any) -> None:
+    tree["rotary.inv_freq"] = torch.zeros(2)
+
+
+def shorten(tree: Any) -> None:
+    groups = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[0] = groups[0][:-40].clone()
+
+
+def set_stage_3(tree: Any) -> None:
+    tree["optimizer_state_dict"]["zero_stage"] = 3
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+WHOLE, PIPELINE = "float16_zero1_pp1_tp1", "float16fused_zero0_pp2_tp1"
+BAD = {
+    "a rank": (PIPELINE, "mp_rank_01_model_states.pt", Path.unlink,
+        "missing mp_rank_01_model_states.pt; copy the whole folder again"),
+    "the first rank": (WHOLE, "mp_rank_00_model_states.pt", Path.unlink,
+        "no mp_rank_00_model_states.pt here"),
+    "a layer": (PIPELINE, "layer_04-model_00-model_states.pt", Path.unlink,
+        r"missing layers\.2\.input_layernorm\.weight"),
+    "a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink,
+        "missing zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "bytes": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", cut,
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt: not a whole file of torch.save"),
+    "a step": (PIPELINE, "mp_rank_01_model_states.pt", set_step,
+        r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3"),
+    "a tensor": ("float16_zero1_pp2_tp1", "layer_05-model_00-model_states.pt", add_tensor,
+        r"unexpected layers\.2\.rotary\.inv_freq"),
+    "elements": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", shorten,
+        "its optimizer is not of these weights.*bytes are there"),
+    "ZeRO-3": (WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt", set_stage_3,
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt: ZeRO-3, whose weights lie in pieces"),
+    "the width": (WHOLE, "mp_rank_00_model_states.pt", set_width,
+        r"word_embeddings.weight is \[29, 8\], the model's is \[29, 16\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_error(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    case, file, spoil, message = BAD[what]
+    shutil.copytree(saved / case, tmp_path / case)
+    path = tmp_path / case / "global_step3" / file
+    spoil(path) if spoil in (Path.unlink, cut) else change(path, spoil)
+    code = main(["--to", "hf", "--input", str(tmp_path / case), "--output", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and "Traceback" not in error
+    assert re.search(message, error.replace("\n", " ")), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_which_folder_is_meant(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved / WHOLE, root)
+    shutil.copytree(root / "global_step3", root / "global_step4")
+    (root / "latest").write_text("global_step9")
+    with pytest.raises(
+        CheckpointError, match=r"latest: names 'global_step9', .* but global_step3,"
+    ):
+        FORMATS["deepspeed"].open(root).__enter__()
+    (root / "latest").unlink()
+    with pytest.raises(ConfigError, match="holds global_step3, global_step4 and no file latest"):
+        FORMATS["deepspeed"].open(root).__enter__()
+    # Megatron-DeepSpeed's own file of the last iteration does not make it Megatron's
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    assert detect(root) == detect(root / "global_step3") == "deepspeed"
+    with FORMATS["deepspeed"].open(root) as found:
+        assert found.path == root
