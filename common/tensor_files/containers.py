@@ -11,7 +11,7 @@ from common.errors import CheckpointError
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
-from common.tensor_files.paddle_pickle import read_paddle
+from common.tensor_files.paddle_pickle import STATE, read_paddle
 from common.tensor_files.safetensors_file import read_safetensors
 from common.tensor_files.tensorflow_bundle import read_tensorflow
 from common.tensor_files.torch_reader import OLD_MAGIC, ZIP_MAGIC, read_torch
@@ -49,7 +49,10 @@ _CONTAINERS = (
         remedy="copy its files again or use another one",
     ),
     _Container(
-        title="file of paddle.save", read=read_paddle, endings=(".pdparams",), faults=Exception
+        title="file of paddle.save",
+        read=read_paddle,
+        endings=(".pdparams", STATE),
+        faults=Exception,
     ),
 )
 

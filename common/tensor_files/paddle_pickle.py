@@ -18,6 +18,7 @@ import numpy as np
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
 from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
+STATE = ".pdopt"
 _PARAMETER_NAMES = "StructuredToParameterName@@"
 # Paddle's bfloat16 is uint16 too
 _TYPES = {dtype.name: word for word, dtype in NUMPY_TYPES.items()}
@@ -26,22 +27,37 @@ _LONG = 4096
 
 
 def read_paddle(path: Path, content: Bytes) -> TensorFile:
-    """Arrays by name. Raises CheckpointError if the file names code, and almost any error if it is
-    broken.
+    """Arrays by name; of a state (.pdopt) also what is no array, in ``plain``.
+
+    Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
     found = PlainTree(
         load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))
     ).tree
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
+    plain: dict[str, Any] = {}
+    if path.suffix == STATE:
+        plain = {str(name): value for name, value in found.items() if not _is_array(value)}
     tensors = {
-        name: _tensor(name, value) for name, value in found.items() if name != _PARAMETER_NAMES
+        name: _tensor(name, value)
+        for name, value in found.items()
+        if name != _PARAMETER_NAMES and name not in plain
     }
-    return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
+    return TensorFile(path=path, tensors=tensors, plain=plain, tree=tensors)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value[1] if _is_pair(value) else value, np.ndarray)
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether this is a name and an array."""
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _tensor(name: Any, value: Any) -> FileTensor:
-    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    array = value[1] if _is_pair(value) else value
     if (
         not isinstance(name, str)
         or not isinstance(array, np.ndarray)

@@ -36,7 +36,7 @@ memory.
 """
 
 
-_INERT_PACKAGES = ("megatron", "deepspeed")
+_INERT_PACKAGES = ("megatron", "deepspeed", "paddle")
 """Packages whose files hold objects of their own classes; these are records, as are buffers of
 bytes (``_io.BytesIO``).
 """

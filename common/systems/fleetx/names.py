@@ -1,7 +1,11 @@
 """The names that PaddleFleetX has for the parameters.
 
-Paddle's linear weights are (in, out). ``fuse_attn_qkv`` joins query, key and value.
+A pipeline (Paddle's PipelineLayer) has the numbers of its layers instead, of which the first is the
+embedding: ``name_in_whole`` makes one of the other. Paddle's linear weights are (in, out).
+``fuse_attn_qkv`` joins query, key and value.
 """
+
+import re
 
 from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, name_map
 from common.weights.names import EMBEDDING
@@ -32,3 +36,18 @@ NAME_MAPS = (
     _names({"attn.qkv_proj": f"{_BLOCK}self_attn.qkv_proj"}),
     _names({ours: f"{_BLOCK}self_{ours}" for ours in _SEPARATE}),
 )
+
+
+def name_in_whole(name: str) -> str:
+    """Return the name that a parameter of a part has in the whole model."""
+    name = re.sub(r"^_layers?\.", "", name)  # what fleet.distributed_model puts around a model
+    if embedding := re.fullmatch(r"(?:shared_layers\.embed|0(?:\.0)?)\.(.+)", name):
+        return f"gpt.embeddings.{embedding[1]}"
+    # an interleaved pipeline has the first layer of the chunk, and the place in it
+    layer = re.fullmatch(r"(\d+)(?:\.(\d+))?\.(.+)", name)
+    if layer is None:
+        return name
+    number, rest = int(layer[1]) + int(layer[2] or 0), layer[3]
+    if rest.startswith("norm."):
+        return f"gpt.decoder.{rest}"
+    return f"gpt.decoder.layers.{number - 1}.{rest}"

@@ -1,5 +1,5 @@
-"""PaddleFleetX's ``model.pdparams`` with its YAML beside it, or with a model.yaml that says more:
-the vocabulary without its padding.
+"""PaddleFleetX's ``model.pdparams``, whole or in the parts of a run's ranks, with its YAML beside
+it, or with a model.yaml that says more: the vocabulary without its padding.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.errors import CheckpointError, ConfigError
+from common.errors import ConfigError
 from common.systems.fleetx.names import NAME_MAPS
+from common.systems.fleetx.parts import FILE, is_rank, open_parts, rank_folders
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.name_map import match_name_map
+from common.systems.rank_parts import join_ranks, read_joined
 from common.systems.weights import Weights, checked_model, weights_from
-from common.tensor_files.containers import open_tensors
 from common.yaml_files import read_yaml_mapping
 
-FILE = "model.pdparams"
-_RANKS = "mp_??_sharding_??_pp_??"
 _NEEDED = (
     "num_layers",
     "hidden_size",
@@ -30,9 +29,7 @@ _NEEDED = (
 
 
 def detects(path: Path) -> bool:
-    return (
-        path.suffix == ".pdparams" or (path / FILE).is_file() or any(path.glob(f"{_RANKS}/{FILE}"))
-    )
+    return path.suffix == ".pdparams" or (path / FILE).is_file() or bool(rank_folders(path))
 
 
 @contextmanager
@@ -40,30 +37,17 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises
     CheckpointError and ConfigError.
     """
-    file = path if path.is_file() else _find(path)
-    model = read_config(file)
-    with open_tensors(file) as stored:
-        name_map = match_name_map(file, "fleetx", NAME_MAPS, stored)
-        yield weights_from(file, name_map, stored, model, format="fleetx", path=path, ignored={})
-
-
-def _find(folder: Path) -> Path:
-    if (folder / FILE).is_file():
-        return folder / FILE
-    ranks = sorted(path.parent for path in folder.glob(f"{_RANKS}/{FILE}"))
-    if not ranks:
-        raise CheckpointError(
-            f"{folder}: no {FILE} here, nor in folders like mp_00_sharding_00_pp_00; give another"
-            " path"
-        )
-    # every rank of a sharding group saves all that it computes with
-    parts = [rank.name for rank in ranks if "_sharding_00_" in rank.name]
-    if len(parts) != 1:
-        raise CheckpointError(
-            f"{folder}: the model is in {len(parts)} parts ({', '.join(parts)}), and only a whole"
-            " one is read; load it in FleetX with mp_degree=1 and pp_degree=1, and save it there"
-        )
-    return folder / parts[0] / FILE
+    with open_parts(path) as parts:
+        file = parts.first
+        where = file if len(parts.files[0]) == len(parts.files) == 1 else path
+        model = read_config(file)
+        ranks = parts.weights()
+        name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
+        rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
+        yield weights_from(
+            where, name_map, join_ranks(where, ranks, rows), model,
+            format="fleetx", path=path, ignored={}, read=read_joined,
+        )  # fmt: skip
 
 
 def read_config(file: Path) -> ResolvedModel:
@@ -75,10 +59,10 @@ def read_config(file: Path) -> ResolvedModel:
     FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says
     the true number.
     """
-    if (file.parent / MODEL_YAML).is_file():
-        return read_model_yaml(file.parent / MODEL_YAML)[0]
-    folders = [file.parent, *([file.parent.parent] if file.parent.match(_RANKS) else [])]
+    folders = [file.parent, *([file.parent.parent] if is_rank(file.parent) else [])]
     for folder in folders:
+        if (folder / MODEL_YAML).is_file():
+            return read_model_yaml(folder / MODEL_YAML)[0]
         found = {
             path: section
             for path in sorted(folder.glob("*.y*ml"))

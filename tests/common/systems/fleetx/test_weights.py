@@ -5,9 +5,12 @@ whole model is refused.
 import json
 import os
 import pickle
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -17,10 +20,12 @@ transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
-from common.systems.table import detect  # noqa: E402
+from common.systems.table import FORMATS, detect  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
+from tools.convert_weight import main  # noqa: E402
 
 FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "fleetx"
+PARTS = Path(__file__).parent / "data"
 YAML = """\
 _base_: ./pretrain_gpt_base.yaml
 Global: {local_batch_size: 8}
@@ -113,9 +118,7 @@ def test_other_forms_hold_the_same(tmp_path: Path, protocol: int) -> None:
 
 
 def test_the_folders_of_ranks(tmp_path: Path) -> None:
-    """Ranks of a sharding group save all parameters; parts of tensors or of layers are refused by
-    name.
-    """
+    """Ranks of a sharding group save all parameters, of which one is taken."""
     epoch = tmp_path / "epoch_0_step_7"
     one = copy(epoch / "mp_00_sharding_00_pp_00")
     copy(epoch / "mp_00_sharding_01_pp_00")
@@ -125,11 +128,149 @@ def test_the_folders_of_ranks(tmp_path: Path) -> None:
     copy(epoch / "mp_01_sharding_00_pp_00")
     with pytest.raises(
         CheckpointError,
-        match=r"in 2 parts \(mp_00_sharding_00_pp_00, mp_01_sharding_00_pp_00\), and only a whole"
-        r" one",
+        match=r"epoch_0_step_7: 3 parts are here, without mp_01_sharding_01_pp_00; copy",
     ):
         to_hugging_face(epoch, tmp_path / "out")
+    copy(epoch / "mp_01_sharding_01_pp_00")
+    # two whole models are no halves of one
+    with pytest.raises(CheckpointError, match=r"qkv_proj.bias is \[48\], the model's is \[24\]"):
+        to_hugging_face(epoch, tmp_path / "out")
     to_hugging_face(one, tmp_path / "out")
+
+
+def drawn(layer: int, name: str, *shape: int) -> np.ndarray:
+    """Return the numbers that data/README.md gave to a parameter. layer: 0 outside the blocks."""
+    return np.random.default_rng(crc32(f"{layer} {name}".encode())).standard_normal(
+        shape, np.float32
+    )
+
+
+def model_of_parts() -> dict[str, np.ndarray]:
+    """Return the model of data/, whole and under our names."""
+    width, heads = 8, 2
+    found = {
+        "wte.weight": drawn(0, "word_embeddings.weight", 12, width),
+        "wpe.weight": drawn(0, "position_embeddings.weight", 5, width),
+        "ln_f.weight": drawn(0, "norm.weight", width),
+        "ln_f.bias": drawn(0, "norm.bias", width),
+    }
+    for layer in range(2):
+        for ours, theirs, inputs, outputs in (
+            ("attn.c_proj", "out_proj", width, width),
+            ("mlp.c_fc", "linear1", width, 4 * width),
+            ("mlp.c_proj", "linear2", 4 * width, width),
+        ):
+            weight = drawn(layer + 1, f"{theirs}.weight", inputs, outputs)
+            found[f"h.{layer}.{ours}.weight"] = weight.T
+            found[f"h.{layer}.{ours}.bias"] = drawn(layer + 1, f"{theirs}.bias", outputs)
+        for number in (1, 2):
+            for kind in ("weight", "bias"):
+                array = drawn(layer + 1, f"norm{number}.{kind}", width)
+                found[f"h.{layer}.ln_{number}.{kind}"] = array
+        weight = drawn(layer + 1, "qkv_proj.weight", width, 3 * width).reshape(width, heads, 3, -1)
+        bias = drawn(layer + 1, "qkv_proj.bias", 3 * width).reshape(heads, 3, -1)
+        for number, part in enumerate("qkv"):
+            block = f"h.{layer}.attn.{part}_proj"
+            found[f"{block}.weight"] = weight[:, :, number].reshape(width, width).T
+            found[f"{block}.bias"] = bias[:, number].reshape(width)
+    return found
+
+
+def copy_parts(layout: str, folder: Path) -> Path:
+    shutil.copytree(PARTS / layout, folder)
+    (folder / "pretrain.yaml").write_text(
+        YAML.replace("vocab_size: 11", "vocab_size: 12").replace("num_layers: 1", "num_layers: 2")
+    )
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["1x2", "2x2"])
+def test_parts_of_tensors_and_stages_make_the_whole(tmp_path: Path, layout: str) -> None:
+    """Bit for bit, from files of Paddle's own pipeline; and through our own folder."""
+    source = copy_parts(layout, tmp_path / "epoch_0_step_7")
+    assert detect(source) == "fleetx"
+    convert(
+        source, tmp_path / "own", source_format=None, target_format="torch_gpt2", dtype=None,
+        verify=True,
+    )  # fmt: skip
+    expected = model_of_parts()
+    for format, path in (("fleetx", source), ("torch_gpt2", tmp_path / "own")):
+        with FORMATS[format].open(path) as found:
+            assert found.tensors.keys() == expected.keys()
+            for name, array in expected.items():
+                np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
+
+
+def test_an_interleaved_pipeline_has_other_numbers(tmp_path: Path) -> None:
+    """Blocks have the number of their chunk and their place in it; the first has the embedding."""
+    source = copy_parts("2x2", tmp_path / "epoch")
+    names = {"_layers.2.": "_layers.2.0.", "_layers.3.": "_layers.2.1."}
+    for path in source.glob("*_pp_01/model.pdparams"):
+        with open_tensors(path) as stored:
+            state = {}
+            for name, tensor in stored.items():
+                start = next((start for start in names if name.startswith(start)), "")
+                state[names.get(start, "") + name.removeprefix(start)] = np.array(tensor.read())
+        path.write_bytes(pickle.dumps(state, 4))
+    with FORMATS["fleetx"].open(source) as found:
+        for name, array in model_of_parts().items():
+            np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
+
+
+def test_parts_that_do_not_fit_are_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = "mp_00_sharding_00_pp_00", "mp_01_sharding_00_pp_01"
+
+    def fails(message: str, spoil: Callable[[Path], object]) -> None:
+        source = copy_parts("2x2", tmp_path / "epoch")
+        spoil(source)
+        code = main(["--to", "hf", "--input", str(source), "--output", str(tmp_path / "out")])
+        error = capsys.readouterr().err
+        assert code == 2 and error.startswith("error: ")
+        assert re.search(message, error), error
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(source)
+
+    def save(path: Path, change: dict[str, Any], without: str = "-") -> None:
+        with open_tensors(path) as stored:
+            state = {n: np.array(t.read()) for n, t in stored.items() if without not in n}
+            path.write_bytes(pickle.dumps(state | dict(stored.plain) | change, 4))
+
+    fails(f"3 parts are here, without {last}; copy", lambda source: shutil.rmtree(source / last))
+    fails(
+        f"{last}/model.pdparams: not a whole file of paddle.save",
+        lambda source: (source / last / "model.pdparams").write_bytes(
+            (source / last / "model.pdparams").read_bytes()[:-50]
+        ),
+    )
+    fails(
+        f"{last}/meta_state.pdopt: says epoch 0, step 8, and {first} says epoch 0, step 7",
+        lambda source: save(source / last / "meta_state.pdopt", {"step": 8}),
+    )
+    fails(
+        "1 of 2 tensor ranks lack gpt.decoder.layers.1.norm2.bias",
+        lambda source: save(source / last / "model.pdparams", {}, "2.norm2.bias"),
+    )
+    fails(
+        "tensor ranks hold gpt.decoder.layers.1.linear1.bias as .*16.*3",
+        lambda source: save(
+            source / last / "model.pdparams", {"_layers.2.linear1.bias": np.zeros(3, np.float32)}
+        ),
+    )
+    fails(
+        f"{last}/model.pdparams: _layers.1.norm1.bias is in another stage too",
+        lambda source: save(
+            source / last / "model.pdparams", {"_layers.1.norm1.bias": np.zeros(8, np.float32)}
+        ),
+    )
+    fails(
+        "unexpected lm_head.weight",
+        lambda source: [
+            save(source / rank / "model.pdparams", {"lm_head.weight": np.ones(2, np.float32)})
+            for rank in ("mp_00_sharding_00_pp_01", last)
+        ],
+    )
 
 
 def test_the_true_vocabulary_of_a_model_yaml_comes_first(tmp_path: Path) -> None:

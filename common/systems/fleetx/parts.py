@@ -1,0 +1,135 @@
+"""The parts of a PaddleFleetX checkpoint: a folder for each rank of a run.
+
+Layout: ``save`` in ppfleetx/core/engine/eager_engine.py. epoch_E_step_S holds
+mp_MM_sharding_SS_pp_PP with model.pdparams and meta_state.pdopt. Each sharding rank has all
+parameters of its tensor rank (mp) and stage (pp).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import CheckpointError
+from common.systems.fleetx.names import name_in_whole
+from common.systems.weights import check_tied
+from common.tensor_files.arrays import FileTensor, TensorFile
+from common.tensor_files.containers import open_tensors
+
+FILE = "model.pdparams"
+_META = "meta_state.pdopt"
+_RANK = re.compile(r"mp_(\d\d)_sharding_(\d\d)_pp_(\d\d)")
+_EMBEDDINGS = "gpt.embeddings."
+_TABLE = f"{_EMBEDDINGS}word_embeddings.weight"
+_NAME = "mp_{:02d}_sharding_{:02d}_pp_{:02d}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    files: Sequence[Sequence[TensorFile]]
+    """[tensor rank][stage]."""
+
+    @property
+    def first(self) -> Path:
+        return self.files[0][0].path
+
+    def weights(self) -> list[dict[str, FileTensor]]:
+        """Return the tensors of each tensor rank by their names in the whole model.
+
+        Raises CheckpointError where two stages hold one block, or different embeddings.
+        """
+        ranks = []
+        for files in self.files:
+            found: dict[str, FileTensor] = {}
+            for file in files:
+                for name in file:
+                    whole = name_in_whole(name)
+                    if whole == _TABLE and whole in found:  # the head, in the last stage
+                        check_tied(file.path, name, file[name], found[whole])
+                    elif whole in found and not whole.startswith(_EMBEDDINGS):
+                        raise CheckpointError(
+                            f"{file.path}: {name} is in another stage too: these parts are of"
+                            " several checkpoints; copy one whole"
+                        )
+                    # of the last stage's positions nobody makes use: the first stage's are taken
+                    found.setdefault(whole, file[name])
+            ranks.append(found)
+        return ranks
+
+
+def is_rank(folder: Path) -> bool:
+    return _RANK.fullmatch(folder.name) is not None
+
+
+def rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """Return the folders of ranks by (mp, sharding, pp)."""
+    found = {}
+    for path in sorted(folder.glob("mp_*")):
+        ranks = _RANK.fullmatch(path.name)
+        if ranks and (path / FILE).is_file():
+            found[int(ranks[1]), int(ranks[2]), int(ranks[3])] = path
+    return found
+
+
+@contextmanager
+def open_parts(path: Path) -> Iterator[Parts]:
+    """path: model.pdparams, its folder, or epoch_E_step_S with the folders of ranks.
+
+    Raises CheckpointError unless the parts of all ranks are there and of one step.
+    """
+    file = path if path.is_file() else path / FILE
+    if file.is_file():
+        with open_tensors(file) as opened:
+            yield Parts(files=[[opened]])
+        return
+    folders = rank_folders(path)
+    if not folders:
+        raise CheckpointError(
+            f"{path}: no {FILE} here, nor in folders like {_NAME.format(0, 0, 0)}; give another"
+            " path"
+        )
+    tensor, sharding, stages = (max(ranks) + 1 for ranks in zip(*folders, strict=True))
+    expected = itertools.product(range(tensor), range(sharding), range(stages))
+    if absent := [_NAME.format(*ranks) for ranks in expected if ranks not in folders]:
+        raise CheckpointError(
+            f"{path}: {len(folders)} parts are here, without {', '.join(absent[:4])}"
+            f"{f' and {len(absent) - 4} more' if len(absent) > 4 else ''}; copy the whole folder"
+            " again"
+        )
+    _check_steps(list(folders.values()))
+    with ExitStack() as stack:
+        yield Parts(
+            files=[
+                [
+                    stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE))
+                    for stage in range(stages)
+                ]
+                for rank in range(tensor)
+            ]
+        )
+
+
+def _check_steps(folders: Sequence[Path]) -> None:
+    """Compare the epoch and step that each rank's meta_state.pdopt tells, where it is there."""
+    told: dict[Path, dict[str, object]] = {}
+    for folder in folders:
+        if (folder / _META).is_file():
+            with open_tensors(folder / _META) as file:
+                told[folder / _META] = {
+                    name: file.plain[name] for name in ("epoch", "step") if name in file.plain
+                }
+    first = next(iter(told), None)
+    for path, state in told.items():
+        if first is not None and state != told[first]:
+            raise CheckpointError(
+                f"{path}: says {_shown(state)}, and {first.parent.name} says {_shown(told[first])}:"
+                " these parts are of several checkpoints; copy one whole"
+            )
+
+
+def _shown(state: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in state.items()) or "nothing"
