@@ -5,7 +5,8 @@ python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDE
 pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
 FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3, megatron,
-megatron_core; deepspeed (Megatron-DeepSpeed), openai (TensorFlow) and fleetx are read only.
+megatron_core, oneflow; deepspeed (Megatron-DeepSpeed), openai (TensorFlow) and fleetx are read
+only.
 """
 
 from __future__ import annotations

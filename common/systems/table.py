@@ -18,6 +18,7 @@ from common.systems import (
     hugging_face,
     megatron,
     mindformers,
+    oneflow,
     openai,
     own_folder,
 )
@@ -32,6 +33,7 @@ SYSTEMS: dict[str, System] = {
     # before Megatron-LM, whose file of the last iteration it writes too
     "deepspeed": deepspeed.SYSTEM,
     "megatron": megatron.SYSTEM,
+    "oneflow": oneflow.SYSTEM,
 }
 """A path is compared with them in this order."""
 

@@ -66,8 +66,8 @@ FLOAT16 = {
 @pytest.mark.parametrize(
     ("way", "sections"),
     [
-        (["mindformers", "megatron"], FLOAT16),
-        (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
+        (["mindformers", "oneflow", "megatron"], FLOAT16),
+        (["torch_gpt2", "mindformers_r0.3", "oneflow", "megatron_core"], {"optimizer": SGD}),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(
@@ -257,6 +257,7 @@ def test_every_format_that_holds_a_run_is_tested_here() -> None:
             "mindformers_r0.3",
             "megatron",
             "megatron_core",
+            "oneflow",
         ),
         "deepspeed",  # read only: tests/common/systems/deepspeed has DeepSpeed's own files
     }

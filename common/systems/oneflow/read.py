@@ -1,0 +1,115 @@
+"""OneFlow-Benchmark's ``iter{N}_snapshot``, with a model.yaml in it or beside it: heads and the
+vocabulary without its padding cannot be read off its shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError
+from common.systems.model_yaml import MODEL_YAML, read_model_yaml
+from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
+from common.systems.oneflow.snapshot import DATA, read_all
+from common.systems.run_state import NO_SCALE, checked_run, new_run, require_moments
+from common.systems.weights import Weight, Weights, import_names, weights_from
+from common.tensor_files.arrays import FileTensor
+from common.weights.names import parameter_shapes
+
+_SNAPSHOT = re.compile(r"iter(\d{1,15})_snapshot|last_snapshot")
+_TABLE = NAME_MAP.global_rows[0].theirs
+
+
+def find_snapshot(path: Path) -> Path | None:
+    """Return the snapshot: path, or the last one in it. None: nothing of OneFlow's."""
+    if (path / _TABLE / DATA).is_file():
+        return path
+    found = [
+        (int(match[1] or -1), folder)
+        for folder in path.glob("*_snapshot")
+        if (match := _SNAPSHOT.fullmatch(folder.name)) and (folder / _TABLE / DATA).is_file()
+    ]
+    return max(found)[1] if found else None
+
+
+def detects(path: Path) -> bool:
+    return find_snapshot(path) is not None
+
+
+@contextmanager
+def open_oneflow(path: Path) -> Iterator[Weights]:
+    """path: a snapshot, or the folder of --save, of which the last snapshot is taken.
+
+    Raises CheckpointError and ConfigError.
+    """
+    folder = find_snapshot(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path}: no {_TABLE}/{DATA} here, nor in a folder like iter100_snapshot; give another"
+            " path"
+        )
+    files = [place / MODEL_YAML for place in (folder, folder.parent)]
+    model, run = read_model_yaml(next((file for file in files if file.is_file()), files[0]))
+    ours = parameter_shapes(model)
+    usual = {row.theirs: row.shape(ours) for row in NAME_MAP.rows(model.num_layers)}
+    stored = read_all(folder, usual, tuple(MOMENTS.values()))
+    own = {name: stored.pop(name) for name in [*stored] if name.startswith(SYSTEM)}
+    groups = {
+        part: {
+            name: stored.pop(name)
+            for name in [*stored]
+            if name.endswith(end) and name.removesuffix(end) in usual
+        }
+        for part, end in MOMENTS.items()
+    }
+    weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
+    moments: dict[str, Weight] = {}
+    for part, tensors in groups.items():
+        if tensors:
+            moments |= import_names(folder, moment_map(part), tensors, model, suffix=f".{part}")
+    notes: dict[str, str] = {}
+    step = _number(own, STEP)
+    if run is not None and step is not None and step != run["state"]["step"]:
+        raise CheckpointError(
+            f"{folder}: its TrainStep is {step:g}, and {MODEL_YAML} says step"
+            f" {run['state']['step']}: they are of two runs; copy both again"
+        )
+    if run is None and moments and step is not None:
+        run = _run_of(folder, own, int(step), "sgd" if groups["momentum_buffer"] else "adamw")
+        notes["position in the data"] = (
+            "not in the snapshot: who goes on from here reads from the first sample"
+        )
+    elif run is None:
+        reason = "a number of OneFlow's own, without the whole state of the optimizer"
+        notes |= dict.fromkeys([*own, *moments], reason)
+    moments = {} if run is None else require_moments(folder, moments, run, model)
+    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+
+
+def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float | None:
+    """Return the one number in a variable of OneFlow's own. Raises CheckpointError."""
+    names = [name for name in own if name.startswith(start) and name.endswith(end)]
+    if not names:
+        return None
+    tensor = own[names[0]]
+    data = tensor.read().reshape(-1)
+    if tensor.dtype == "uint8" and data.size in (4, 8):  # without meta
+        data = data.view("<f4" if data.size == 4 else "<i8")
+    if data.size != 1 or not 0 <= data[0] < 2**53:
+        raise CheckpointError(f"{names[0]}/{DATA}: is no count and no scale; copy it again")
+    return float(data[0])
+
+
+def _run_of(
+    folder: Path, own: Mapping[str, FileTensor], step: int, optimizer: str
+) -> dict[str, Any]:
+    value = _number(own, SCALE, "-LossScale")
+    finite = _number(own, SCALE, "-GoodStepCounter") or 0
+    scale = dict(NO_SCALE)
+    if value is not None:
+        scale |= {"mode": "dynamic", "value": value, "finite_steps": int(finite)}
+    return checked_run(folder, new_run(optimizer, step=step, updates=step, scale=scale))

@@ -1,0 +1,86 @@
+"""The variables of a OneFlow snapshot: a folder for each, with its elements in ``out`` and its
+shape and type in ``meta``.
+
+Layout: ``FileBackendVariableBlob`` in oneflow/python/framework/check_point_v2.py. meta is a
+VariableMetaInfo in protobuf's text form. A variable is whole in its folder, however many ranks had
+parts of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.errors import CheckpointError
+from common.structured_files import read_bytes
+from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind, map_file
+
+DATA, META = "out", "meta"
+_TYPES = {
+    "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16",
+    "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
+}  # fmt: skip
+_WORDS = {ours: theirs for theirs, ours in _TYPES.items()}
+_META = re.compile(
+    r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*"
+)
+
+
+def variables(folder: Path) -> list[str]:
+    """Return the names of the variables in a snapshot."""
+    return sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
+
+
+def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
+    """Return a variable.
+
+    usual: its shape where meta is not there, as in OneFlow's first releases: float32, with as many
+    rows as there are. Raises CheckpointError.
+    """
+    data = map_file(folder / DATA)
+    if (folder / META).is_file():
+        text = read_bytes(folder / META, limit=10_000, error=CheckpointError).decode("latin1")
+        found = _META.fullmatch(text)
+        if found is None or found["type"] not in _TYPES:
+            raise CheckpointError(
+                f"{folder / META}: no shape and data_type of a variable; expected as"
+                " shape { dim: 8 } data_type: kFloat: copy it again"
+            )
+        dtype = _TYPES[found["type"]]
+        shape = tuple(int(size) for size in re.findall(r"\d+", found["dims"]))
+    elif usual is None:
+        dtype, shape = "uint8", (data.size,)
+    else:
+        dtype = "float32"
+        row = math.prod(usual[1:]) * NUMPY_TYPES[dtype].itemsize
+        shape = (data.size // row, *usual[1:])
+    expected = math.prod(shape) * NUMPY_TYPES[dtype].itemsize
+    if data.size != expected:
+        raise CheckpointError(
+            f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected};"
+            " copy it again"
+        )
+    try:
+        return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
+    except ValueError as error:  # a shape that no array has
+        raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
+
+
+def meta_of(tensor: TensorKind) -> str:
+    """Return the content of ``meta``."""
+    dims = "".join(f"  dim: {size}\n" for size in tensor.shape)
+    return f"shape {{\n{dims}}}\ndata_type: {_WORDS[tensor.dtype]}\n"
+
+
+def read_all(
+    folder: Path, usual: Mapping[str, tuple[int, ...]], ends: tuple[str, ...]
+) -> dict[str, FileTensor]:
+    """Return all variables by name. usual: shapes by the names without one of ``ends``."""
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        stem = next((name.removesuffix(end) for end in ends if name.endswith(end)), name)
+        return usual.get(stem)
+
+    return {name: read_variable(folder / name, shape(name)) for name in variables(folder)}
