@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from common.config.load import (
 )
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.structured_files import MAX_DEPTH
+from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation
 from common.systems.flags import read_flag_file, read_flags
 from common.systems.fleetx import config as fleetx
@@ -41,8 +40,6 @@ settle.
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
 
-_Sources = dict[tuple[str | int, ...], str]
-
 
 @dataclass(frozen=True)
 class Opened:
@@ -55,7 +52,7 @@ class Opened:
     yaml: str = ""
     without_effect: int = 0
     tree: dict[str, Any] = field(default_factory=dict)
-    sources: _Sources = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
 
 
 def accept_foreign_configs() -> None:
@@ -76,7 +73,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     dialect = find_dialect(path)
     if dialect is None:
         return Opened(load_config(path, overrides))
-    tree, sources = _read_with_bases(dialect, path, ())
+    tree, sources = read_with_bases(path, dialect.BASE)
     own = []
     for word in overrides:
         if _is_theirs(dialect, word):
@@ -99,7 +96,7 @@ def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
     )
 
 
-def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], _Sources] | None:
+def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Sources] | None:
     if path.suffix not in FLAG_FILES and find_dialect(path) is None:
         return None
     opened = open_config(path, overrides)
@@ -142,7 +139,7 @@ def _finish(
     dialect: ModuleType,
     origin: str,
     tree: dict[str, Any],
-    sources: _Sources,
+    sources: Sources,
     overrides: Sequence[str],
 ) -> Opened:
     ours = dialect.translate(tree, sources)
@@ -196,62 +193,7 @@ def _marks(tree: Mapping[str, Any], dialect: ModuleType) -> set[str]:
     return marks
 
 
-def _read_with_bases(
-    dialect: ModuleType, path: Path, parents: tuple[str, ...]
-) -> tuple[dict[str, Any], _Sources]:
-    """Return a file merged over its bases, as both systems do: what the file says wins, section by
-    section.
-    """
-    real = os.path.realpath(path)
-    if real in parents or len(parents) >= MAX_DEPTH:
-        raise ConfigError(
-            f"{path}: {dialect.BASE}: files include each other: {' -> '.join((*parents, real))}"
-        )
-    own, sources = read_yaml(path)
-    bases = own.pop(dialect.BASE, None) or []
-    bases = [bases] if isinstance(bases, str) else bases
-    where = sources.pop((dialect.BASE,), str(path))
-    if (
-        not isinstance(bases, list)
-        or not all(isinstance(base, str) for base in bases)
-        or len(bases) > MAX_DEPTH
-    ):
-        raise ConfigError(
-            f"{where}: {dialect.BASE}: expected the name of a file or a list of at most {MAX_DEPTH}"
-        )
-    tree: dict[str, Any] = {}
-    merged: _Sources = {}
-    for base in bases:
-        if not (path.parent / base).is_file():
-            raise ConfigError(
-                f"{where}: {dialect.BASE}: {path.parent / base}: no such file; copy it beside, or"
-                " take it out of the list"
-            )
-        base_tree, base_sources = _read_with_bases(dialect, path.parent / base, (*parents, real))
-        _merge(tree, base_tree)
-        merged |= base_sources
-    _merge(tree, own)
-    return tree, merged | sources
-
-
-def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says
-    there.
-    """
-    for key, value in other.items():
-        old = target.get(key)
-        if isinstance(value, Mapping) and value.get("_inherited_") is False:
-            target[key] = {name: item for name, item in value.items() if name != "_inherited_"}
-        elif isinstance(old, dict) and isinstance(value, Mapping):
-            _merge(old, value)
-        elif isinstance(value, Mapping):
-            target[key] = {}
-            _merge(target[key], value)
-        else:
-            target[key] = value
-
-
-def _override(tree: dict[str, Any], sources: _Sources, word: str) -> None:
+def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     """Obey ``-o Section.key=value``: a number in the path is a place in a list."""
     dotted, equals, text = word.partition("=")
     if not equals or not all(dotted.split(".")):

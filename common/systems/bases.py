@@ -1,0 +1,70 @@
+"""YAML files that name others to begin with, as those of MindFormers and FleetX do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from common.config.load import read_yaml
+from common.errors import ConfigError
+from common.structured_files import MAX_DEPTH
+
+Sources: TypeAlias = dict[tuple[str | int, ...], str]
+"""The place in a file of each key."""
+
+
+def read_with_bases(
+    path: Path, base: str, parents: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], Sources]:
+    """Return a file merged over its bases, which its key ``base`` names: what the file says wins,
+    section by section. Raises ConfigError.
+    """
+    real = os.path.realpath(path)
+    if real in parents or len(parents) >= MAX_DEPTH:
+        raise ConfigError(
+            f"{path}: {base}: files include each other: {' -> '.join((*parents, real))}"
+        )
+    own, sources = read_yaml(path)
+    names = own.pop(base, None) or []
+    names = [names] if isinstance(names, str) else names
+    where = sources.pop((base,), str(path))
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or len(names) > MAX_DEPTH
+    ):
+        raise ConfigError(
+            f"{where}: {base}: expected the name of a file or a list of at most {MAX_DEPTH}"
+        )
+    tree: dict[str, Any] = {}
+    merged: Sources = {}
+    for name in names:
+        if not (path.parent / name).is_file():
+            raise ConfigError(
+                f"{where}: {base}: {path.parent / name}: no such file; copy it beside, or"
+                " take it out of the list"
+            )
+        base_tree, base_sources = read_with_bases(path.parent / name, base, (*parents, real))
+        merge(tree, base_tree)
+        merged |= base_sources
+    merge(tree, own)
+    return tree, merged | sources
+
+
+def merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says
+    there.
+    """
+    for key, value in other.items():
+        old = target.get(key)
+        if isinstance(value, Mapping) and value.get("_inherited_") is False:
+            target[key] = {name: item for name, item in value.items() if name != "_inherited_"}
+        elif isinstance(old, dict) and isinstance(value, Mapping):
+            merge(old, value)
+        elif isinstance(value, Mapping):
+            target[key] = {}
+            merge(target[key], value)
+        else:
+            target[key] = value
