@@ -4,9 +4,9 @@ python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDE
 [--dtype float16] [--verify] python tools/convert_weight.py --layers 12 --torch_path
 pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3, megatron,
-megatron_core, oneflow; deepspeed (Megatron-DeepSpeed), openai (TensorFlow) and fleetx are read
-only.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3 (a .ckpt, or
+the rank_N folders of a run with its strategy files), megatron, megatron_core, oneflow; deepspeed
+(Megatron-DeepSpeed), openai (TensorFlow) and fleetx are read only.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read the output back, compare bit for bit, and logits where they run",
     )
-    add("--layers", type=int, help="number of blocks of the file at --torch_path")
+    add("--layers", type=int, help="blocks of the file at --torch_path; 12 when left out")
     add("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
     add("--mindspore_path", type=Path, help="the .ckpt to write")
     return parser
@@ -117,6 +117,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bo
     """
     given = vars(arguments)
     theirs = [given[name] for name in _OF_MINDFORMERS]
+    if arguments.layers is None:  # r0.3's default
+        arguments.layers = 12
     if theirs == [None] * len(theirs):
         if None in (arguments.input, arguments.output, arguments.target_format):
             parser.error("--to, --input and --output are needed")
@@ -124,7 +126,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bo
     ours = any(given[name] for name in _OURS) or any(
         given[name] != value for name, value in _SWITCHES.items()
     )
-    if ours or None in theirs or arguments.layers < 1:
+    if ours or None in theirs[1:] or arguments.layers < 1:
         parser.error(
             "--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing"
             " else"

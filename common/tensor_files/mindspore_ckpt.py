@@ -26,7 +26,7 @@ from common.tensor_files.arrays import (
     bytes_of,
 )
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.protobuf import BYTES, read_fields, read_varint
+from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_packed, to_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -116,7 +116,7 @@ def _value(message: Bytes) -> _Value:
     kind, data = None, None
     for number, part in read_fields(tensor):
         if number == 1:  # one by one, or packed: readers of protobuf accept both
-            dims += [part] if isinstance(part, int) else _packed(part)
+            dims += [part] if isinstance(part, int) else read_packed(part)
         elif number == 2 and not isinstance(part, int):
             kind = part.tobytes().decode()
         elif number == 3 and not isinstance(part, int):
@@ -124,14 +124,6 @@ def _value(message: Bytes) -> _Value:
     if kind is None or data is None:
         raise ValueError(f"{name} has no type or no content")
     return _Value(tag=name, dims=tuple(dims), type=kind, data=data)
-
-
-def _packed(part: Bytes) -> list[int]:
-    values, position = [], 0
-    while position < part.size:
-        value, position = read_varint(part, position)
-        values.append(value)
-    return values
 
 
 def _without_seal(content: Bytes) -> Bytes:
@@ -163,33 +155,16 @@ def stream_mindspore(
         for array in arrays:  # zip would hold the last one while the next is made
             (name, kind), data = next(pending), bytes_of(array)
             assert len(data) == kind.nbytes, f"the array of {name} is that of its kind"
-            head = b"".join(b"\x08" + _to_varint(size) for size in kind.shape) + _length(
+            head = b"".join(b"\x08" + to_varint(size) for size in kind.shape) + bytes_field(
                 2, _TYPES[kind.dtype].encode()
             )
-            tag = _length(1, name.encode())
+            tag = bytes_field(1, name.encode())
             for first in range(0, max(len(data), 1), _SLICE):
                 part = data[first : first + _SLICE]
-                tensor = head + _key(3, len(part))
-                value = tag + _key(2, len(tensor) + len(part)) + tensor
-                file.write(_key(1, len(value) + len(part)) + value)
+                tensor = head + bytes_key(3, len(part))
+                value = tag + bytes_key(2, len(tensor) + len(part)) + tensor
+                file.write(bytes_key(1, len(value) + len(part)) + value)
                 file.write(part)
             del array, data, part
         assert next(pending, None) is None, "every kind has its array"
     return file.checksum
-
-
-def _to_varint(value: int) -> bytes:
-    digits = []
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*digits, value])
-
-
-def _key(number: int, size: int) -> bytes:
-    """Return the bytes before the content of a field of bytes."""
-    return _to_varint(number << 3 | BYTES) + _to_varint(size)
-
-
-def _length(number: int, content: bytes) -> bytes:
-    return _key(number, len(content)) + content

@@ -1,5 +1,5 @@
-"""The fields of protobuf messages, of which the weight files of MindSpore and TensorFlow are made,
-without protobuf.
+"""The fields of protobuf messages, of which the files of MindSpore and TensorFlow are made, without
+protobuf.
 
 Format: https://protobuf.dev/programming-guides/encoding.
 """
@@ -54,3 +54,34 @@ def read_varint(message: Bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position + place + 1
     raise ValueError(f"the number at byte {position} has more than 10 bytes")
+
+
+def read_packed(part: Bytes) -> list[int]:
+    """Return the numbers of a packed repeated field."""
+    values, position = [], 0
+    while position < part.size:
+        value, position = read_varint(part, position)
+        values.append(value)
+    return values
+
+
+def to_varint(value: int) -> bytes:
+    """Return a number as it is written; a negative one takes ten bytes."""
+    value, digits = value % 2**64, []
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])
+
+
+def int_field(number: int, value: int) -> bytes:
+    return to_varint(number << 3 | _VARINT) + to_varint(value)
+
+
+def bytes_key(number: int, size: int) -> bytes:
+    """Return what comes before the content of a field of bytes."""
+    return to_varint(number << 3 | BYTES) + to_varint(size)
+
+
+def bytes_field(number: int, content: bytes) -> bytes:
+    return bytes_key(number, len(content)) + content

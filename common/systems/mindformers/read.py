@@ -1,5 +1,5 @@
-"""MindFormers' ``.ckpt`` with a YAML beside it that says heads and vocabulary; its names before
-release 0.6 were others.
+"""MindFormers' ``.ckpt``, or those of a distributed run's ranks, with a YAML beside that says heads
+and vocabulary; the names before release 0.6 were others.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import CheckpointError
+from common.config.resolved import ResolvedModel
+from common.errors import CheckpointError, ConfigError
+from common.systems.mindformers.model import find_model
 from common.systems.mindformers.names import NAME_MAPS
-from common.systems.model_yaml import MODEL_YAML, read_model_yaml
+from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
+from common.systems.model_yaml import MODEL_YAML
 from common.systems.name_map import POSITIONS, match_name_map
 from common.systems.run_state import NO_SCALE, new_run, require_moments
 from common.systems.weights import Weight, Weights, import_names, weights_from
+from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
+_SUMS = "accu_grads."
+"""What is put before a parameter's name for the sum of its gradients."""
 _COUNTERS = (
     "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step",
     "last_overflow_iterator_step",
@@ -33,11 +39,11 @@ loss scale.
 
 
 def detects(path: Path, format: str = "mindformers") -> bool:
-    files = files_of(path)
-    if not files:
-        return False
     try:
-        with open_tensors(files[0]) as stored:
+        found = _find(path)
+        if found is None:
+            return False
+        with _open(found) as stored:
             return any(name.startswith("gpt2.") for name in stored) == (
                 format == "mindformers_r0.3"
             )
@@ -45,24 +51,69 @@ def detects(path: Path, format: str = "mindformers") -> bool:
         return format == "mindformers"
 
 
-def files_of(path: Path) -> list[Path]:
-    """The .ckpt files that a path means: the file, or those of a folder."""
-    return (
-        ([path] if path.suffix == ".ckpt" else [])
-        if path.is_file()
-        else sorted(file for file in path.glob("*.ckpt") if file.is_file())
-    )
+def _find(path: Path) -> Path | Slices | None:
+    """Return the file, or the ranks' files, that a path means: it, or what is in a folder. Raises
+    CheckpointError.
+    """
+    if path.is_file():
+        if path.suffix != ".ckpt":
+            return None
+        return find_slices(path)
+    files = [
+        file for file in sorted(path.glob("*.ckpt")) if file.is_file() and not strategy_file(file)
+    ]
+    if len(files) == 1:
+        return find_slices(files[0])
+    found = find_slices(path) if path.is_dir() else None
+    if files and found is None:
+        raise CheckpointError(
+            f"{path}: holds {len(files)} .ckpt files, and no strategy file that says how they"
+            " belong together (ckpt_strategy.ckpt); give the path of one, or put that there"
+        )
+    return found
 
 
 @contextmanager
-def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weights]:
-    """path: the file, or a folder of one. Raises CheckpointError and ConfigError."""
-    files = [path] if path.is_file() else files_of(path)
-    if len(files) != 1:
-        raise CheckpointError(f"{path}: holds {len(files)} .ckpt files; give the path of one")
-    file = files[0]
-    model, run = read_model_yaml(file.parent / MODEL_YAML)
-    with open_tensors(file) as stored:
+def _open(found: Path | Slices) -> Iterator[Mapping[str, FileTensor | SlicedTensor]]:
+    if isinstance(found, Slices):
+        yield found.tensors()
+    else:
+        with open_tensors(found) as stored:
+            yield stored
+
+
+def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
+    """Return where the model may be told, the first of them where it is missed."""
+    folder = path if path.is_dir() else path.parent
+    if isinstance(found, Slices):
+        return folder, found.root, found.root.parent
+    return (found.parent,)
+
+
+@contextmanager
+def open_mindformers(
+    path: Path, format: str = "mindformers", model: ResolvedModel | None = None
+) -> Iterator[Weights]:
+    """path: the file, a folder of one, or one above the files of a distributed run's ranks. model:
+    taken where no file tells it. Raises CheckpointError and ConfigError.
+    """
+    found = _find(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: holds 0 .ckpt files of MindFormers; give the path of one, or of a folder with"
+            " the rank_N folders of a run and its ckpt_strategy.ckpt"
+        )
+    file = found.root if isinstance(found, Slices) else found
+    folders = _folders(path, found)
+    told = find_model(file, folders) or (None if model is None else (model, None))
+    if told is None:
+        raise ConfigError(
+            f"{folders[0] / MODEL_YAML}: no such file, nor a YAML of MindFormers; heads and"
+            " vocabulary cannot be read off shapes: put the section model of the config beside the"
+            " weights, or the YAML that the run was started with"
+        )
+    model, run = told
+    with _open(found) as stored:
         name_map = match_name_map(file, format, NAME_MAPS[format], stored)
         ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
         counters = {
@@ -73,8 +124,10 @@ def open_mindformers(path: Path, format: str = "mindformers") -> Iterator[Weight
         rest = {
             name: tensor
             for name, tensor in stored.items()
-            if name not in ignored and name not in _COUNTERS
+            if name not in ignored and name not in _COUNTERS and not name.startswith(_SUMS)
         }
+        if sums := [name for name in stored if name.startswith(_SUMS)]:
+            ignored |= dict.fromkeys(sums, "gradients under way")
         groups = {
             part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)}
             for part, prefix in MOMENTS.items()
@@ -130,20 +183,22 @@ _HEAD_WIDTH = 64
 
 def missing_config(path: Path, format: str) -> str | None:
     """Return a shell command that writes the sizes beside the weights; None where they are. Raises
-    CheckpointError.
+    CheckpointError and ConfigError.
     """
-    file = files_of(path)[0]
-    target = file.parent / MODEL_YAML
-    if target.is_file():
+    found = _find(path)
+    assert found is not None, "it was detected"
+    folders = _folders(path, found)
+    if find_model(found.root if isinstance(found, Slices) else found, folders) is not None:
         return None
-    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(file, format).items())
-    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(target))}"
+    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(found, format).items())
+    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(folders[0] / MODEL_YAML))}"
 
 
-def _sizes(file: Path, format: str) -> dict[str, Any]:
+def _sizes(found: Path | Slices, format: str) -> dict[str, Any]:
     """Return the section model as far as shapes tell it. Raises CheckpointError."""
-    with open_tensors(file) as stored:
-        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+    with _open(found) as stored:
+        where = found.root if isinstance(found, Slices) else found
+        name_map = match_name_map(where, format, NAME_MAPS[format], stored)
         layers = 0
         while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
             layers += 1

@@ -1,0 +1,283 @@
+"""Checkpoints of distributed runs: a ``.ckpt`` of each rank, with parts of the parameters, and the
+strategy files that say which parts.
+
+    rank_N/checkpoint/PREFIX_rank_N-EPOCH_STEP.ckpt     or rank_N/PREFIX_rank_N-EPOCH_STEP.ckpt
+    ckpt_strategy.ckpt, strategy/ckpt_strategy_rank_N.ckpt, merged_ckpt_strategy.ckpt
+
+Nothing is read but the heads of the files, before a tensor is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.files import open_input, reading
+from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_strategy import (
+    Layout,
+    Spans,
+    Strategy,
+    is_strategy,
+    read_strategy,
+)
+
+_NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d{1,6})(_\d+)?-(?P<at>\d{1,18}_\d{1,18})\.ckpt")
+_RANK = re.compile(r"rank_(?P<rank>\d{1,6})")
+_DEPTH = 4
+"""Folders below the one that is given, in which files are looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlicedTensor(TensorKind):
+    """A tensor whose parts are in several files."""
+
+    parts: Mapping[Spans, FileTensor]
+
+    def read(self) -> NDArray[Any]:
+        if len(self.parts) == 1:
+            return next(iter(self.parts.values())).read()
+        whole: NDArray[Any] = np.empty(self.shape, NUMPY_TYPES[self.dtype])
+        for spans, part in self.parts.items():
+            whole[tuple(slice(*span) for span in spans)] = part.read()
+        return whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """The files of one moment of a distributed run."""
+
+    root: Path
+    """The folder that holds the ranks' folders."""
+    at: str
+    """EPOCH_STEP."""
+    files: Mapping[int, Path]
+    strategies: tuple[Path, ...]
+
+    def tensors(self) -> dict[str, SlicedTensor]:
+        """Return all tensors, whole. Raises CheckpointError where a part is missing, or the
+        strategy is that of another run.
+        """
+        return _merge(self, _read_strategies(self.strategies))
+
+
+def strategy_file(path: Path) -> bool:
+    """Whether a file with a name of a strategy holds one."""
+    if "strategy" not in path.name or path.suffix not in (".ckpt", ".json") or not path.is_file():
+        return False
+    with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
+        return is_strategy(file.read(1))
+
+
+def find_slices(path: Path) -> Slices | Path | None:
+    """Return the ranks' files that ``path`` means, or the file of the one rank that there is; None
+    where there are none.
+
+    path: a folder above the ranks' files, of which the newest are taken, or the file of one rank,
+    which is whole where no strategy file says how it was split. Raises CheckpointError where the
+    folder has those of several runs, or of several ranks without a strategy file.
+    """
+    file, wanted = path if path.is_file() else None, None
+    if file is not None:
+        if _rank_of(file) is None:
+            return file
+        path, _, wanted = _key_of(file)
+    found, strategies = _look(path)
+    if len(found) > 1:
+        shown = ", ".join(f"{folder}/rank_N/{prefix}" for folder, prefix in sorted(found)[:4])
+        raise CheckpointError(
+            f"{path}: holds the ranks' files of {len(found)} runs ({shown}); give the path of a"
+            " file of rank 0"
+        )
+    for folder in (path.parent, path.parent.parent) if found else ():
+        strategies = strategies or [
+            file
+            for place in (folder, folder / "strategy")
+            if place.is_dir()
+            for file in sorted(place.iterdir())
+            if strategy_file(file)
+        ]
+    if not found:
+        return None
+    [((root, _), by_moment)] = found.items()
+    at = wanted if wanted in by_moment else max(by_moment, key=_order)
+    if not strategies and (file is not None or len(by_moment[at]) == 1):
+        return file or next(iter(by_moment[at].values()))
+    if not strategies:
+        raise CheckpointError(
+            f"{path}: the files of {len(by_moment[at])} ranks, and no strategy file that says how"
+            " they are split; put ckpt_strategy.ckpt there, or, where each rank has the whole"
+            " model, give the path of one file"
+        )
+    return Slices(root=root, at=at, files=by_moment[at], strategies=tuple(strategies))
+
+
+_Found = dict[tuple[Path, str], dict[str, dict[int, Path]]]
+"""(folder of the ranks, prefix) -> EPOCH_STEP -> rank -> file."""
+
+
+def _look(folder: Path) -> tuple[_Found, list[Path]]:
+    found: _Found = defaultdict(lambda: defaultdict(dict))
+    strategies: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        folders[:] = sorted(
+            name for name in folders if depth < _DEPTH and not name.startswith((".", "step_"))
+        )
+        for file in (Path(place) / name for name in sorted(names)):
+            if strategy_file(file):
+                strategies.append(file)
+            elif file.suffix == ".ckpt" and (rank := _rank_of(file)) is not None:
+                root, prefix, at = _key_of(file)
+                found[root, prefix][at][rank] = file
+    return found, strategies
+
+
+def _rank_of(file: Path) -> int | None:
+    """Return the rank of a file: its own name says it, or that of the folder that it is in."""
+    names = [_NAME.fullmatch(file.name), *(_RANK.fullmatch(at.name) for at in _above(file))]
+    return next((int(name["rank"]) for name in names if name), None)
+
+
+def _key_of(file: Path) -> tuple[Path, str, str]:
+    """Return the folder of the ranks, the prefix and EPOCH_STEP of a rank's file."""
+    name = _NAME.fullmatch(file.name)
+    ranked = [folder for folder in _above(file) if _RANK.fullmatch(folder.name)]
+    root = ranked[0].parent if ranked else file.parent
+    return root, name["prefix"] if name else "", name["at"] if name else ""
+
+
+def _above(file: Path) -> tuple[Path, Path]:
+    return file.parent, file.parent.parent
+
+
+def _order(at: str) -> tuple[int, ...]:
+    return tuple(map(int, at.split("_"))) if at else ()
+
+
+def _read_strategies(paths: tuple[Path, ...]) -> Strategy:
+    merged: dict[int, dict[str, Layout]] = defaultdict(dict)
+    for path in paths:
+        for stage, layouts in read_strategy(path).items():
+            strange = [
+                name
+                for name, layout in layouts.items()
+                if merged[stage].get(name, layout) != layout
+            ]
+            if strange:
+                raise CheckpointError(
+                    f"{path}: says something else of {strange[0]} than"
+                    f" {' and '.join(str(other) for other in paths if other != path)[:300]}; leave"
+                    " the strategy files of one run there"
+                )
+            merged[stage] |= layouts
+    return dict(sorted(merged.items()))
+
+
+def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
+    where = f"{slices.root}{f': files of {slices.at}' if slices.at else ''}"
+    said = " and ".join(map(str, slices.strategies[:2]))
+    ranks = {layout.ranks for layouts in strategy.values() for layout in layouts.values()}
+    stage_ranks, stages = max(ranks), max(strategy) + 1
+    beyond = [rank for rank in slices.files if rank >= stage_ranks * stages]
+    if len(ranks) > 1 or beyond:
+        raise CheckpointError(
+            f"{said}: describes {stages} stages of {sorted(ranks)} ranks, and here are the files of"
+            f" rank{'s' * (len(slices.files) > 1)} {_listed(slices.files)}; give the strategy files"
+            " of this run"
+        )
+    if lost := [stage for stage in range(stages) if stage not in strategy]:
+        raise CheckpointError(
+            f"{said}: no strategy of pipeline stage {lost[0]}, expected those of {stages} stages;"
+            " put the strategy files of all stages there"
+        )
+    whole: dict[str, SlicedTensor] = {}
+    unknown: list[str] = []
+    absent: dict[int, list[str]] = defaultdict(list)
+    for stage, layouts in strategy.items():
+        files = {
+            rank - stage * stage_ranks: path
+            for rank, path in slices.files.items()
+            if rank // stage_ranks == stage
+        }
+        stored: dict[int, Mapping[str, FileTensor]] = {}
+        for rank in _needed(layouts, files):
+            with open_tensors(files[rank]) as stored[rank]:
+                pass  # its tensors can be read as long as they live
+        for name in dict.fromkeys(name for tensors in stored.values() for name in tensors):
+            if name in whole:
+                continue  # a stage before it holds the same
+            held = {rank: tensors[name] for rank, tensors in stored.items() if name in tensors}
+            layout = layouts.get(name)
+            if layout is None:
+                first = held[min(held)]
+                if first.nbytes > NUMPY_TYPES[first.dtype].itemsize:
+                    unknown.append(name)
+                layout = Layout(devices=(stage_ranks,), axes=((),) * len(first.shape))
+            whole[name] = _joined(slices, said, layout, held)
+            for rank in layout.first_ranks(range(layout.ranks), without=held):
+                absent[stage * stage_ranks + rank].append(name)
+        if not files:
+            absent |= {stage * stage_ranks: list(layouts)[:1]}
+    if absent:
+        rank = min(absent)
+        raise CheckpointError(
+            f"{where}: the file of rank {rank} is missing, or lacks {absent[rank][0]}, of which it"
+            f" has a part; here are those of {_listed(slices.files)}, and {said} describes"
+            f" {stage_ranks * stages} ranks: copy the folders of all ranks, or give the strategy"
+            " files of this run"
+        )
+    if unknown:
+        raise CheckpointError(
+            f"{said}: says nothing of {', '.join(unknown[:3])}"
+            f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}, which"
+            f" {slices.root} holds: it is the strategy of another run; give that of this one"
+        )
+    return whole
+
+
+def _joined(
+    slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTensor]
+) -> SlicedTensor:
+    first = held[min(held)]
+    kinds = {(tensor.dtype, tensor.shape) for tensor in held.values()}
+    if len(kinds) > 1 or len(layout.axes) not in (0, len(first.shape)):
+        shapes = " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(kinds)[:3])
+        raise CheckpointError(
+            f"{slices.root}: {first.name} is {shapes} on its ranks, and {said} describes equal"
+            f" parts of {len(layout.axes)} dims: they are of two runs; give the strategy files of"
+            " this one"
+        )
+    shape = tuple(
+        size * parts
+        for size, parts in zip(first.shape, layout.parts() or (1,) * len(first.shape), strict=True)
+    )
+    parts = {
+        layout.spans(rank, first.shape) if layout.axes else _whole(shape): tensor
+        for rank, tensor in sorted(held.items(), reverse=True)
+    }
+    return SlicedTensor(dtype=first.dtype, shape=shape, parts=parts)
+
+
+def _whole(shape: tuple[int, ...]) -> Spans:
+    return tuple((0, size) for size in shape)
+
+
+def _needed(layouts: Mapping[str, Layout], files: Mapping[int, Path]) -> list[int]:
+    """Return the ranks whose files hold all that there is; others have copies."""
+    ranks = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
+    return sorted(ranks | ({min(files)} if files else set()))
+
+
+def _listed(files: Mapping[int, Path]) -> str:
+    return ", ".join(map(str, sorted(files)[:16])) + (", ..." if len(files) > 16 else "")

@@ -1,0 +1,265 @@
+"""MindSpore's strategy files without MindSpore or protobuf: how the ranks of each pipeline stage
+split the parameters.
+
+Format: ParallelStrategyMap of mindspore/ccsrc/utils/node_strategy.proto, or the same as JSON; how
+it is meant: mindspore/parallel/_tensor.py. In a file of several stages, which
+``merge_pipeline_strategys`` makes, a parameter is called ``STAGE-NAME``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from common.errors import CheckpointError
+from common.files import atomic_write
+from common.structured_files import MalformedError, parse_json, read_bytes, require_mapping
+from common.tensor_files.arrays import Bytes
+from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_packed
+
+_MOST_BYTES = 2**28
+_MOST_RANKS = 2**20
+_NEGATIVE = 2**63
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""[first, end) of each dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks of a stage split one parameter."""
+
+    devices: tuple[int, ...]
+    """The sizes of the axes in which the ranks are arranged, the slowest first."""
+    axes: tuple[tuple[int, ...], ...]
+    """Of each dim the axes that split it, as their places in ``devices``; the outermost first."""
+    shards: int = 1
+    """The parts in which the optimizer's ranks split dim 0 once more."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for axes that do not exist, or split two dims."""
+        used = [axis for axes in self.axes for axis in axes]
+        if (
+            min(self.devices, default=0) < 1
+            or math.prod(self.devices) > _MOST_RANKS
+            or len(used) != len(set(used))
+            or not all(0 <= axis < len(self.devices) for axis in used)
+        ):
+            raise ValueError(f"axes {list(self.axes)} of devices {list(self.devices)}")
+        if self.shards < 1 or (self.shards > 1 and not self.axes) or self.copies % self.shards:
+            raise ValueError(f"{self.copies} ranks hold the same part, and split it {self.shards}")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage."""
+        return math.prod(self.devices)
+
+    @property
+    def copies(self) -> int:
+        """Ranks of a stage that hold the same part before ``shards`` split it."""
+        return math.prod(self.devices[axis] for axis in self._free_axes)
+
+    @property
+    def _free_axes(self) -> list[int]:
+        used = {axis for axes in self.axes for axis in axes}
+        return [axis for axis in range(len(self.devices)) if axis not in used]
+
+    def parts(self) -> tuple[int, ...]:
+        """Return the number of parts of each dim."""
+        counts = [math.prod(self.devices[axis] for axis in axes) for axes in self.axes]
+        return (counts[0] * self.shards, *counts[1:]) if counts else ()
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Return which part of each dim a rank of the stage holds."""
+        at = np.unravel_index(rank, self.devices)
+
+        def number(axes: Iterable[int]) -> int:
+            found = 0
+            for axis in axes:
+                found = found * self.devices[axis] + int(at[axis])
+            return found
+
+        places = [number(axes) for axes in self.axes]
+        if places:
+            places[0] = places[0] * self.shards + number(self._free_axes) % self.shards
+        return tuple(places)
+
+    def first_ranks(self, ranks: Iterable[int], without: Iterable[int] = ()) -> list[int]:
+        """Return the first of ``ranks`` that holds each part, for parts that none of ``without``
+        holds.
+        """
+        places = _places(self)
+        seen = {places[rank] for rank in without}
+        found = []
+        for rank in ranks:
+            if places[rank] not in seen:
+                seen.add(places[rank])
+                found.append(rank)
+        return found
+
+    def spans(self, rank: int, part: tuple[int, ...]) -> Spans:
+        """Return the rectangle that a rank holds, whose shape is ``part``."""
+        return tuple(
+            (place * size, (place + 1) * size)
+            for place, size in zip(self.place(rank), part, strict=True)
+        )
+
+
+@cache
+def _places(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return tuple(layout.place(rank) for rank in range(layout.ranks))
+
+
+Strategy: TypeAlias = Mapping[int, Mapping[str, Layout]]
+"""Stage -> name -> layout."""
+
+
+# ---- reading ----
+
+
+def is_strategy(content: bytes) -> bool:
+    """Tell a strategy file, which begins with a number or is JSON, from a checkpoint, which begins
+    with a field of bytes.
+    """
+    return content[:1] in (b"\x08", b"{")
+
+
+def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
+    """Return the layouts of a file, of one stage or of several. Raises CheckpointError."""
+    content = read_bytes(path, limit=_MOST_BYTES, error=CheckpointError)
+    try:
+        is_json = content[:1] == b"{"
+        found = _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
+    except (ValueError, TypeError, LookupError, CheckpointError) as error:
+        reason = error.problem if isinstance(error, MalformedError) else error
+        raise CheckpointError(
+            f"{path}: not a whole strategy file of MindSpore: {reason}; copy it again"
+        ) from None
+    return found
+
+
+def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
+    stage, records = 0, {}
+    for number, part in read_fields(content):
+        if number == 2:
+            stage = _only_number(_only_bytes(dict(read_fields(_only_bytes(part)))[2]), 1)
+        elif number == 3:
+            item = dict(read_fields(_only_bytes(part)))
+            records[_only_bytes(item[1]).tobytes().decode()] = _record(_only_bytes(item[2]))
+    return _by_stage(stage, records)
+
+
+def _record(message: Bytes) -> dict[str, Any]:
+    """Return a message ParallelLayouts as the dict that the JSON has."""
+    found: dict[str, Any] = {"dev_matrix": [], "tensor_map": [], "param_split_shape": []}
+    lists = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
+    numbers = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
+    for number, part in read_fields(message):
+        if number in lists:
+            found[lists[number]].append(_numbers(_only_bytes(part)))
+        elif number in numbers and isinstance(part, int):
+            found[numbers[number]] = _signed(part)
+    for name in ("dev_matrix", "param_split_shape"):
+        found[name] = found[name][0] if found[name] else []
+    maps = found["tensor_map"]
+    several = len(maps) > 1  # a list of axes for each dim, else an axis for each
+    found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
+    return found
+
+
+def _numbers(message: Bytes) -> list[int]:
+    values: list[int] = []
+    for number, part in read_fields(message):
+        if number == 1:
+            values += [part] if isinstance(part, int) else read_packed(part)
+    return [_signed(value) for value in values]
+
+
+def _signed(value: int) -> int:
+    return value - 2 * _NEGATIVE if value >= _NEGATIVE else value
+
+
+def _only_bytes(part: int | Bytes) -> Bytes:
+    if isinstance(part, int):
+        raise ValueError("a number where a message is expected")
+    return part
+
+
+def _only_number(message: Bytes, number: int) -> int:
+    found = dict(read_fields(message)).get(number)
+    if not isinstance(found, int):
+        raise ValueError(f"field {number} is no number")
+    return found
+
+
+def _from_json(content: bytes) -> dict[int, dict[str, Layout]]:
+    tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
+    items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
+    stages = [item["stage"] for item in items.values()]
+    return _by_stage(stages[0] if stages else 0, records)
+
+
+def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Layout]]:
+    found: dict[int, dict[str, Layout]] = {}
+    for name, record in records.items():
+        first, dash, rest = name.partition("-")
+        merged = bool(dash) and first.isdigit()
+        at = found.setdefault(int(first) if merged else stage, {})
+        try:
+            at[rest if merged else name] = _layout(record)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if not found:
+        raise ValueError("it has no layout of a parameter")
+    return found
+
+
+def _layout(record: Mapping[str, Any]) -> Layout:
+    """Return a layout; axes are counted from the last one there, and -1 splits nothing."""
+    if record.get("param_split_shape") or record.get("field"):
+        raise ValueError("parts of unequal sizes, or of fields, which GPT-2 has not")
+    devices = tuple(record["dev_matrix"])
+    maps = [dims if isinstance(dims, list) else [dims] for dims in record["tensor_map"]]
+    axes = tuple(tuple(len(devices) - 1 - place for place in dims if place != -1) for dims in maps)
+    layout = Layout(devices=devices, axes=axes)
+    size, step = record.get("opt_weight_shard_size", 0), record.get("opt_weight_shard_step", 0)
+    shards = layout.copies if size == -1 else size if step else 1
+    return Layout(devices=devices, axes=axes, shards=max(shards, 1))
+
+
+# ---- writing ----
+
+
+def write_strategy(path: Path, strategy: Strategy) -> None:
+    """Write one file of all stages, as ``merge_pipeline_strategys`` does. Raises StorageError."""
+    items, layouts = [], []
+    for stage, found in strategy.items():
+        splits = int_field(1, stage) + bytes_field(2, b"")
+        # one operator says the stage; those of the network are not looked at
+        items.append(bytes_field(2, bytes_field(1, b"parameters") + bytes_field(2, splits)))
+        layouts += [
+            bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, _to(layout)))
+            for name, layout in found.items()
+        ]
+    with atomic_write(path) as file:
+        file.write(int_field(1, 1) + b"".join((*items, *layouts)))
+
+
+def _to(layout: Layout) -> bytes:
+    def dims(number: int, values: Iterable[int]) -> bytes:
+        return bytes_field(number, b"".join(int_field(1, value) for value in values))
+
+    maps = [[len(layout.devices) - 1 - axis for axis in axes] or [-1] for axes in layout.axes]
+    several = any(len(places) > 1 for places in maps)
+    message = dims(1, layout.devices)
+    message += b"".join(dims(2, places) for places in (maps if several else [[*chain(*maps)]]))
+    message += dims(3, ()) + dims(4, ()) + int_field(5, 0)
+    step = math.prod(layout.devices) // layout.copies if layout.shards > 1 else 0
+    return message + int_field(6, step) + int_field(7, layout.shards if step else 0)

@@ -1,0 +1,401 @@
+"""Slices that MindSpore's own tools have cut of a checkpoint are merged here and by MindSpore;
+then sets of slices that are not whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import CheckpointError, GPT2Error
+from common.parallel.sharding import Role, role_of
+from common.systems.mindformers.names import NAME_MAPS
+from common.systems.mindformers.read import open_mindformers
+from common.systems.mindformers.slices import Slices, find_slices
+from common.systems.model_yaml import MODEL_YAML
+from common.systems.weights import checked_model
+from common.tensor_files import mindspore_strategy
+from common.tensor_files.mindspore_strategy import Layout, read_strategy, write_strategy
+from common.weights.names import parameter_shapes
+from common.yaml_files import dump_yaml
+from tools.convert_weight import main
+
+MODEL = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 36}
+ROWS = NAME_MAPS["mindformers"][0].rows(4)
+SHAPES = {
+    row.theirs: row.shape(parameter_shapes(checked_model(Path("here"), MODEL))) for row in ROWS
+}
+AT = "1_4"
+DATA, TENSOR, STAGES = 2, 2, 2
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """Two blocks on each; the head is the embedding, which the last stage has too."""
+    if "blocks" in name:
+        return (int(name.split(".")[2]) // 2,)
+    return (0, 1) if "word" in name else (0,) if "position" in name else (1,)
+
+
+def tensor_map(ours: str, *, transposed: bool) -> list[int]:
+    """MindSpore's: the tensor axis is the last of [DATA, TENSOR], so it has number 0."""
+    split = {Role.VOCABULARY: 0, Role.COLUMN: 0, Role.ROW: 1, Role.REPLICATED: None}[role_of(ours)]
+    dims = len(SHAPES[next(row.theirs for row in ROWS if row.ours == (ours,))])
+    if split is not None and transposed:
+        split = 1 - split
+    return [0 if dim == split else -1 for dim in range(dims)]
+
+
+def strategies(ms: ModuleType, folder: Path) -> dict[int, Any]:
+    """Write a strategy file of each stage with MindSpore's own messages."""
+    from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
+    made = {}
+    for stage in range(STAGES):
+        message = ParallelStrategyMap(current_stage=STAGES)
+        item = message.parallel_strategy_item.add(node_name="MatMul")
+        item.parallel_strategys.stage = stage
+        for row in ROWS:
+            if stage not in stages_of(row.theirs):
+                continue
+            mapped = tensor_map(row.ours[0], transposed=row.transposed)
+            # what is whole on every rank of a stage is split by the optimizer over all, or not
+            shards = DATA if "word" not in row.theirs and max(mapped) == 0 else 0
+            for prefix in ("", "adam_m.", "adam_v."):
+                layout = message.parallel_layout_item.add(param_name=prefix + row.theirs)
+                layouts = layout.parallel_layouts
+                layouts.dev_matrix.add(dim=[DATA, TENSOR])
+                layouts.tensor_map.add(dim=mapped)
+                layouts.param_split_shape.add()
+                layouts.indices_offset.add()
+                layouts.field = 0
+                layouts.opt_weight_shard_step = TENSOR if shards else 0
+                layouts.opt_weight_shard_size = shards
+        folder.mkdir(exist_ok=True)
+        path = folder / f"ckpt_strategy_rank_{stage * DATA * TENSOR}.ckpt"
+        path.write_bytes(message.SerializeToString())
+        made[stage] = message
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(mindspore: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint, and the eight slices that MindSpore makes of it."""
+    ms, folder = mindspore, tmp_path_factory.mktemp("slices")
+    strategies(ms, folder / "strategy")
+    ms.merge_pipeline_strategys(str(folder / "strategy"), str(folder / "merged.ckpt"))
+    random = np.random.default_rng(0)
+    whole = {
+        prefix + name: random.normal(size=shape).astype(np.float32)
+        for prefix in ("", "adam_m.", "adam_v.")
+        for name, shape in SHAPES.items()
+    }
+    counters = {"global_step": np.array([4], np.int32), "step_num": np.array(4, np.int32)}
+    tensors = [
+        {"name": name, "data": ms.Tensor(array)} for name, array in (whole | counters).items()
+    ]
+    (folder / "whole" / "rank_0").mkdir(parents=True)
+    ms.save_checkpoint(tensors, str(folder / "whole" / "rank_0" / "net.ckpt"))
+    merged = str(folder / "merged.ckpt")
+    ms.transform_checkpoints(str(folder / "whole"), str(folder / "cut"), "net", None, merged)
+    ms.transform_checkpoints(str(folder / "cut"), str(folder / "again"), "net", merged, None)
+    np.savez(folder / "whole.npz", **whole)
+    return folder
+
+
+@pytest.fixture
+def slices(run: Path, tmp_path: Path) -> Path:
+    """The ranks' files by MindFormers' names, those of an older step beside them."""
+    for rank in range(DATA * TENSOR * STAGES):
+        folder = tmp_path / "output" / f"rank_{rank}" / "checkpoint"
+        folder.mkdir(parents=True)
+        shutil.copy(run / "cut" / f"rank_{rank}" / f"net{rank}.ckpt", folder / name_of(rank))
+        (folder / name_of(rank, "1_2")).write_bytes(b"older")
+    shutil.copytree(run / "strategy", tmp_path / "output" / "strategy")
+    (tmp_path / "output" / MODEL_YAML).write_text(dump_yaml({"model": MODEL}))
+    return tmp_path / "output"
+
+
+def name_of(rank: int, at: str = AT) -> str:
+    return f"gpt2_rank_{rank}-{at}.ckpt"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}" / "checkpoint" / name_of(rank)
+
+
+def require_whole(path: Path, run: Path) -> None:
+    """Every tensor bit for bit as it was before MindSpore cut it, and as MindSpore joins it."""
+    import mindspore as ms
+
+    theirs = ms.load_checkpoint(str(run / "again" / "rank_0" / "net0.ckpt"))
+    parts = {"": "", "adam_m.": ".exp_avg", "adam_v.": ".exp_avg_sq"}
+    with open_mindformers(path) as weights, np.load(run / "whole.npz") as whole:
+        assert weights.run is not None and weights.run["engine"]["optimizer_steps"] == 4
+        assert len(weights.moments) == 2 * len(weights.tensors) == 2 * len(SHAPES)
+        for row in ROWS:
+            for prefix, suffix in parts.items():
+                found = {**weights.tensors, **weights.moments}[row.ours[0] + suffix].load()
+                found = found.T if row.transposed else found
+                name = prefix + row.theirs
+                assert np.array_equal(found, whole[name]), name
+                assert np.array_equal(found, theirs[name].asnumpy()), name
+
+
+def merged(folder: Path, run: Path) -> None:
+    shutil.rmtree(folder / "strategy")
+    shutil.copy(run / "merged.ckpt", folder / "ckpt_strategy.ckpt")
+
+
+def beside_the_output(folder: Path, run: Path) -> None:
+    shutil.move(folder / "strategy", folder.parent / "strategy")
+
+
+def as_json(folder: Path, run: Path) -> None:
+    """As MindSpore writes it where the name ends in .json."""
+    for path in (folder / "strategy").iterdir():
+        stage, layouts = next(iter(read_strategy(path).items()))
+        records = {
+            name: {
+                "dev_matrix": list(layout.devices),
+                "tensor_map": [len(layout.devices) - 1 - axes[0] if axes else -1
+                               for axes in layout.axes],
+                "field": 0,
+                "opt_weight_shard_step": TENSOR if layout.shards > 1 else 0,
+                "opt_weight_shard_size": layout.shards if layout.shards > 1 else 0,
+            }
+            for name, layout in layouts.items()
+        }  # fmt: skip
+        tree = {
+            "current_stage": STAGES,
+            "parallel_strategy_item": {"MatMul": {"stage": stage, "parallel_strategy": []}},
+            "parallel_layout_item": records,
+        }
+        path.with_suffix(".json").write_text(json.dumps(tree))
+        path.unlink()
+
+
+@pytest.mark.parametrize("change", [None, merged, beside_the_output, as_json])
+def test_mindspores_slices_are_whole_again(
+    slices: Path, run: Path, change: Callable[[Path, Path], None] | None
+) -> None:
+    if change is not None:
+        change(slices, run)
+    require_whole(slices, run)
+    require_whole(file_of(slices, 0), run)
+
+
+def test_the_command_merges_them(
+    slices: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--to", "mindformers", "--input", str(slices), "--output", str(tmp_path / "one")]
+    assert main([*words, "--verify"]) == 0
+    assert "of the optimizer, read back and equal bit for bit" in capsys.readouterr().out
+    require_whole(tmp_path / "one" / "gpt2.ckpt", run)
+
+
+def test_our_strategy_file_is_mindspores(run: Path, tmp_path: Path) -> None:
+    """Written, read by MindSpore: the layouts of its own merged file."""
+    from mindspore.parallel._parallel_serialization import _build_protobuf_strategy
+
+    strategy = read_strategy(run / "merged.ckpt")
+    assert sorted(strategy) == [0, 1]
+    write_strategy(tmp_path / "ours.ckpt", strategy)
+    ours, theirs = (
+        _build_protobuf_strategy(str(path))
+        for path in (tmp_path / "ours.ckpt", run / "merged.ckpt")
+    )
+    assert ours == theirs and read_strategy(tmp_path / "ours.ckpt") == strategy
+
+
+def test_two_axes_may_split_one_dim(tmp_path: Path) -> None:
+    """A dim that tensor ranks split, and the data ranks their parts: parts in this order."""
+    layout = Layout(devices=(2, 3), axes=((), (1, 0)))
+    assert [layout.spans(rank, (5, 4))[1] for rank in range(6)] == [
+        (0, 4),
+        (8, 12),
+        (16, 20),
+        (4, 8),
+        (12, 16),
+        (20, 24),
+    ]
+    write_strategy(tmp_path / "s.ckpt", {0: {"x": layout}})
+    assert read_strategy(tmp_path / "s.ckpt") == {0: {"x": layout}}
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor_map", "shards"),
+    [
+        ([4, 2], [0, -1], 2),  # the optimizer's ranks are two of four: two groups with copies
+        ([4, 2], [-1, 0], 4),
+        ([2, 2, 2], [1, -1], 4),  # they lie on both sides of the axis that splits dim 0
+        ([2, 2, 2], [2, 0], 2),
+        ([2, 4], [[1, 0], -1], 0),  # one dim is split by two axes
+        ([2, 4], [[0, 1], -1], 0),
+        ([2, 2, 2], [-1, [2, 0]], 0),
+    ],
+)
+def test_every_kind_of_layout_as_mindspore_cuts_it(
+    devices: list[int], tensor_map: list[Any], shards: int, mindspore: ModuleType, tmp_path: Path
+) -> None:
+    from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
+    ms, ranks = mindspore, math.prod(devices)
+    message = ParallelStrategyMap(current_stage=1)
+    message.parallel_strategy_item.add(node_name="MatMul").parallel_strategys.stage = 0
+    layouts = message.parallel_layout_item.add(param_name="x").parallel_layouts
+    layouts.dev_matrix.add(dim=devices)
+    split = any(isinstance(dims, list) for dims in tensor_map)
+    for dims in tensor_map if split else [tensor_map]:
+        layouts.tensor_map.add(dim=dims if isinstance(dims, list) else [dims])
+    layouts.param_split_shape.add()
+    layouts.indices_offset.add()
+    used = [place for dims in tensor_map for place in (dims if isinstance(dims, list) else [dims])]
+    free = [axis for axis in range(len(devices)) if len(devices) - 1 - axis not in used]
+    layouts.field = 0
+    layouts.opt_weight_shard_step = math.prod(devices[free[-1] + 1 :]) if shards else 0
+    layouts.opt_weight_shard_size = shards
+    strategy = tmp_path / "ckpt_strategy.ckpt"
+    strategy.write_bytes(message.SerializeToString())
+    whole = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+    (tmp_path / "whole" / "rank_0").mkdir(parents=True)
+    ms.save_checkpoint(
+        [{"name": "x", "data": ms.Tensor(whole)}], str(tmp_path / "whole" / "rank_0" / "x.ckpt")
+    )
+    ms.transform_checkpoints(
+        str(tmp_path / "whole"), str(tmp_path / "cut"), "x", None, str(strategy)
+    )
+    shutil.copy(strategy, tmp_path / "cut")
+    found = find_slices(tmp_path / "cut")
+    assert isinstance(found, Slices) and len(found.files) == ranks
+    [tensor] = found.tensors().values()
+    assert len(tensor.parts) > 1 and np.array_equal(tensor.read(), whole)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def another_layout(folder: Path) -> None:
+    """Of a run on 2 x 4 ranks a stage."""
+    for path in (folder / "strategy").iterdir():
+        stage, layouts = next(iter(read_strategy(path).items()))
+        wider = {
+            name: Layout(devices=(2, 4), axes=layout.axes, shards=layout.shards)
+            for name, layout in layouts.items()
+        }
+        write_strategy(path, {stage: wider})
+
+
+def another_model(folder: Path) -> None:
+    """Of a network with other names."""
+    for path in (folder / "strategy").iterdir():
+        stage, layouts = next(iter(read_strategy(path).items()))
+        write_strategy(path, {stage: {f"net.{name}": one for name, one in layouts.items()}})
+
+
+def two_runs(folder: Path) -> None:
+    shutil.copy(file_of(folder, 0), file_of(folder, 0).with_name("other_rank_0-1_4.ckpt"))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a rank": (
+        lambda folder: shutil.rmtree(folder / "rank_6"),
+        r"output: files of 1_4: the file of rank 6 is missing, .* copy the folders of all ranks",
+    ),
+    "a stage": (
+        lambda folder: [shutil.rmtree(folder / f"rank_{rank}") for rank in range(4, 8)],
+        "the file of rank 4 is missing",
+    ),
+    "a rank's newest file": (
+        lambda folder: file_of(folder, 3).unlink(),
+        "files of 1_4: the file of rank 3 is missing",
+    ),
+    "a strategy of a stage": (
+        lambda folder: (folder / "strategy" / "ckpt_strategy_rank_4.ckpt").unlink(),
+        r"here are the files of ranks 0, .*give the strategy files of this run",
+    ),
+    "the first strategy": (
+        lambda folder: (folder / "strategy" / "ckpt_strategy_rank_0.ckpt").unlink(),
+        "no strategy of pipeline stage 0, expected those of 2 stages",
+    ),
+    "all strategies": (
+        lambda folder: shutil.rmtree(folder / "strategy"),
+        "the files of 8 ranks, and no strategy file .*put ckpt_strategy.ckpt there",
+    ),
+    "more ranks": (
+        another_layout,
+        "the file of rank 4 is missing, or lacks .* describes 16 ranks: .*files of this run",
+    ),
+    "another network": (another_model, "says nothing of .*: it is the strategy of another run"),
+    "two runs": (two_runs, "holds the ranks' files of 2 runs"),
+    "a slice cut short": (
+        lambda folder: cut(file_of(folder, 5)),
+        r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again",
+    ),
+    "a strategy cut short": (
+        lambda folder: cut(folder / "strategy" / "ckpt_strategy_rank_4.ckpt"),
+        r"ckpt_strategy_rank_4\.ckpt: not a whole strategy file of MindSpore: .*copy it again",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_what_is_not_whole_is_one_message(slices: Path, fault: str, tmp_path: Path) -> None:
+    spoil, match = FAULTS[fault]
+    spoil(slices)
+    with pytest.raises(GPT2Error, match=match) as caught, open_mindformers(slices):
+        pass
+    assert "\n" not in str(caught.value)
+    words = ["--to", "torch_gpt2", "--input", str(slices), "--output", str(tmp_path / "out")]
+    assert main([*words, "--from", "mindformers"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file_is_read_whole(slices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor is joined at a time, of parts that are views of the files."""
+    most = max(math.prod(shape) for shape in SHAPES.values()) * 4
+    made: list[int] = []
+    empty = np.empty
+    monkeypatch.setattr(
+        "common.systems.mindformers.slices.np.empty",
+        lambda shape, dtype: made.append(math.prod(shape) * 4) or empty(shape, dtype),
+    )
+    with open_mindformers(slices) as weights:
+        assert made == []
+        weights.tensors["h.0.mlp.c_fc.weight"].load()
+    assert len(made) == 1 and made[0] <= most
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"dev_matrix": [2, 2], "tensor_map": [2], "field": 0},
+        {"dev_matrix": [0], "tensor_map": [-1], "field": 0},
+        {"dev_matrix": [2, 2], "tensor_map": [0, 0], "field": 0},
+        {"dev_matrix": [2], "tensor_map": [-1], "param_split_shape": [3, 4]},
+        {
+            "dev_matrix": [2],
+            "tensor_map": [0],
+            "opt_weight_shard_size": 2,
+            "opt_weight_shard_step": 1,
+        },
+        {"dev_matrix": [2**40], "tensor_map": [-1]},
+        {"tensor_map": [-1]},
+        {"dev_matrix": "22", "tensor_map": [-1]},
+    ],
+)  # fmt: skip
+def test_layouts_that_nothing_has(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "ckpt_strategy.json"
+    path.write_text(
+        json.dumps({"parallel_strategy_item": {}, "parallel_layout_item": {"x": record}})
+    )
+    with pytest.raises(CheckpointError, match=r"ckpt_strategy\.json: not a whole strategy file"):
+        mindspore_strategy.read_strategy(path)
