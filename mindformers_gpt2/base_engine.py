@@ -13,6 +13,7 @@ from mindspore import Tensor, ops
 
 from common.dataset import Batch, Tokens
 from common.parallel.resolved_run import TrainingRun
+from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
@@ -29,7 +30,6 @@ from mindformers_gpt2.checkpoint import (
     weights_on_host,
 )
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.mindspore_ckpt import epoch_and_step, write_ckpt
 from mindformers_gpt2.model import initialise
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm
 from mindformers_gpt2.parallel.world import World
@@ -155,9 +155,7 @@ class BaseEngine(engine.Engine):
         place = epoch_and_step(config, int(self.manifest_extra.get("samples_per_epoch", 0)), state)
         return replace(
             snapshot,
-            also_write=partial(
-                write_ckpt, weights | moments, rank, config.checkpoint, place, state.step
-            ),
+            also_write=partial(write_rank_file, config, place, rank, self.is_sharded),
         )
 
 

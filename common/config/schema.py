@@ -481,7 +481,7 @@ class CheckpointConfig(Section):
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE
     ] = None
     """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank},
-    as MindFormers names them.
+    with MindFormers' names, and of several ranks checkpoints/ckpt_strategy.ckpt.
     """
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""

@@ -107,7 +107,7 @@ def slices_of_rank(
     """What the rank at these coordinates holds of each of its parameters; under ZeRO what it
     updates.
     """
-    shards = _shards(config.parallel, topology)
+    shards = shards_of(config.parallel, topology)
     return {
         name: slice_of(
             name,
@@ -128,11 +128,11 @@ def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: 
     """
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
         return False
-    return at.data < _shards(parallel, topology) and (
+    return at.data < shards_of(parallel, topology) and (
         at.tensor == 0 or role_of(name) is not Role.REPLICATED
     )
 
 
-def _shards(parallel: ResolvedParallel, topology: Topology) -> int:
-    """Ranks of the data axis over which a parameter is split."""
+def shards_of(parallel: ResolvedParallel, topology: Topology) -> int:
+    """Return the number of ranks of the data axis over which a parameter is split."""
     return (parallel.shard_size or topology.data) if parallel.zero_stage else 1

@@ -51,6 +51,11 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
     return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
 
 
+def is_checkpoint(head: bytes) -> bool:
+    """Whether a file begins as a checkpoint does, which a strategy file or a pickle does not."""
+    return head[:1] == bytes_key(1, 0)[:1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Value:
     """One message Value; only its last slice ends a tensor."""

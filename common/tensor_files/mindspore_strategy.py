@@ -124,13 +124,6 @@ Strategy: TypeAlias = Mapping[int, Mapping[str, Layout]]
 # ---- reading ----
 
 
-def is_strategy(content: bytes) -> bool:
-    """Tell a strategy file, which begins with a number or is JSON, from a checkpoint, which begins
-    with a field of bytes.
-    """
-    return content[:1] in (b"\x08", b"{")
-
-
 def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     """Return the layouts of a file, of one stage or of several. Raises CheckpointError."""
     content = read_bytes(path, limit=_MOST_BYTES, error=CheckpointError)
@@ -140,7 +133,8 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     except (ValueError, TypeError, LookupError, CheckpointError) as error:
         reason = error.problem if isinstance(error, MalformedError) else error
         raise CheckpointError(
-            f"{path}: not a whole strategy file of MindSpore: {reason}; copy it again"
+            f"{path}: not a whole strategy file of MindSpore: {reason}; expected its protobuf or"
+            " JSON: copy it again from the run"
         ) from None
     return found
 

@@ -46,7 +46,7 @@ from common.training.checkpoint import (
     whole_checkpoints,
 )
 from common.training.copy_on_write import CopyOnWriteArrays
-from common.training.manifest import write_manifest
+from common.training.manifest import MANIFEST, write_manifest
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 
@@ -81,7 +81,7 @@ class Snapshot:
     """Plain data, with ``state`` among it."""
     part: Part | None = None
     also_write: Callable[[Path], None] | None = None
-    """Writes another form too, given the folder of checkpoints, once this rank's part is whole."""
+    """Writes another form too, given the checkpoint's folder once that is whole, on each rank."""
 
     def detach(self) -> None:
         """Make lent tensors independent of the framework's memory, before that changes."""
@@ -234,7 +234,8 @@ class CheckpointWriter:
         finally:
             snapshot.release()
         if snapshot.also_write is not None:
-            snapshot.also_write(self.folder)
+            self._await_whole(temporary, target)
+            snapshot.also_write(target)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part
@@ -284,6 +285,17 @@ class CheckpointWriter:
                 raise StorageError(
                     f"ranks {sorted(waiting)} have not written their parts within"
                     f" {self._patience:g} s"
+                )
+            time.sleep(0.05)
+
+    def _await_whole(self, temporary: Path, target: Path) -> None:
+        """Wait until rank 0 has named the folder. Raises StorageError where it does not."""
+        began = time.monotonic()
+        while temporary.exists() or not (target / MANIFEST).is_file():
+            if time.monotonic() > began + self._patience:
+                raise StorageError(
+                    f"{target}: rank 0 has not made it whole within {self._patience:g} s; its log"
+                    " says why"
                 )
             time.sleep(0.05)
 

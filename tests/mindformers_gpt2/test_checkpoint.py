@@ -13,9 +13,11 @@ ms = pytest.importorskip(
 )
 
 from common.errors import StorageError  # noqa: E402
+from common.systems.mindformers import rank_files  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
 from common.training.checkpoint import find_checkpoint, whole_checkpoints  # noqa: E402
 from mindformers_gpt2.train import train  # noqa: E402
+from tests.common.systems.mindformers.test_rank_files import theirs as theirs_of  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
 
 
@@ -32,7 +34,7 @@ def config_of(folder: Path, prefix: Path, **changes: Any) -> Any:
 
 def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
     """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of
-    the safetensors files.
+    the safetensors files under MindFormers' names.
     """
     foreign = tmp_path / "checkpoints" / "rank_0" / "gpt2_rank_0-of_mine.ckpt"
     foreign.parent.mkdir(parents=True)
@@ -59,10 +61,18 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
     for file in ("model.safetensors", "optimizer.safetensors"):
         with open_safetensors(newest / file) as reader:
             expected |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-    assert (
-        set(found) == {*expected, "epoch_num", "step_num"} and int(found["step_num"].asnumpy()) == 4
-    )
+    names = {}
     for name, values in expected.items():
+        parameter, prefix = name, ""
+        for part in ("exp_avg_sq", "exp_avg"):
+            if name.endswith(f".{part}"):
+                parameter = name.removesuffix(f".{part}")
+                prefix = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v."}[part]
+        theirs, turned = theirs_of(parameter)
+        names[prefix + theirs] = values.T if turned else values
+    assert set(found) == {*names, "epoch_num", "step_num", "global_step", "loss_scale"}
+    assert int(found["step_num"].asnumpy()) == int(found["global_step"].asnumpy()[0]) == 4
+    for name, values in names.items():
         np.testing.assert_array_equal(found[name].asnumpy(), values, err_msg=name)
 
 
@@ -97,22 +107,20 @@ def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefi
 def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
     tmp_path: Path, corpus_prefix: Path, monkeypatch: Any
 ) -> None:
-    """A full disk in the middle of a file, as MindSpore reports it; then back to step 1, on to step
-    2.
-    """
-    folder, real = tmp_path / "checkpoints" / "rank_0", ms.save_checkpoint
+    """A full disk in the middle of a file; then back to step 2, and on to step 4."""
+    folder, real = tmp_path / "checkpoints" / "rank_0", rank_files.stream_mindspore
 
-    def fails(tensors: Any, path: str) -> None:
-        Path(path + ".tmp").write_bytes(b"half")  # MindSpore's own temporary name
+    def fails(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ms, "save_checkpoint", fails)
+    monkeypatch.setattr(rank_files, "stream_mindspore", fails)
     with pytest.raises(
         StorageError, match="No space left on device; the checkpoint beside it is whole"
     ):
         train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=1))
     assert list(folder.iterdir()) == []
-    monkeypatch.setattr(ms, "save_checkpoint", real)
+    monkeypatch.setattr(rank_files, "stream_mindspore", real)
     train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=3))
     assert sorted(path.name for path in folder.iterdir()) == [
         "gpt2_rank_0-1_2.ckpt",

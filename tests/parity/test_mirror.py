@@ -17,7 +17,6 @@ ONE_SIDED_FILES = {
     " caller",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
-    "mindspore_ckpt.py": "MindSpore's own .ckpt, beside the checkpoints that both read",
     "layers.py": "torch's own layers and generators serve",
     "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
     " framework",

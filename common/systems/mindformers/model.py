@@ -1,4 +1,6 @@
-"""The model of a ``.ckpt``: a model.yaml of ours beside it, or MindFormers' own YAML."""
+"""The model of a ``.ckpt``, from a file beside it: a model.yaml of ours, MindFormers' own YAML, or
+the config.yaml of our run that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ from common.systems.bases import read_with_bases
 from common.systems.mindformers.config import BASE, translate
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.weights import checked_model
+
+_CONFIG = "config.yaml"
+"""The resolved config in the folder of a run of ours."""
 
 
 def find_model(
@@ -36,6 +41,8 @@ def find_model(
             )
         if found:
             return _read(found[0]), None
+        if (folder / _CONFIG).is_file():
+            return read_model_yaml(folder / _CONFIG)[0], None
     return None
 
 

@@ -24,11 +24,11 @@ from common.errors import CheckpointError
 from common.files import open_input, reading
 from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind
 from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_ckpt import is_checkpoint
 from common.tensor_files.mindspore_strategy import (
     Layout,
     Spans,
     Strategy,
-    is_strategy,
     read_strategy,
 )
 
@@ -72,11 +72,13 @@ class Slices:
 
 
 def strategy_file(path: Path) -> bool:
-    """Whether a file with a name of a strategy holds one."""
+    """Whether a file has the name of a strategy, and is no checkpoint that is called so. What it
+    holds is checked when it is read.
+    """
     if "strategy" not in path.name or path.suffix not in (".ckpt", ".json") or not path.is_file():
         return False
     with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
-        return is_strategy(file.read(1))
+        return not is_checkpoint(file.read(1))
 
 
 def find_slices(path: Path) -> Slices | Path | None:

@@ -4,7 +4,9 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,15 +41,22 @@ def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "m
                 name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}"
             )
     if weights.run is not None:
-        engine = weights.run["engine"]
-        counters = {
-            "global_step": np.array([engine["optimizer_steps"]], np.int32),
-            "step_num": np.array(weights.run["state"]["step"]),
-        }
-        if "value" in engine["loss_scale"]:
-            counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
-        tensors |= {
-            name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy)
-            for name, array in counters.items()
-        }
+        tensors |= counters_of(weights.run)
     return stream_mindspore(path, tensors, arrays_of(tensors))
+
+
+def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str, Weight]:
+    """Return where a run stood under MindSpore's names. run: as ``Weights.run``."""
+    engine = run["engine"]
+    counters = {
+        "global_step": np.array([engine["optimizer_steps"]], np.int32),
+        "step_num": np.array(run["state"]["step"]),
+    }
+    if epoch is not None:
+        counters["epoch_num"] = np.array(epoch)
+    if "value" in engine["loss_scale"]:
+        counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
+    return {
+        name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy)
+        for name, array in counters.items()
+    }

@@ -19,6 +19,7 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import slice_of
 from common.parallel.topology import Topology
 from common.resolve.derive import resolve_config, resolve_length
+from common.systems.mindformers.read import open_mindformers
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
@@ -298,6 +299,11 @@ def test_each_rank_has_written_its_own_part(runs: Path) -> None:
         assert [path.name for path in sorted(folder.iterdir())] == [
             f"gpt2_rank_{rank}-1_{step}.ckpt" for step in (HALF, STEPS)
         ]
+    whole = weights_of(runs / "tp2" / "clip")
+    with open_mindformers(folder / f"gpt2_rank_1-1_{STEPS}.ckpt") as joined:
+        assert len(joined.moments) == len(whole)
+        for name, weight in joined.tensors.items():
+            assert np.array_equal(weight.load(), whole[name]), name
 
 
 def test_all_ranks_agree_on_the_loss_scale(runs: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -336,6 +337,20 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another network": (another_model, "says nothing of .*: it is the strategy of another run"),
     "two runs": (two_runs, "holds the ranks' files of 2 runs"),
+    "a pickled slice": (
+        lambda folder: file_of(folder, 5).write_bytes(pickle.dumps({"x": [1, 2]})),
+        r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again",
+    ),
+    "a pickled strategy": (
+        lambda folder: (folder / "strategy" / "ckpt_strategy_rank_4.ckpt").write_bytes(
+            pickle.dumps({"x": [1, 2]})
+        ),
+        r"ckpt_strategy_rank_4\.ckpt: not a whole strategy file of MindSpore: .*its protobuf or",
+    ),
+    "an empty strategy": (
+        lambda folder: (folder / "strategy" / "ckpt_strategy_rank_4.ckpt").write_bytes(b""),
+        r"ckpt_strategy_rank_4\.ckpt: not a whole strategy file of MindSpore: it has no layout",
+    ),
     "a slice cut short": (
         lambda folder: cut(file_of(folder, 5)),
         r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again",

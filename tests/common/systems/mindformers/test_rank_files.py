@@ -1,0 +1,229 @@
+"""A run's files for MindFormers are loaded strictly and joined by MindSpore itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.load import build_config
+from common.parallel.resolved_run import ResolvedRun
+from common.resolve.derive import resolve_config
+from common.systems.mindformers.rank_files import write_rank_file
+from common.systems.mindformers.read import open_mindformers
+from common.systems.own_folder import open_project, write_project
+from common.systems.run_state import NO_SCALE, new_run
+from common.systems.weights import Weight, Weights, checked_model
+from common.tensor_files.containers import open_tensors
+from common.weights.names import parameter_shapes
+
+MODEL = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 35}
+PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
+
+
+def theirs(ours: str) -> tuple[str, bool]:
+    """Return MindFormers' name of a parameter, and whether it is transposed there."""
+    table = {
+        "wte": "backbone.embedding.word_embedding.embedding_table",
+        "wpe": "backbone.embedding.position_embedding.embedding_table",
+        "ln_f": "backbone.layernorm",
+        "ln_1": "layernorm1",
+        "ln_2": "layernorm2",
+        "attn.q_proj": "attention.dense1",
+        "attn.k_proj": "attention.dense2",
+        "attn.v_proj": "attention.dense3",
+        "attn.c_proj": "attention.projection",
+        "mlp.c_fc": "output.mapping",
+        "mlp.c_proj": "output.projection",
+    }
+    module, _, kind = ours.rpartition(".")
+    block = ""
+    if module.startswith("h."):
+        _, layer, module = module.split(".", 2)
+        block = f"backbone.blocks.{layer}."
+    if module in ("wte", "wpe"):
+        return table[module], False
+    if "ln_" in module:
+        kind = {"weight": "gamma", "bias": "beta"}[kind]
+    turned = kind == "weight" and module in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    return f"{block}{table[module]}.{kind}", turned
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A run's checkpoint after four steps."""
+    model = checked_model(tmp_path, MODEL)
+    random = np.random.default_rng(0)
+
+    def weight(shape: tuple[int, ...]) -> Weight:
+        values = random.normal(size=shape).astype(np.float32)
+        return Weight(dtype="float32", shape=shape, load=lambda: values)
+
+    shapes = parameter_shapes(model)
+    weights = Weights(
+        path=tmp_path,
+        format="torch_gpt2",
+        model=model,
+        tensors={name: weight(shape) for name, shape in shapes.items()},
+        moments={
+            f"{name}{part}": weight(shape)
+            for name, shape in shapes.items()
+            for part in (".exp_avg", ".exp_avg_sq")
+        },
+        run=new_run("adamw", step=4, updates=3, scale=NO_SCALE),
+    )
+    folder = tmp_path / "run" / "checkpoints" / "step_00000004"
+    folder.mkdir(parents=True)
+    write_project(folder, weights, None)
+    (tmp_path / "run" / "config.yaml").write_text(f"model: {MODEL}\n")
+    return folder
+
+
+def config_of(world_size: int = 1, **parallel: Any) -> ResolvedRun:
+    tree = {
+        "output_dir": "run",
+        "backend": "mindspore",
+        "model": MODEL,
+        "train": {"max_steps": 4, "micro_batch_size": 1, "global_batch_size": 8},
+        "checkpoint": {"ckpt_prefix": "gpt2"},
+        "parallel": parallel,
+        "optimizer": {"learning_rate": 0.1},
+        "data": {"train": "none"},
+    }
+    return resolve_config(build_config(tree), world_size=world_size)
+
+
+def require_whole(found: Any, checkpoint: Path, rows: int) -> None:
+    """Every tensor of MindSpore's dict is the checkpoint's bit for bit."""
+    with open_project(checkpoint) as weights:
+        for name in weights.tensors:
+            for ours, prefix in PARTS.items():
+                expected = {**weights.tensors, **weights.moments}[name + ours].load()
+                key, turned = theirs(name)
+                if name == "wte.weight":
+                    expected = np.pad(expected, ((0, rows - len(expected)), (0, 0)))
+                got = found[prefix + key].asnumpy()
+                assert np.array_equal(got, expected.T if turned else expected), name
+
+
+def network_of_mindformers(ms: ModuleType) -> Any:
+    """Return a network with the parameters of MindFormers' GPT2LMHeadModel and no computation."""
+    nn, hidden = ms.nn, MODEL["hidden_size"]
+
+    class Table(nn.Cell):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.embedding_table = ms.Parameter(ms.numpy.zeros((rows, hidden)))
+
+    class Linear(nn.Cell):
+        """Its weight is (in, out), as in MindFormers' layers.py with transpose_b=False."""
+
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.weight = ms.Parameter(ms.numpy.zeros((inputs, outputs)))
+            self.bias = ms.Parameter(ms.numpy.zeros((outputs,)))
+
+    class Attention(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = Linear(hidden, hidden)
+            self.dense1, self.dense2, self.dense3 = (nn.Dense(hidden, hidden) for _ in range(3))
+
+    class FeedForward(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mapping = Linear(hidden, 4 * hidden)
+            self.projection = Linear(4 * hidden, hidden)
+
+    class Block(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layernorm1, self.layernorm2 = nn.LayerNorm((hidden,)), nn.LayerNorm((hidden,))
+            self.attention, self.output = Attention(), FeedForward()
+
+    class Embedding(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word_embedding = Table(MODEL["vocab_size"])
+            self.position_embedding = Table(MODEL["seq_length"])
+
+    class Backbone(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layernorm = Embedding(), nn.LayerNorm((hidden,))
+            self.blocks = nn.CellList([Block() for _ in range(MODEL["num_layers"])])
+
+    class Model(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = Backbone()
+
+    return Model()
+
+
+def test_mindformers_loads_one_file_strictly(checkpoint: Path, mindspore: ModuleType) -> None:
+    """The network and its optimizer find all that they have, and the counters alone are left."""
+    ms = mindspore
+    write_rank_file(config_of(), (1, 4), 0, False, checkpoint)
+    assert not (checkpoint.parent / "ckpt_strategy.ckpt").exists()
+    found = ms.load_checkpoint(str(checkpoint.parent / "rank_0" / "gpt2_rank_0-1_4.ckpt"))
+    network = network_of_mindformers(ms)
+    rates = ms.nn.PolynomialDecayLR(0.1, 0.0, 4, 1.0)  # MindFormers' rates are a schedule
+    optimizer = ms.nn.AdamWeightDecay(network.trainable_params(), rates)
+    both = ms.nn.CellList([network, optimizer], auto_prefix=False)
+    missing, left = ms.load_param_into_net(both, found, strict_load=True)
+    assert missing == [] and set(left) == {"step_num", "epoch_num", "loss_scale"}
+    assert int(optimizer.global_step.asnumpy()[0]) == 3
+    loaded = {p.name: p for p in both.get_parameters()}
+    require_whole(loaded, checkpoint, MODEL["vocab_size"])
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 tp2 pp2": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2},
+    "zero1 dp2 tp2 pp2": {
+        "data_parallel": 2,
+        "model_parallel": 2,
+        "pipeline_stage": 2,
+        "zero_stage": 1,
+    },
+    "zero1 dp4": {"data_parallel": 4, "zero_stage": 1},
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_mindspore_joins_the_ranks_files(
+    layout: str, checkpoint: Path, mindspore: ModuleType, tmp_path: Path
+) -> None:
+    """So do we, and the strategy file is the one of the run."""
+    ms, sizes = mindspore, LAYOUTS[layout]
+    ranks = sizes["data_parallel"] * sizes.get("model_parallel", 1) * sizes.get("pipeline_stage", 1)
+    config = config_of(ranks, **sizes)
+    for rank in range(ranks):
+        write_rank_file(config, (1, 4), rank, True, checkpoint)
+    folder = checkpoint.parent
+    for rank in range(ranks):
+        assert (folder / f"rank_{rank}" / f"gpt2_rank_{rank}-1_4.ckpt").is_file()
+    strategy = str(folder / "ckpt_strategy.ckpt")
+    ms.transform_checkpoints(str(folder), str(tmp_path / "whole"), "net", strategy, None)
+    found = ms.load_checkpoint(str(tmp_path / "whole" / "rank_0" / "net0.ckpt"))
+    rows = 36 if "tp2" in layout else 35
+    require_whole(found, checkpoint, rows)
+    with (
+        open_mindformers(folder / "rank_1" / "gpt2_rank_1-1_4.ckpt") as ours,
+        open_project(checkpoint) as expected,
+    ):
+        assert ours.model == expected.model
+        assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
+        pairs = {**ours.tensors, **ours.moments}, {**expected.tensors, **expected.moments}
+        assert pairs[0].keys() == pairs[1].keys()
+        for name, weight in pairs[0].items():
+            assert np.array_equal(weight.load(), pairs[1][name].load()), name
+    with open_tensors(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt") as stored:
+        held = sum(math.prod(tensor.shape) for tensor in stored.values())
+    total = 3 * sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
+    # the embedding is on two stages, and what does not divide is whole
+    assert held < {"dp2 tp2 pp2": 0.32, "zero1 dp2 tp2 pp2": 0.2, "zero1 dp4": 0.3}[layout] * total
