@@ -43,6 +43,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         )
         return
     if run_mode == "export" and export_format(config) == "safetensors":
+        check_inputs(run_mode, config)
         export(config)
         return
     check_here(config)

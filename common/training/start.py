@@ -173,6 +173,12 @@ def weights_to_use(
     Raises CheckpointError unless its tokenizer and its model are those of the config.
     """
     checkpoint = checkpoint_to_use(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "latest", "never") and config.checkpoint.load is None:
+        LOG.warning(
+            f"checkpoint.resume={resume} is for training; the weights are those of {checkpoint};"
+            f" to take the others say checkpoint.load={resume}"
+        )
     _read_fitting(checkpoint, "checkpoint.load", config, tokenizer, export=export)
     return checkpoint
 

@@ -147,11 +147,14 @@ def test_a_fleetx_export_generates_from_its_own_folder(
     generation = ["-c", str(folder / "generation_gpt_345M_dp8.yaml"), *shared, *tokenizer]
     generation += ["-o", "Engine.save_load.ckpt_dir=output", "-o", "Generation.max_dec_len=3"]
     capsys.readouterr()
-    assert scripts.generate(run_gpt2.main, generation, "tasks/gpt/generation.py") == 0
+    assert scripts.run_script(run_gpt2.main, "predict", generation, "tasks/gpt/generation.py") == 0
     theirs = capsys.readouterr().out
     assert "Prompt: Hi, GPT2. Tell me who Jack Ma is.\nGeneration: Hi, GPT2." in theirs
-    assert run_gpt2.main(["--run_mode", "export", *generation]) == 0
-    (tmp_path / "output" / "weights").rename(tmp_path / "moved")
+    # a file for training names the same weights
+    export = [*generation, "-o", "Model.module=GPTModule"]
+    export += ["-o", "Engine.save_load.output_dir=exported"]
+    assert scripts.run_script(run_gpt2.main, "export", export, "tools/export.py") == 0
+    (tmp_path / "exported" / "weights").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "output")
     inference = tmp_path / "inference.yaml"
     inference.write_text(

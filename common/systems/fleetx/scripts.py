@@ -1,5 +1,5 @@
-"""PaddleFleetX's scripts that generate: ``tasks/gpt/generation.py``, with its prompt, and
-``tools/inference.py``, which runs an export folder; and the launcher of all its scripts.
+"""PaddleFleetX's scripts on weights, ``tools/inference.py``, which runs an export folder, and the
+launcher of all its scripts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ _OF_THE_MACHINE = ("device", "seed", "predict", "logging")
 """Sections that come from the command's configuration; the others come from the export."""
 
 
-def generate(main: Callable[..., int], argv: Sequence[str], program: str) -> int:
-    """Call ``main`` of run_gpt2.py to continue the given prompts, or FleetX's. Returns its exit
-    code.
+def run_script(main: Callable[..., int], mode: str, argv: Sequence[str], program: str) -> int:
+    """Call ``main`` of run_gpt2.py for one of FleetX's scripts. Returns its exit code.
+
+    Engine.save_load.ckpt_dir names the weights in every mode, also in a file for training. Where no
+    prompt is given, FleetX's is continued.
     """
-    words = ["--run_mode", "predict", *argv]
+    words = ["--run_mode", mode, *argv]
     arguments = parse_arguments(words, program=program)
     more: list[str] = []
-    with suppress(GPT2Error):  # main says it
-        opened = _open(arguments.config, arguments.overrides)
-        if not _has_prompt(opened.tree):
-            more = [f"predict.prompt={PROMPT}"]
+    with suppress(GPT2Error):  # main reports it
+        tree = _open(arguments.config, arguments.overrides).tree
+        checkpoint = tree.get("checkpoint", {})
+        resume = checkpoint.get("resume")
+        if resume not in (None, "auto", "latest", "never") and checkpoint.get("load") is None:
+            more.append(f"checkpoint.load={resume}")
+        if mode == "predict" and not _has_prompt(tree):
+            more.append(f"predict.prompt={PROMPT}")
     return main([*words, *more], program=program)
 
 

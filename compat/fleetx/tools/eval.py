@@ -12,8 +12,9 @@ from common.interrupts import end_at_interrupts
 if __name__ == "__main__":
     end_at_interrupts()
 
+from common.systems.fleetx.scripts import run_script
 from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    end_process(main(["--run_mode", "eval", *sys.argv[1:]], program="tools/eval.py"))
+    end_process(run_script(main, "eval", sys.argv[1:], "tools/eval.py"))

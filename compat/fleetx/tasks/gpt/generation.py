@@ -12,9 +12,9 @@ from common.interrupts import end_at_interrupts
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.systems.fleetx.scripts import generate
+from common.systems.fleetx.scripts import run_script
 from common.training.stop import end_process
 from run_gpt2 import main
 
 if __name__ == "__main__":
-    end_process(generate(main, sys.argv[1:], "tasks/gpt/generation.py"))
+    end_process(run_script(main, "predict", sys.argv[1:], "tasks/gpt/generation.py"))
