@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -281,3 +282,43 @@ def test_formats_and_backends(tmp_path: Path) -> None:
         config_of(tmp_path, export={"format": "mindir"})
     with pytest.raises(ConfigError, match=r"export\.batch_size=3 is for export\.format=mindir"):
         config_of(tmp_path, backend="mindspore", export={"format": "safetensors", "batch_size": 3})
+
+
+def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parts(tmp_path)
+    folder = tmp_path / "vocabulary"
+    folder.mkdir()
+    for name in ("encoder.json", "vocab.bpe", "other.txt"):
+        (folder / name).write_text(f"content of {name}")
+    files = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
+    for wish, names in (
+        ({"folder": str(folder)}, {"encoder.json": "encoder.json", "vocab.bpe": "vocab.bpe"}),
+        (files, {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}),
+        ({"folder": str(tmp_path / "gone")}, {}),
+    ):
+        prompts = {"prompt": ["a"], "top_k": 5, "strategy": "sampling"}
+        export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts))
+        found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
+        settings = yaml.safe_load(found.pop("model.yaml"))
+        assert found.keys() == {"manifest.json", "model.safetensors", *names}
+        assert {name: found[name].decode() for name in names} == {
+            name: f"content of {source}" for name, source in names.items()
+        }
+        assert ("tokenizer" in settings.get("data", {})) == bool(names)
+        assert settings["predict"]["top_k"] == 5 and "prompt" not in settings["predict"]
+    assert f"{tmp_path / 'gone'} is not there; the export holds no tokenizer" in caplog.text
+
+
+def test_a_checkpoint_to_resume_is_not_the_one_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = write_parts(tmp_path)
+    export(config_of(tmp_path, checkpoint={"resume": "latest"}))
+    assert "is for training" not in caplog.text
+    export(config_of(tmp_path, checkpoint={"resume": "elsewhere"}))
+    assert (
+        f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
+        in caplog.text
+    )
