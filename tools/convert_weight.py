@@ -5,8 +5,8 @@ python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDE
 pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
 
 FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3 (a .ckpt, or
-the rank_N folders of a run with its strategy files), megatron, megatron_core, oneflow; deepspeed
-(Megatron-DeepSpeed), openai (TensorFlow) and fleetx are read only.
+the rank_N folders of a run with its strategy files), megatron, megatron_core, fleetx, oneflow;
+deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only.
 """
 
 from __future__ import annotations

@@ -46,8 +46,13 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
         rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
         yield weights_from(
             where, name_map, join_ranks(where, ranks, rows), model,
-            format="fleetx", path=path, ignored={}, read=read_joined,
+            format="fleetx", path=path, ignored=_left_out(file), read=read_joined,
         )  # fmt: skip
+
+
+def _left_out(file: Path) -> dict[str, str]:
+    state = file.with_name("model_state.pdopt")
+    return {state.name: "state of the optimizer"} if state.is_file() else {}
 
 
 def read_config(file: Path) -> ResolvedModel:
