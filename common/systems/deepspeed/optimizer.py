@@ -41,13 +41,28 @@ class Saved:
 def read_optimizers(there: Checkpoint) -> list[Saved]:
     """Return the optimizer of each model-parallel rank; nothing where none was saved.
 
-    Raises CheckpointError where the files do not fit the weights, ConfigError for ZeRO-3.
+    Raises CheckpointError where the files do not fit the weights or each other, ConfigError for
+    ZeRO-3.
     """
     if there.optimizers:
-        return [
+        found = [
             _read_partitions(files, model, there)
             for files, model in zip(there.optimizers, there.models, strict=True)
         ]
+        paths = [files[0].path for files in there.optimizers]
+    else:
+        found = _read_all_whole(there)
+        paths = [model.path for model in there.models]
+    for one, path in zip(found, paths, strict=False):
+        if one.steps != found[0].steps:
+            raise CheckpointError(
+                f"{path}: its optimizer has made {one.steps} updates, and that of {paths[0].name}"
+                f" {found[0].steps}: these files are of several checkpoints; copy one whole"
+            )
+    return found
+
+
+def _read_all_whole(there: Checkpoint) -> list[Saved]:
     trees = [model.tree.get("optimizer") for model in there.models]
     if not all(isinstance(tree, dict) for tree in trees):
         return []

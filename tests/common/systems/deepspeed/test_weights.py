@@ -224,6 +224,11 @@ def shorten(tree: Any) -> None:
     groups[0] = groups[0][:-40].clone()
 
 
+def add_update(tree: Any) -> None:
+    for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] += 1
+
+
 def set_stage_3(tree: Any) -> None:
     tree["optimizer_state_dict"]["zero_stage"] = 3
 
@@ -250,6 +255,10 @@ BAD = {
         r"unexpected layers\.2\.rotary\.inv_freq"),
     "elements": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", shorten,
         "its optimizer is not of these weights.*bytes are there"),
+    "an update of a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", add_update,
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt has made 4 updates, zero_pp_rank_0_mp_rank_00"),
+    "an update of a stage": ("float16_zero1_pp2_tp1", "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        add_update, "mp_rank_01_optim_states.pt: its optimizer has made 4 updates, and that of"),
     "ZeRO-3": (WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt", set_stage_3,
         "zero_pp_rank_0_mp_rank_00_optim_states.pt: ZeRO-3, whose weights lie in pieces"),
     "the width": (WHOLE, "mp_rank_00_model_states.pt", set_width,

@@ -217,6 +217,17 @@ def test_an_interleaved_pipeline_has_other_numbers(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
 
 
+def test_states_of_generators_are_records(tmp_path: Path) -> None:
+    """A run on GPUs saves objects of a class of Paddle's, which is not loaded."""
+    source = copy_parts("1x2", tmp_path / "epoch")
+    meta = pickle.dumps({"epoch": 0, "step": 7}, 2)[:-1]
+    state = b"cpaddle.fluid.core_avx\nGeneratorState\n)\x81"
+    for file in source.glob("*/meta_state.pdopt"):
+        file.write_bytes(meta + b"X\x0e\0\0\0cuda_rng_state](" + state + b"es.")
+    with FORMATS["fleetx"].open(source) as found:
+        assert found.model.vocab_size == 12
+
+
 def test_parts_that_do_not_fit_are_one_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
