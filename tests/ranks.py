@@ -168,6 +168,9 @@ def main() -> None:
         import_module("common.training.stop").end_process(0)
     import torch_gpt2.train  # noqa: F401
 
+    if any(job.get("engine") == "deepspeed" for job in jobs) and jobs[0].get("device") == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import_module("deepspeed")
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
     children = [

@@ -139,11 +139,9 @@ def telling_places(topology: Topology) -> Sequence[int]:
 
 def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
     """ZeRO stage, recomputation and sequence parallel worth trying, what the engines support."""
-    zeros: Iterable[int] = range(4) if topology.data > 1 else (0,)
-    if config.backend == "mindspore":
-        zeros = (0, 1) if topology.data > 1 else (0,)
-    elif config.engine == "deepspeed" and topology.pipeline > 1:
-        zeros = (1,)
+    piped_by_deepspeed = config.engine == "deepspeed" and topology.pipeline > 1
+    most = 1 if config.backend == "mindspore" or piped_by_deepspeed else 3
+    zeros: Iterable[int] = range(most + 1) if topology.data > 1 else (0,)
     sequences = (False, True) if topology.tensor > 1 and config.backend == "torch" else (False,)
     return product(zeros, ("none", "selective", "full"), sequences)
 
@@ -152,8 +150,6 @@ def _with_layout(
     config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool
 ) -> ResolvedRun | str:
     """The run with this layout, or what speaks against it."""
-    if config.engine == "deepspeed" and topology.tensor > 1:
-        return "engine deepspeed has no tensor parallel in this version"
     same = topology.pipeline == config.parallel.pipeline_stage
     parallel: dict[str, Any] = {
         "data_parallel": topology.data,

@@ -20,9 +20,8 @@ from common.structured_files import read_json_mapping
 
 DEEPSPEED_MATRIX = """engine=deepspeed goes with
   parallel.zero_stage  data  pipeline  tensor
-  0                    yes   no        no
-  1                    yes   yes       no
-  2, 3                 yes   no        no"""
+  0, 1                 yes   yes       yes
+  2, 3                 yes   no        yes"""
 
 NATIVE_MATRIX = """engine=native goes with (any value of one column with any of the others)
   data                         tensor                      pipeline
@@ -39,6 +38,11 @@ MINDSPORE_MATRIX = """backend=mindspore goes with
   parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers
 and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also
 sequence_parallel, zero_stage 2 and 3, shard_size"""
+
+
+_SEQUENCE_ALONE = (
+    "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
+)
 
 
 def check_engine(config: ResolvedRun) -> None:
@@ -76,31 +80,18 @@ def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
 
 
 def _check_deepspeed(config: ResolvedRun) -> None:
-    parallel, precision, train, own = (
-        config.parallel,
-        config.precision,
-        config.train,
-        config.deepspeed,
-    )
+    parallel, train, own = config.parallel, config.train, config.deepspeed
     stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
     if config.backend != "torch":
         raise ConfigError(
             f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native"
         )
-    if parallel.model_parallel > 1 or parallel.sequence_parallel:
+    if parallel.sequence_parallel and parallel.model_parallel == 1:
+        raise ConfigError(f"{_SEQUENCE_ALONE}.\n{DEEPSPEED_MATRIX}")
+    if pipeline > 1 and stage > 1:
         raise ConfigError(
-            f"parallel.model_parallel={parallel.model_parallel} needs engine=native in this"
-            f" version.\n{DEEPSPEED_MATRIX}"
-        )
-    if pipeline > 1 and stage != 1:
-        reason = (
-            "DeepSpeed then does not clip float32 gradients, and says nothing"
-            if stage == 0
-            else "DeepSpeed refuses it"
-        )
-        raise ConfigError(
-            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: {reason}; set"
-            f" zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
+            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: DeepSpeed"
+            f" refuses it; set zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
         )
     if pipeline > 1 and parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
@@ -129,11 +120,6 @@ def _check_deepspeed(config: ResolvedRun) -> None:
         raise ConfigError(
             f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
             " zero_stage=3; change one of them"
-        )
-    if precision.parameters != "float32" and stage == 0:
-        raise ConfigError(
-            f"precision.parameters={precision.parameters} with parallel.zero_stage=0: DeepSpeed"
-            " sums such gradients below float32; set zero_stage=1, or parameters=float32"
         )
     if train.compile and (stage == 3 or pipeline > 1):
         raise ConfigError(
@@ -196,7 +182,7 @@ def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
 
 def _unmet_need(parallel: ResolvedParallel) -> str | None:
     if parallel.sequence_parallel and parallel.model_parallel == 1:
-        return "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
+        return _SEQUENCE_ALONE
     if parallel.zero_stage and parallel.data_parallel == 1:
         return (
             f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and"

@@ -4,6 +4,7 @@ framework.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,17 +97,24 @@ _OURS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.accumulation_steps",
-    "gradient_clipping": "optimizer.clip_grad (with zero_stage 0 the engine clips)",
+    "gradient_clipping": "optimizer.clip_grad",
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer": "deepspeed.offload_optimizer",
     "zero_optimization.offload_param": "deepspeed.offload_parameters",
     "communication_data_type": "precision.reduction",
     "data_types": "precision.reduction",
-    "fp16": "precision.parameters",
-    "bf16": "precision.parameters",
+    "fp16": "",
+    "fp16.enabled": "precision.parameters",
+    "fp16.loss_scale": "loss_scale.mode and loss_scale.initial (0 is mode=dynamic)",
+    "fp16.initial_scale_power": "loss_scale.initial (2 to this power)",
+    "fp16.loss_scale_window": "loss_scale.window",
+    "fp16.hysteresis": "loss_scale.hysteresis",
+    "fp16.min_loss_scale": "loss_scale.minimum",
+    "bf16": "",
+    "bf16.enabled": "precision.parameters",
     "zero_force_ds_cpu_optimizer": "deepspeed.build_kernels",
 }
-"""DeepSpeed's keys that follow from ours."""
+"""DeepSpeed's keys, or sections, that follow from ours; empty where none of ours changes them."""
 
 _REPLACED = {
     "optimizer": "optimizer.*",
@@ -117,6 +125,12 @@ _REPLACED = {
     "tensorboard": "logging.tensorboard",
 }
 """Sections of DeepSpeed's that have another place here."""
+
+_OF_FLOAT16 = {
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+    "consecutive_hysteresis", "min_loss_scale",
+}  # fmt: skip
+"""Keys of fp16 that have no effect where it is off, or where the scale is static."""
 
 _FREE = {
     "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state",
@@ -131,8 +145,9 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
     """DeepSpeed's config of a run; ``own`` is a user's ds_config.json, whose "auto" stands for what
     follows from the run.
 
-    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Raises
-    ConfigError where ``own`` contradicts.
+    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Without
+    ZeRO the engine clips and keeps the float32 copies too, and DeepSpeed is told of a float32 run.
+    Raises ConfigError where ``own`` contradicts.
     """
     precision, optimizer, wish = config.precision, config.optimizer, config.deepspeed
     zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
@@ -140,28 +155,27 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if wish.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    held = precision.parameters if zero["stage"] else None  # what DeepSpeed's optimizer is told
     settings: dict[str, Any] = {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": config.train.accumulation_steps,
-        "gradient_clipping": optimizer.clip_grad if zero["stage"] else 0.0,
+        "gradient_clipping": optimizer.clip_grad if held else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # torch's own SGD
         "zero_force_ds_cpu_optimizer": wish.build_kernels,
         "communication_data_type": _SHORT[precision.reduction],
         # the engine sets the loss scale before each step, and DeepSpeed's own must not move
-        "fp16": {"enabled": True, "loss_scale": 1.0}
-        if precision.parameters == "float16"
-        else {"enabled": False},
+        "fp16": {"enabled": True, "loss_scale": 1.0} if held == "float16" else {"enabled": False},
         "bf16": {
             "enabled": True,
             "check_grad_overflow": True,
             "immediate_grad_update": config.parallel.pipeline_stage > 1,
         }
-        if precision.parameters == "bfloat16"
+        if held == "bfloat16"
         else {"enabled": False},
     }
-    if precision.parameters != "float32":
+    if held in ("float16", "bfloat16"):
         settings["data_types"] = {"grad_accum_dtype": _SHORT[precision.reduction]}
     if wish.build_kernels and optimizer.name != "sgd":
         settings["optimizer"] = {
@@ -173,7 +187,51 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
                 "adam_w_mode": optimizer.name == "adamw",
             },
         }
-    return _merged(settings, own or {}, f"deepspeed.config_file={wish.config_file}")
+    if config.topology.pipeline > 1 and config.topology.tensor > 1:
+        # DeepSpeed remembers the first shape that it has cut, and cuts what sequence parallel has
+        settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    said = _said(config)
+    merged = _merged(settings | said, own or {}, f"deepspeed.config_file={wish.config_file}")
+    return {
+        key: settings[key] if key in said else value
+        for key, value in merged.items()
+        if key in settings or key not in said
+    }
+
+
+def _said(config: ResolvedRun) -> dict[str, Any]:
+    """What the config says in DeepSpeed's words, where the engine does it in DeepSpeed's place. A
+    file may repeat it, and is compared with it.
+    """
+    held, loss_scale = config.precision.parameters, config.loss_scale
+    fp16: dict[str, Any] = {
+        "enabled": held == "float16",
+        "auto_cast": False,
+        "fp16_master_weights_and_grads": False,
+    }
+    if fp16["enabled"] and loss_scale.mode == "dynamic":
+        power = math.log2(loss_scale.initial)
+        fp16 |= {
+            "loss_scale": 0,
+            "initial_scale_power": int(power) if power.is_integer() else power,
+            "loss_scale_window": loss_scale.window,
+            "hysteresis": loss_scale.hysteresis,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": loss_scale.minimum,
+        }
+    elif fp16["enabled"]:
+        fp16["loss_scale"] = loss_scale.initial if loss_scale.mode == "static" else 1.0
+    return {
+        "gradient_clipping": config.optimizer.clip_grad,
+        "data_types": {"grad_accum_dtype": _SHORT[config.precision.reduction]},
+        "fp16": fp16,
+        "bf16": {
+            "enabled": held == "bfloat16",
+            "check_grad_overflow": True,
+            "bf16_master_weights_and_grads": False,
+            "bf16_optimizer_states": False,
+        },
+    }
 
 
 def _merged(
@@ -188,7 +246,8 @@ def _merged(
                 f"{where}: {key} has its place in this run's config ({_REPLACED[key]}); set it"
                 " there and take it out here"
             )
-        if value == "auto":
+        idle = prefix == "fp16." and key in _OF_FLOAT16 and key not in settings
+        if value == "auto" or idle:
             continue
         if key in settings and isinstance(settings[key], dict) and isinstance(value, Mapping):
             merged[key] = _merged(settings[key], value, where, f"{name}.")

@@ -1,7 +1,8 @@
-"""DeepSpeed behind ``common.training.engine.Engine``: ZeRO 0 to 3, offload, pipeline with ZeRO-1.
+"""DeepSpeed behind ``common.training.engine.Engine``: ZeRO 0 to 3, offload, tensor parallel, and
+pipelines with ZeRO 0 and 1.
 
-Model, data, loop and checkpoints are the native engine's, so that a run moves between the two. The
-package is imported when an engine is made, and not before.
+Model, layout, data, loop and checkpoints are the native engine's, so that a run moves between the
+two. The package is imported when an engine is made, and not before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,34 +25,31 @@ from torch import Tensor, nn
 
 from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens
-from common.errors import ConfigError, DeviceError
+from common.errors import ConfigError
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import Snapshot
+from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
-from common.training.loss_scale import clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
 from common.training.state import TrainState
-from common.weights.initial import initial_rows
+from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.data import inputs_and_targets
-from torch_gpt2.deepspeed.pipeline import build_pipeline
-from torch_gpt2.deepspeed.private_api import forget_groups, leave_out_shared_memory
-from torch_gpt2.deepspeed.state import DeepSpeedState, Values
+from torch_gpt2.deepspeed.pipeline import build_pipeline, grid_of, mark_split
+from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
+from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import TorchDevice
-from torch_gpt2.model import GPT2, build_model
-from torch_gpt2.optimizer import build_optimizer, global_norm, parameter_groups, scale_gradients
+from torch_gpt2.model import GPT2
+from torch_gpt2.optimizer import build_optimizer, parameter_groups
+from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 
 
 class DeepSpeedEngine(BaseEngine):
-    """Steps by DeepSpeed.
-
-    Raises ConfigError when the package is absent, and DeviceError for float16 weights on a CPU.
-    """
+    """An engine whose steps DeepSpeed makes. Raises ConfigError when the package is absent."""
 
     def __init__(
         self,
@@ -68,17 +66,17 @@ class DeepSpeedEngine(BaseEngine):
         self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = _open_deepspeed(config, device, process)
-        self._module, self._model = (
-            build_pipeline(self._deepspeed, config, device, process.rank)
+        layout = _without_zero(config)
+        self._model = build_parts(layout, device, self.world)[0]
+        self._parameters = dict(self._model.named_parameters())
+        state = ZeroState if config.parallel.zero_stage else WholeState
+        self._state: DeepSpeedState = state(self._parameters, layout, self.world)
+        mark_split(self._model, layout, self.world)
+        self._module = (
+            build_pipeline(self._deepspeed, self._model, self.world, self._state.scaled)
             if self._pipeline
-            else _build_whole(config, device)
+            else _MeanLossModule(self._model, config, self._state.scaled)
         )
-        self._parameters = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if not parameter.is_meta
-        }
-        self._state = DeepSpeedState(self._parameters, config, self.world, device.torch_device)
 
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
@@ -114,14 +112,19 @@ class DeepSpeedEngine(BaseEngine):
                 predicted = batch.shape[0] * (batch.shape[1] - 1)  # 0 where a rank had none left
                 total += loss * predicted if predicted else 0.0
                 tokens += predicted
+        if self.world.at.tensor:  # the first rank of the group has the same
+            total, tokens = 0.0, 0
         total, all_tokens = self.world.sum(total, tokens)
         return total, int(all_tokens)
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         generators = self.world.gather(self.device.rng_state())
         weights, moments = self._state.weights(), self._state.moments() if self.updates else {}
-        if self.world.rank:
+        split = self._state.is_split
+        if self.world.rank and not split:
             return None
+        rectangles = {name: to_rectangle(piece) for name, piece in self._state.owned().items()}
+        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
         return self._make_snapshot(
             state,
             weights,
@@ -129,6 +132,7 @@ class DeepSpeedEngine(BaseEngine):
             optimizer_steps=self.updates,
             generators=generators,
             versions={"deepspeed": self._deepspeed.__version__},
+            part=part if split else None,
         )
 
     def identity(self) -> dict[str, Any]:
@@ -142,42 +146,27 @@ class DeepSpeedEngine(BaseEngine):
 
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
-        self._state.fill(self._weights(reader))
+        self._state.fill(reader)
+        tensors, settings = self._state.tensors, self.config.optimizer
         optimizer: dict[str, Any] = (
-            {"model_parameters": parameter_groups(self._parameters, self.config.optimizer)}
+            {"model_parameters": parameter_groups(tensors, settings)}
             if "optimizer" in self.settings  # DeepSpeed's own kernels
             else {
-                "optimizer": build_optimizer(
-                    self._parameters, self.config.optimizer, fused=self.device.fused_optimizer
-                )
+                "optimizer": build_optimizer(tensors, settings, fused=self.device.fused_optimizer)
             }
         )
+        if self.world.topology.tensor > 1 and not self._pipeline:
+            optimizer["mpu"] = grid_of(self.world.topology)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
             self._engine, self.optimizer, _, _ = self._deepspeed.initialize(
                 model=self._module, config=self.settings, **optimizer
             )
-        self._state.attach(self._engine, self._deepspeed.utils)
-        if self.config.precision.parameters != "float32":
-            self._state.fill_masters(self._weights(reader))
+        self._state.attach(self._engine, reader)
         if self.config.parallel.zero_stage == 3:  # the loss reads it outside its own module
             self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
 
-    def _weights(self, reader: CheckpointReader | None) -> Values:
-        """Names and values of a checkpoint's weights, or of the initial ones."""
-        config = self.config
-        if reader is not None:
-            return reader.weights(config.model)
-        shapes = {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-            for name, parameter in self._parameters.items()
-        }
-        return (
-            (name, initial_rows(config.model, config.seed, name, shape))
-            for name, shape in shapes.items()
-        )
-
     def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
-        moments = reader.moments(self.config, optimizer_steps)
+        moments = reader.moments(self.config, optimizer_steps, self._state.pieces)
         first = next(moments, None)
         if first is not None:
             self._make_moments()
@@ -202,52 +191,33 @@ class DeepSpeedEngine(BaseEngine):
         )
 
     def _update(self, tokens: Tokens, rate: float, scale: float) -> tuple[float, float]:
-        """Loss of one step and its norm before clipping. DeepSpeed leaves the weights as they are
-        where the norm is not finite.
+        """Return the loss of one step and its norm before clipping. DeepSpeed leaves the weights
+        as they are where the norm is not finite.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks, the native engine sums: so a micro batch overflows at the
         # same scale on any number of ranks
-        scale /= self._ranks
-        zero = self.config.parallel.zero_stage > 0
-        if zero and self.config.loss_scale.mode != "none":
-            self.optimizer.override_loss_scale(scale)
+        self._state.begin_step(scale / self._ranks)
         self._engine.train()
         micro = self.config.train.micro_batch_size
         pieces = [tokens[start : start + micro] for start in range(0, len(tokens), micro)]
         if self._pipeline:
-            loss = self._engine.train_batch(
-                inputs_and_targets(piece, self.device) for piece in pieces
-            ).item()
-            return loss, float(self._engine.get_global_grad_norm())
-        total, norm = 0.0, 0.0
+            with contextlib.redirect_stdout(io.StringIO()):  # the report has this line
+                loss = self._engine.train_batch(
+                    inputs_and_targets(piece, self.device) for piece in pieces
+                )
+            return loss.item(), self._state.norm()
+        total = 0.0
         for piece in pieces:
             mean = self._engine(*inputs_and_targets(piece, self.device))
-            self._engine.backward(mean if zero else mean * scale)
-            if not zero and piece is pieces[-1]:
-                norm = self._unscale_and_clip(scale)
+            self._engine.backward(mean)
             self._engine.step()
             total += mean.item()
-        loss = self.world.sum(total)[0] / (len(pieces) * self._ranks)
-        return loss, float(self._engine.get_global_grad_norm()) if zero else norm
-
-    def _unscale_and_clip(self, scale: float) -> float:
-        """ZeRO-0 steps with torch's bare optimizer, which knows of no loss scale and would apply
-        what is not finite; its clip on a CPU has the norm of few digits that ``global_norm`` speaks
-        of.
-        """
-        parameters = self._state.parameters.values()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = global_norm(gradients).item() / scale
-        scale_gradients(gradients, clip_factor(norm, self.config.optimizer.clip_grad) / scale)
-        if not math.isfinite(norm):
-            for parameter in parameters:
-                parameter.grad = None
-        return norm
+        return self.world.sum(total)[0] / (len(pieces) * self.world.size), self._state.norm()
 
     def _mean_losses(self, batches: list[Tokens]) -> list[float]:
-        """Of each batch; in a pipeline on the ranks of the last stage alone."""
+        """Return the mean loss of each batch; nothing on a pipeline's stages before the last."""
         pairs = (inputs_and_targets(batch, self.device) for batch in batches)
         if not self._pipeline:
             return [self._engine(*pair).item() for pair in pairs]
@@ -273,22 +243,19 @@ class DeepSpeedEngine(BaseEngine):
 
 
 def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
-    """The package, told which device to use and which processes there are."""
+    """Import the package, and tell it the device and the processes."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]',"
             " or set engine=native"
-        )
-    if device.kind == "cpu" and config.precision.parameters == "float16":
-        raise DeviceError(
-            "precision.parameters=float16: DeepSpeed refuses it on a CPU; use precision=fp16, bf16"
-            " or float32 there"
         )
     os.environ["DS_ACCELERATOR"] = device.kind
     deepspeed = importlib.import_module("deepspeed")
     if not config.deepspeed.build_kernels:
         leave_out_shared_memory(deepspeed)
     forget_groups(deepspeed)
+    if device.kind == "cpu":
+        allow_float16(deepspeed)
     # it takes the device with the number LOCAL_RANK
     local_rank = process.local_rank if device.kind == "cpu" else device.index
     os.environ.update(torch_variables(process) | {"LOCAL_RANK": str(local_rank)})
@@ -302,19 +269,22 @@ def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) 
     return deepspeed
 
 
+def _without_zero(config: TrainingRun) -> TrainingRun:
+    """Return the run in the layout that the model has before DeepSpeed cuts it."""
+    plain = {"zero_stage": 0, "shard_size": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=plain)})
+
+
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(self, model: GPT2, config: TrainingRun) -> None:
+    def __init__(
+        self, model: GPT2, config: TrainingRun, scaled: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.model = model
+        self._scaled = scaled
         self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        mean: Tensor = self._loss_sum(ids, targets) / targets.numel()
-        return mean
-
-
-def _build_whole(config: TrainingRun, device: TorchDevice) -> tuple[nn.Module, GPT2]:
-    model = build_model(config, device)
-    return _MeanLossModule(model, config), model
+        return self._scaled(self._loss_sum(ids, targets) / targets.numel())

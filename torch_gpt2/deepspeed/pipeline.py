@@ -1,102 +1,97 @@
-"""The stages of DeepSpeed's pipeline, made of the model's own blocks."""
+"""DeepSpeed's view of a layout: its grid of ranks, and its pipeline around a native stage."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 
 from common.parallel.resolved_run import ResolvedRun
-from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.loss import cross_entropy_sum
-from torch_gpt2.model import GPT2, build_meta_model
+from common.parallel.sharding import Role, role_of
+from common.parallel.topology import GroupKind, Topology
+from torch_gpt2.device import DTYPES
+from torch_gpt2.model import GPT2
+from torch_gpt2.parallel.data_parallel import sum_over
+from torch_gpt2.parallel.world import World
 
 
-class _Positions(nn.Module):
-    """Between the tied token embedding and the first block."""
-
-    def __init__(self, model: GPT2) -> None:
-        super().__init__()
-        self.wpe = model.wpe
-        self.dropout, self.dtype = model.dropout, model.compute_dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.wpe(torch.arange(x.shape[1], device=x.device))  # (B, T, C)
-        return F.dropout(x.to(self.dtype), self.dropout, self.training)
+def ranks_of(topology: Topology) -> Any:
+    """Return the three axes in DeepSpeed's words. It numbers the ranks as Topology does."""
+    module = importlib.import_module("deepspeed.runtime.pipe.topology")
+    return module.PipeModelDataParallelTopology(
+        num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data
+    )
 
 
-class _StageBlocks(nn.Module):
-    """The blocks of one stage; DeepSpeed cuts the list of layers so that each rank has one of
-    these.
+def grid_of(topology: Topology) -> Any:
+    """Return DeepSpeed's ``mpu``, the groups of a run without a pipeline."""
+    module = importlib.import_module("deepspeed.runtime.pipe.topology")
+    with contextlib.redirect_stdout(io.StringIO()):
+        return module.PipelineParallelGrid(topology=ranks_of(topology))
+
+
+def mark_split(stage: GPT2, config: ResolvedRun, world: World) -> None:
+    """Tell DeepSpeed which parameters are split over the tensor-parallel ranks: its norm counts the
+    others on the first of them alone. With sequence parallel sum the parts of their gradients,
+    which DeepSpeed does not do.
     """
 
-    def __init__(self, model: GPT2, layers: range) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(model.h[layer] for layer in layers)
-        self.recompute = model.recompute
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.to(DTYPES[config.precision.reduction], copy=True)
+        sum_over(world.groups[GroupKind.TENSOR], [total])
+        return total.to(gradient.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = (
-                recompute(block, x, use_reentrant=False)
-                if self.recompute and torch.is_grad_enabled()
-                else block(x)
-            )
-        return x
+    for name, parameter in stage.named_parameters():
+        replicated = role_of(name) is Role.REPLICATED
+        parameter.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
+        if replicated and config.parallel.sequence_parallel:
+            parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
 def build_pipeline(
-    deepspeed: Any, config: ResolvedRun, device: TorchDevice, rank: int
-) -> tuple[nn.Module, GPT2]:
-    """DeepSpeed's pipeline over the model's own blocks, and the model: only what this rank's stage
-    uses has memory.
+    deepspeed: Any, stage: GPT2, world: World, scaled: Callable[[Tensor], Tensor]
+) -> Any:
+    """Return DeepSpeed's PipelineModule, in which each native stage is one layer.
 
-    The first and the last stage each have ``wte``, whose gradients DeepSpeed adds up.
+    The first and the last stage each hold the token table, whose gradients DeepSpeed adds up.
+    scaled: applied to the mean loss of a micro batch.
     """
-    topology = config.topology
-    stage, last = topology.coordinates(rank).pipeline, topology.pipeline - 1
-    model = build_meta_model(config)
-    positions = _Positions(model)
-    stages = [
-        _StageBlocks(model, topology.layers_of_stage(number, config.model.num_layers))
-        for number in range(topology.pipeline)
-    ]
-    for module in (
-        stages[stage],
-        *([positions] if stage == 0 else []),
-        *([model.ln_f] if stage == last else []),
-    ):
-        module.to_empty(device=device.torch_device)
-    tied = ("wte", nn.Embedding, *model.wte.weight.shape)
-    place = {"device": device.torch_device, "dtype": DTYPES[config.precision.parameters]}
+    topology, place = world.topology, world.at.pipeline
 
     def mean_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy_sum(
-            hidden.flatten(0, 1), model.wte.weight, targets.flatten(), config.model.vocab_size
-        )
-        return total / targets.numel()
+        return scaled(stage.loss_of(hidden, targets) / targets.numel())
 
-    pipe = deepspeed.pipe
     with contextlib.redirect_stdout(io.StringIO()):
-        pipeline = pipe.PipelineModule(
-            layers=[
-                pipe.TiedLayerSpec(*tied, **place),
-                positions,
-                *stages,
-                model.ln_f,
-                # the loss multiplies by it
-                pipe.TiedLayerSpec(*tied, forward_fn=lambda wte, hidden: hidden, **place),
-            ],
-            num_stages=topology.pipeline,
+        pipeline = deepspeed.pipe.PipelineModule(
+            layers=[stage if place == at else nn.Identity() for at in range(topology.pipeline)],
+            topology=ranks_of(topology),
             loss_fn=mean_loss,
-            partition_method=f"type:{_StageBlocks.__name__}",
+            partition_method="uniform",
             dynamic_shape=True,  # validation may have other shapes
         )
-    if "wte" in pipeline.tied_modules:
-        model.wte = pipeline.tied_modules["wte"]
-    return pipeline, model
+    if place in topology.embedding_places:
+        stage.wte.weight.ds_pipe_replicated = place > 0  # type: ignore[attr-defined]
+        pipeline.tied_modules["wte"] = stage.wte
+        pipeline.tied_comms["wte"] = {
+            "ranks": list(topology.group(GroupKind.EMBEDDING, world.rank)),
+            "group": world.groups[GroupKind.EMBEDDING],
+            "weight_attr": ["weight"],
+            "module": stage.wte,
+        }
+        pipeline.get_tied_weights_and_groups = lambda: [
+            (_with_gradient(stage.wte.weight), world.groups[GroupKind.EMBEDDING])
+        ]
+    return pipeline
+
+
+def _with_gradient(weight: Tensor) -> Any:
+    """Return something whose ``grad`` is the weight's. DeepSpeed 0.19 sums ``grad`` over the two
+    stages. ZeRO-1 of float16 has moved it to ``grad_accum`` by then, and nothing would be summed.
+    """
+    moved: Tensor | None = getattr(weight, "grad_accum", None)
+    return weight if moved is None else SimpleNamespace(grad=moved)

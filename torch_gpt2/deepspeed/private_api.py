@@ -38,6 +38,13 @@ def leave_out_shared_memory(deepspeed: Any) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def allow_float16(deepspeed: Any) -> None:
+    """Let DeepSpeed take float16 on any CPU, as torch does. It would ask for one that multiplies
+    float16 in hardware.
+    """
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
 def link_moments(optimizer: Any) -> None:
     """Let the optimizers of ZeRO 1 and 2 look for moments once more.
 

@@ -1,54 +1,87 @@
-"""Weights and moments that DeepSpeed holds, read and written whole and by our names."""
+"""Weights and moments of a rank under DeepSpeed, read and written by our names.
+
+Without ZeRO a rank holds the parameters of its layout whole, and steps as the native engine does.
+With ZeRO DeepSpeed cuts them over the data-parallel ranks, and gathers them when asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.parallel.resolved_run import ResolvedRun
-from common.training.snapshot import STATE_NAMES, padded_rows, true_rows
+from common.parallel.sharding import padded_shapes, slices_of_rank
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.loss_scale import clip_factor
+from common.training.snapshot import STATE_NAMES, padded_rows, true_slice
+from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
-from torch_gpt2.optimizer import global_norm
+from torch_gpt2.device import DTYPES
+from torch_gpt2.optimizer import MasterWeights, global_norm, scale_gradients, sum_in_float32
+from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.world import World
 
-Values = Iterable[tuple[str, NDArray[np.float32]]]
+Array = NDArray[np.float32]
 
 
-class DeepSpeedState:
-    """The state of one rank's stage. Made before DeepSpeed cuts up the parameters, then
-    attached.
+class DeepSpeedState(ABC):
+    """The tensors that one rank's optimizer updates. It is made before DeepSpeed has the
+    parameters, and attached afterwards.
     """
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        config: ResolvedRun,
-        world: World,
-        device: torch.device,
+        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
     ) -> None:
-        self.parameters = parameters
-        self.config = config
-        self._world = world
-        self._device = device
-        self._sharded = config.parallel.zero_stage > 0
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._owner: dict[str, tuple[int, tuple[int, ...]]] = {}
-        """Of every parameter of the run: the first rank that has it, and its shape."""
-        for rank, shapes in enumerate(world.gather(self._shapes)):
-            for name, shape in shapes.items():
-                self._owner.setdefault(name, (rank, shape))
+        """layout: the run without ZeRO, since DeepSpeed gathers the parameters that it has cut."""
+        self.tensors: dict[str, Tensor] = dict(parameters)
+        """The tensors that the optimizer is given."""
+        self.config = layout
+        self.pieces = slices_of_rank(layout, world.topology, world.at, parameters)
+        self._sync = GradientSync(layout, world)
 
-    def attach(self, engine: Any, utils: Any) -> None:
-        """``utils``: deepspeed.utils."""
-        self._optimizer, self._basic = engine.optimizer, engine.basic_optimizer
-        self._utils = utils
+    @property
+    def is_split(self) -> bool:
+        """True where ranks hold different parts of the weights, so that each writes its own."""
+        return not self._sync.alone
+
+    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+        """Take DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
+        self._engine, self._basic = engine, engine.basic_optimizer
+
+    @abstractmethod
+    def begin_step(self, scale: float) -> None:
+        """Take the scale of the loss of the next step."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss itself, whose gradient is scaled here where DeepSpeed does not do it."""
+        return loss
+
+    @abstractmethod
+    def norm(self) -> float:
+        """Return the norm of the last step's gradients before the clip."""
+
+    @abstractmethod
+    def fill(self, reader: CheckpointReader | None) -> None:
+        """Take the weights of a checkpoint, or the initial ones, before DeepSpeed has the
+        parameters.
+        """
+
+    @abstractmethod
+    def _set_moment(self, name: str, part: str, whole: Tensor) -> None: ...
+
+    @abstractmethod
+    def _weight(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def _moment(self, name: str, part: str) -> Tensor: ...
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -56,36 +89,12 @@ class DeepSpeedState:
         optimizer = self.config.optimizer
         return STATE_NAMES[optimizer.name] if optimizer.name != "sgd" or optimizer.momentum else ()
 
-    @torch.no_grad()
-    def fill(self, values: Values) -> None:
-        """Fill weights before DeepSpeed has the parameters; skip names of other stages."""
-        for name, array in values:
-            if name in self.parameters:
-                self.parameters[name].copy_(self._whole(name, array))
-
-    def fill_masters(self, values: Values) -> None:
-        """Fill the float32 copies of weights below float32, made by DeepSpeed of rounded ones."""
-        for name, array in values:
-            if name in self.parameters:
-                self._utils.safe_set_full_fp32_param(
-                    self.parameters[name], self._whole(name, array)
-                )
-
-    def fill_moments(
-        self, values: Iterable[tuple[str, str, NDArray[np.float32]]], updates: int
-    ) -> None:
+    def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         """Fill moments after the optimizer's first step; before it DeepSpeed has no place for
         them.
         """
-        link_moments(self._optimizer)
         for name, part, array in values:
-            if name not in self.parameters:
-                continue
-            parameter, whole = self.parameters[name], self._whole(name, array)
-            if self._sharded:
-                self._utils.safe_set_full_optimizer_state(parameter, whole, part)
-            else:
-                self._basic.state[parameter][part].copy_(whole)
+            self._set_moment(name, part, self._padded(name, array))
         # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels
         # also in the groups
         for holder in [*self._basic.state.values(), *self._basic.param_groups]:
@@ -95,61 +104,200 @@ class DeepSpeedState:
                 holder["step"] = updates
 
     def norm_of_weights(self) -> float:
-        """Return the norm of what this rank holds, where ranks hold whole parameters."""
-        return global_norm([parameter.detach() for parameter in self.parameters.values()]).item()
+        """Return the norm of this rank's tensors."""
+        return global_norm([tensor.detach() for tensor in self.tensors.values()]).item()
 
     def norm_of_moments(self) -> float:
-        states = (self._basic.state.get(parameter, {}) for parameter in self.parameters.values())
+        states = (self._basic.state.get(tensor, {}) for tensor in self.tensors.values())
         found = [
             state[part] for state in states for part in self.parts if state.get(part) is not None
         ]
         return global_norm(found).item() if found else 0.0
 
-    def weights(self) -> dict[str, NDArray[np.float32]]:
-        return self._collect(self._weight)
+    def owned(self) -> dict[str, Any]:
+        """The pieces that this rank writes, without the rows that pad the vocabulary."""
+        return {
+            name: true_slice(name, piece, self.config.model)
+            for name, piece in self.pieces.items()
+            if self._sync.owns(name)
+        }
 
-    def moments(self) -> dict[str, NDArray[np.float32]]:
+    def weights(self) -> dict[str, Array]:
+        """Return copies of the owned pieces. All ranks must call: DeepSpeed gathers."""
+        return self._copied({name: (name, None) for name in self.tensors})
+
+    def moments(self) -> dict[str, Array]:
+        """Return copies of the owned pieces by NAME.PART. All ranks must call."""
+        return self._copied(
+            {f"{name}.{part}": (name, part) for part in self.parts for name in self.tensors}
+        )
+
+    def _copied(self, wanted: Mapping[str, tuple[str, str | None]]) -> dict[str, Array]:
+        owned, found = self.owned(), {}
+        for key, (name, part) in wanted.items():
+            whole = self._weight(name) if part is None else self._moment(name, part)
+            if name in owned:
+                rows = owned[name].rows
+                values = whole.to("cpu", torch.float32).view(self._shape(name))
+                found[key] = np.array(values[: rows[1] - rows[0]].numpy())
+        return found
+
+    def _values(self, reader: CheckpointReader | None) -> Iterable[tuple[str, Tensor]]:
+        """Yield this rank's pieces of the weights of a checkpoint, or of the initial ones."""
+        config, shapes = self.config, padded_shapes(self.config)
+        arrays = (
+            reader.weights(config.model, self.pieces)
+            if reader is not None
+            else (
+                (
+                    name,
+                    initial_rows(
+                        config.model,
+                        config.seed,
+                        name,
+                        shapes[name],
+                        *piece.rows,
+                        columns=piece.columns,
+                    ),
+                )
+                for name, piece in self.pieces.items()
+            )
+        )
+        return ((name, self._padded(name, array)) for name, array in arrays)
+
+    def _padded(self, name: str, array: Array) -> Tensor:
+        rows = self.pieces[name].rows
+        return torch.from_numpy(padded_rows(array, rows[1] - rows[0]))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        piece = self.pieces[name]
+        spans = [piece.rows, *([piece.columns] if piece.columns is not None else [])]
+        return tuple(last - first for first, last in spans)
+
+
+class WholeState(DeepSpeedState):
+    """State without ZeRO, where DeepSpeed steps with the bare optimizer.
+
+    DeepSpeed alone would know of no loss scale, apply gradients that are not finite, and clip no
+    float32 gradients in a pipeline. It would sum gradients of half precision below float32. So its
+    optimizer gets float32 tensors, and hooks around the step do the rest.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
+    ) -> None:
+        super().__init__(parameters, layout, world)
+        self.master = MasterWeights(parameters, DTYPES[layout.precision.reduction])
+        self.tensors = self.master.tensors
+        self._scale, self._norm = 1.0, 0.0
+
+    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+        super().attach(engine, reader)
+        self._basic.register_step_pre_hook(lambda *_: self._unscale_and_clip())
+        self._basic.register_step_post_hook(lambda *_: self._write_back())
+
+    def begin_step(self, scale: float) -> None:
+        self._scale = scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        if loss.requires_grad:
+            loss.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient * self._scale
+            )
+        return loss
+
+    def norm(self) -> float:
+        return self._norm
+
+    def _unscale_and_clip(self) -> None:
+        """Finish the gradients that DeepSpeed has summed. The norm counts each element once."""
+        gradients = self.master.take_gradients()
+        self._norm = self._sync.norm(gradients) / self._scale
+        limit = self.config.optimizer.clip_grad
+        scale_gradients(list(gradients.values()), clip_factor(self._norm, limit) / self._scale)
+        if not math.isfinite(self._norm):
+            self._drop_gradients()
+
+    def _write_back(self) -> None:
+        self.master.write_back()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    @torch.no_grad()
+    def fill(self, reader: CheckpointReader | None) -> None:
+        for name, values in self._values(reader):
+            self.tensors[name].copy_(values)
+        self.master.write_back()
+
+    def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
+        self._basic.state[self.tensors[name]][part].copy_(whole)
+
+    def _weight(self, name: str) -> Tensor:
+        return self.tensors[name].detach()
+
+    def _moment(self, name: str, part: str) -> Tensor:
+        moment: Tensor = self._basic.state[self.tensors[name]][part]
+        return moment
+
+
+class ZeroState(DeepSpeedState):
+    """State with ZeRO, where DeepSpeed's optimizer scales, sums, clips and steps."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
+    ) -> None:
+        super().__init__(parameters, layout, world)
+        if layout.precision.reduction == "float32":
+            for parameter in parameters.values():
+                sum_in_float32(parameter)
+
+    def begin_step(self, scale: float) -> None:
+        if self.config.loss_scale.mode != "none":
+            self._optimizer.override_loss_scale(scale)
+
+    def norm(self) -> float:
+        norm = float(self._engine.get_global_grad_norm())
+        if not math.isfinite(norm) and self.config.deepspeed.offload_optimizer:
+            # DeepSpeed 0.19 would add the next gradients to these
+            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
+        return norm
+
+    @torch.no_grad()
+    def fill(self, reader: CheckpointReader | None) -> None:
+        for name, values in self._values(reader):
+            self.tensors[name].copy_(values)
+
+    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+        super().attach(engine, reader)
+        self._optimizer = engine.optimizer
+        self._utils = importlib.import_module("deepspeed.utils")
+        if self.config.precision.parameters != "float32":  # DeepSpeed's copies are of rounded ones
+            for name, values in self._values(reader):
+                self._utils.safe_set_full_fp32_param(self.tensors[name], self._there(name, values))
+
+    def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         link_moments(self._optimizer)
-        found: dict[str, NDArray[np.float32]] = {}
-        for part in self.parts:
-            collected = self._collect(partial(self._moment, part=part))
-            found.update({f"{name}.{part}": array for name, array in collected.items()})
-        return found
+        super().fill_moments(values, updates)
 
-    def _weight(self, parameter: nn.Parameter) -> Tensor:
-        whole: Tensor = (
-            self._utils.safe_get_full_fp32_param(parameter) if self._sharded else parameter.detach()
+    def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
+        self._utils.safe_set_full_optimizer_state(
+            self.tensors[name], self._there(name, whole), part
         )
+
+    def moments(self) -> dict[str, Array]:
+        link_moments(self._optimizer)
+        return super().moments()
+
+    def _there(self, name: str, values: Tensor) -> Tensor:
+        return values.to(self.tensors[name].device)
+
+    def _weight(self, name: str) -> Tensor:
+        whole: Tensor = self._utils.safe_get_full_fp32_param(self.tensors[name])
         return whole
 
-    def _moment(self, parameter: nn.Parameter, part: str) -> Tensor:
-        state = (
-            self._utils.safe_get_full_optimizer_state(parameter, part)
-            if self._sharded
-            else self._basic.state[parameter][part]
-        )
-        whole: Tensor = state
+    def _moment(self, name: str, part: str) -> Tensor:
+        whole: Tensor = self._utils.safe_get_full_optimizer_state(self.tensors[name], part)
         return whole
-
-    def _collect(self, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, NDArray[np.float32]]:
-        """Return copies on rank 0, nothing on the others, which must all call.
-
-        One tensor travels at a time.
-        """
-        rank = self._world.rank
-        found: dict[str, NDArray[np.float32]] = {}
-        for name, (owner, shape) in self._owner.items():
-            values = torch.empty(0)
-            if name in self.parameters:
-                values = whole(self.parameters[name]).to("cpu", torch.float32)
-            if rank == owner and owner:
-                dist.send(values.contiguous(), 0)
-            elif rank == 0:
-                if owner:
-                    values = torch.empty(shape)
-                    dist.recv(values, owner)
-                found[name] = true_rows(name, np.array(values.numpy()), self.config.model)
-        return found
-
-    def _whole(self, name: str, array: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(padded_rows(array, self._shapes[name][0])).to(self._device)

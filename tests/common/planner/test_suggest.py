@@ -120,10 +120,7 @@ def test_reasons() -> None:
     assert refused(small(train={"micro_batch_size": 1, "global_batch_size": 4}), 8)[4, 1, 2] == (
         "1f1b needs at least 2 micro batches, one a stage, not 1"
     )
-    assert (
-        refused(small(engine="deepspeed"), 2)[1, 2, 1]
-        == "engine deepspeed has no tensor parallel in this version"
-    )
+    assert (1, 2, 1) not in refused(small(engine="deepspeed"), 2)
 
 
 def test_nothing_fits() -> None:
@@ -141,12 +138,17 @@ def test_nothing_fits() -> None:
 
 def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
     """A model that fits as it is keeps whole state and recomputes nothing; DeepSpeed's pipeline has
-    ZeRO stage 1 alone.
+    ZeRO stages 0 and 1 alone.
     """
-    for layout in suggest(small(), 4, ASCEND).fitting:
-        assert layout.config.train.recompute == "none"
-    for layout in suggest(small(engine="deepspeed"), 4, ASCEND).fitting:
-        assert layout.config.parallel.zero_stage == 1 or layout.plan.topology.pipeline == 1
+    for engine in ("native", "deepspeed"):
+        for layout in suggest(small(engine=engine), 4, ASCEND).fitting:
+            assert layout.config.train.recompute == "none"
+    config, piped = small(engine="deepspeed"), Topology(data=2, pipeline=2)
+    ways = list(_ways(config, piped))
+    assert {zero for zero, *_ in ways} == {0, 1}
+    for zero, recompute, sequence in ways:
+        made = _with_layout(config, piped, zero=zero, recompute=recompute, sequence=sequence)
+        assert not isinstance(made, str), made
 
 
 @pytest.mark.parametrize("devices", [0, -3])

@@ -67,6 +67,31 @@ def test_golden(name: str) -> None:
     )
 
 
+FLOAT16: dict[str, Any] = {
+    "precision": {"parameters": "float16", "compute": "float16"},
+    "optimizer__clip_grad": 1.0,
+    "loss_scale": {"initial": 4096, "window": 500, "hysteresis": 2},
+}
+MODELZOO: dict[str, Any] = {
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 0},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 12,
+    },
+    "wall_clock_breakdown": False,
+}
+"""The ds_config.json that the Ascend ModelZoo's script writes."""
+
+
 def own_file(folder: Path, tree: Any) -> str:
     path = folder / "ds_config.json"
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
@@ -127,6 +152,61 @@ def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: s
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_modelzoos_file_is_taken(tmp_path: Path, stage: int) -> None:
+    own = MODELZOO | {"zero_optimization": {"stage": stage}}
+    changes = FLOAT16 | {"parallel__zero_stage": stage}
+    config = resolved(**changes, deepspeed__config_file=own_file(tmp_path, own))
+    assert deepspeed_settings(config, own) == deepspeed_settings(resolved(**changes)) | {
+        key: own[key] for key in ("steps_per_print", "prescale_gradients", "wall_clock_breakdown")
+    }
+
+
+def test_the_modelzoos_file_with_a_static_scale(tmp_path: Path) -> None:
+    """It also holds the keys of a dynamic one."""
+    changes = FLOAT16 | {"loss_scale": {"mode": "static", "initial": 65536}}
+    own = MODELZOO | {"fp16": MODELZOO["fp16"] | {"loss_scale": 65536}}
+    config = resolved(**changes, deepspeed__config_file=own_file(tmp_path, own))
+    assert deepspeed_settings(config, own)["fp16"] == {"enabled": False}  # the engine does it
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"loss_scale": 65536}, "loss_scale=65536, but from the run's config follows 0; set"
+         " loss_scale.mode and loss_scale.initial"),
+        ({"initial_scale_power": 16}, "initial_scale_power=16, but from the run's config follows"
+         " 12; set loss_scale.initial (2 to this power)"),
+        ({"loss_scale_window": 1000}, "loss_scale_window=1000, but from the run's config follows"
+         " 500; set loss_scale.window"),
+        ({"hysteresis": 1}, "hysteresis=1, but from the run's config follows 2; set"
+         " loss_scale.hysteresis"),
+        ({"min_loss_scale": 2}, "min_loss_scale=2, but from the run's config follows 1.0; set"
+         " loss_scale.minimum"),
+        ({"consecutive_hysteresis": True}, "consecutive_hysteresis=True, but from the run's config"
+         " follows False; take it out of the file"),
+        ({"enabled": False}, "enabled=False, but from the run's config follows True; set"
+         " precision.parameters"),
+        ({"of_tomorrow": 1}, "of_tomorrow=1, but from the run's config follows nothing of that"
+         " name; take it out of the file"),
+    ],
+)  # fmt: skip
+def test_a_loss_scale_that_contradicts_is_refused(
+    tmp_path: Path, stage: int, own: dict[str, Any], message: str
+) -> None:
+    file = own_file(tmp_path, {"fp16": own})
+    with pytest.raises(ConfigError) as caught:
+        resolved(**FLOAT16, parallel__zero_stage=stage, deepspeed__config_file=file)
+    assert f"deepspeed.config_file={file}: fp16.{message}" in str(caught.value)
+
+
+def test_a_clip_that_contradicts_is_refused(tmp_path: Path) -> None:
+    file = own_file(tmp_path, {"gradient_clipping": 0.5})
+    with pytest.raises(ConfigError, match=r"follows 1.0; set optimizer.clip_grad"):
+        resolved(deepspeed__config_file=file)
+
+
 MATRIX = "engine=deepspeed goes with"
 NATIVE = "engine=native goes with"
 STAGE_1 = {"parallel__zero_stage": 1}
@@ -137,15 +217,6 @@ PIPELINE = {"parallel__pipeline_stage": 2}
     ("changes", "messages"),
     [
         (
-            PIPELINE,
-            (
-                "parallel.zero_stage=0 with parallel.pipeline_stage=2",
-                "does not clip",
-                "set zero_stage=1",
-                MATRIX,
-            ),
-        ),
-        (
             PIPELINE | {"parallel__zero_stage": 2},
             ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "refuses it", MATRIX),
         ),
@@ -154,8 +225,8 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "refuses it", MATRIX),
         ),
         (
-            {"parallel__model_parallel": 2},
-            ("parallel.model_parallel=2 needs engine=native", MATRIX),
+            {"parallel__sequence_parallel": True},
+            ("sequence_parallel=true needs parallel.model_parallel", MATRIX),
         ),
         (
             PIPELINE | STAGE_1 | {"parallel__pipeline_schedule": "gpipe"},
@@ -173,10 +244,6 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         (
             STAGE_1 | {"deepspeed__offload_parameters": True},
             ("deepspeed.offload_parameters=true with parallel.zero_stage=1",),
-        ),
-        (
-            {"precision": {"parameters": "bfloat16"}},
-            ("precision.parameters=bfloat16 with parallel.zero_stage=0", "set zero_stage=1"),
         ),
         (
             {"train__compile": True, "parallel__zero_stage": 3},
@@ -247,6 +314,20 @@ def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str,
         resolved(**changes)
     for message in messages:
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline_stage": 2},
+        {"model_parallel": 2, "sequence_parallel": True, "zero_stage": 3},
+        {"model_parallel": 2, "pipeline_stage": 2},
+        {"model_parallel": 2, "zero_stage": 1},
+    ],
+)
+@pytest.mark.parametrize("parameters", ["float32", "float16"])
+def test_what_deepspeed_runs(parallel: dict[str, Any], parameters: str) -> None:
+    resolved(parallel=parallel, precision={"parameters": parameters, "compute": parameters})
 
 
 MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
