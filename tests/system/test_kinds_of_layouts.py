@@ -18,6 +18,7 @@ from tests.torch_gpt2.parallel.test_layouts import (
     SEQUENCE,
     SPLIT,
     STEPS,
+    TENSOR,
     TOLERANCE,
     VARIANTS,
     tree,
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 if importlib.util.find_spec("deepspeed"):
     LAYOUTS["deepspeed"] = {"engine": "deepspeed", "parallel__zero_stage": 2}
+    LAYOUTS["deepspeed with tensor parallel"] = {"engine": "deepspeed"} | TENSOR
 
 
 @pytest.fixture(scope="module")
