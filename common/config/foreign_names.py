@@ -277,6 +277,7 @@ HERE: dict[str, str] = {
     "logging_freq": "logging.interval",
     "print_every": "logging.interval",
     "per_print_times": "logging.interval",
+    "metric_print_format": "logging.style",
     "writer_dir": "logging.tensorboard (in the run folder)",
     "tensorboard_dir": "logging.tensorboard (in the run folder)",
     "report_to": "logging.tensorboard",

@@ -604,9 +604,12 @@ class LoggingConfig(Section):
     """Steps between log lines with the hash of all samples read so far, equal under every layout
     and on both frameworks; 0: none. metrics.jsonl has it for every step.
     """
-    style: Literal["gpt2", "megatron", "fleetx", "mindformers"] = "gpt2"
+    style: Literal["gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal"] = (
+        "gpt2"
+    )
     """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's,
-    PaddleFleetX's or MindFormers'; metrics.jsonl is the same in all.
+    PaddleFleetX's, MindFormers' or OneFlow's, as a table or as plain lines; metrics.jsonl is the
+    same in all.
     """
     outlier_deviations: NonNegative32 = 0.0
     """Warn when a loss or gradient norm lies this many standard deviations above the mean of the

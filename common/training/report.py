@@ -1,9 +1,9 @@
 """What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is
 the same in all of them.
 
-Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX or MindFormers read these lines too,
-so they follow those systems' format strings character by character, and come without a time in
-front where theirs do.
+Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX, MindFormers or OneFlow read these
+lines too, so they follow those systems' format strings character by character, and come without a
+time in front where theirs do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -250,11 +250,75 @@ class MindFormersReport(Report):
         return [f"Eval result: epoch {epoch + 1}, metrics: {metrics}"]
 
 
+class OneFlowReport(Report):
+    """The table of OneFlow-Benchmark's ``Metric``, its default ``--metric-print-format``.
+
+    Its ``print`` puts nothing in front. Throughput is in samples a second, latency in seconds a
+    step; both and the loss are means over the steps since the line before.
+    """
+
+    prefix = logging.Formatter("%(message)s")
+    line_for_every_skip = False
+    _WIDTHS: ClassVar[dict[str, int]] = {
+        "step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10,
+    }  # fmt: skip
+
+    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+        super().__init__(config, samples_per_epoch)
+        self._titled = False
+        """Whether the last line of the log belongs to a table."""
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        cells = {
+            name: f"{value:.5f}" if isinstance(value, float) else str(value)
+            for name, value in self.values(rows).items()
+        }
+        head = [{name: name for name in cells}, {name: "-" * self._WIDTHS[name] for name in cells}]
+        lines = [cells] if self._titled else [*head, cells]
+        self._titled = True
+        return [self._line(each) for each in lines]
+
+    def values(self, rows: list[Row]) -> dict[str, int | float]:
+        """Return the columns, in their order."""
+        row, seconds = rows[-1], _mean(rows, "step_time")
+        advanced = [each for each in rows if not each["skipped"]] or rows
+        return {
+            "step": row["step"],
+            "micro_batches": row["step"] * self.config.train.accumulation_steps,
+            "samples": row["consumed_samples"],
+            "throughput": self.batch / seconds,
+            "latency": seconds,
+            "loss": _mean(advanced, "loss"),
+        }
+
+    def validation_lines(self, row: Row) -> list[str]:
+        """OneFlow has no validation: our words, and the next table has a title again."""
+        self._titled = False
+        return super().validation_lines(row)
+
+    def _line(self, cells: dict[str, str]) -> str:
+        return "".join(f"| {cell:<{self._WIDTHS[name]}} " for name, cell in cells.items()) + "|"
+
+
+class OneFlowPlainReport(OneFlowReport):
+    """The same values on one line, ``--metric-print-format normal``."""
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        return [
+            "".join(
+                f"{name}={value:.5f}," if isinstance(value, float) else f"{name}={value},"
+                for name, value in self.values(rows).items()
+            )
+        ]
+
+
 STYLES: dict[str, type[Report]] = {
     "gpt2": Report,
     "megatron": MegatronReport,
     "fleetx": FleetXReport,
     "mindformers": MindFormersReport,
+    "oneflow": OneFlowReport,
+    "oneflow-normal": OneFlowPlainReport,
 }
 
 

@@ -67,7 +67,8 @@ TABLE: Table = {
     "log_interval": To("logging.interval"),
     "save_interval": To("checkpoint.interval"),
     "log": Without("the run folder holds the log"),
-    "metric_print_format": Only(("normal", "table"), "expected normal or table"),
+    "metric_print_format": To("logging.style",
+    one_of(table="oneflow", normal="oneflow-normal")),
     "save_last": Without("the last step is always saved"),
     "save_init": Only((),
     "the first checkpoint is that of checkpoint.interval; leave the flag out"),
@@ -116,7 +117,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ("optimizer.learning_rate", 1e-3),
         ("optimizer.schedule", "linear"), ("optimizer.weight_decay", 0.01),
         ("data.split", "969,30,1"), ("seed", 12345),
-        ("loss_scale.initial", 2.0**32), ("logging.interval", 100),
+        ("loss_scale.initial", 2.0**32), ("logging.interval", 100), ("logging.style", "oneflow"),
     ):  # fmt: skip
         ours.set(key, value)  # OneFlow's own defaults, where they are not ours
     scale = theirs.take("loss_scale")

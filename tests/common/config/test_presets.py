@@ -46,6 +46,7 @@ class Expected:
 EXPECTED = {
     "run_gpt2_tiny": Expected(11_453_760, (1, 1, 1), 8, 1, 8, 1024, (2e-3, 2e-4)),
     "run_gpt2": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1e-4, 1e-5)),
+    "run_gpt2_117m": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_124m": Expected(124_439_808, (1, 1, 1), 12, 40, 480, 491_520, (6e-4, 6e-5)),
     "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
@@ -123,7 +124,7 @@ SOURCES: dict[str, dict[str, Any]] = {
         "backend": "torch", "seed": 12345, "precision": MIXED | {"parameters": "float32"},
         "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
         "train.max_steps": 500_000, "train.recompute": "full", "loss_scale.mode": "dynamic",
-        "loss_scale.initial": 2.0**32,
+        "loss_scale.initial": 2.0**32, "logging.style": "oneflow",
         "loss_scale.window": 1000, "parallel.zero_stage": 0,
         "optimizer.name": "adamw", "optimizer.schedule": "cosine",
         "optimizer.warmup_fraction": 0.01, "optimizer.decay_steps": 320_000,

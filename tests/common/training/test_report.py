@@ -213,6 +213,49 @@ def test_mindformers_validation_is_the_line_of_mindspore(lines: Any) -> None:
     assert line == form % (2, {"loss": 3.0, "PPL": 20.0})
 
 
+def test_oneflow_writes_a_table(lines: Any) -> None:
+    """Metric.step_print_by_table of OneFlow-Benchmark: 2 micro batches a step of 8 windows; a
+    validation ends a table.
+    """
+    config = make_config(
+        "oneflow", logging__interval=2, train__micro_batch_size=4, logging__hash_interval=0
+    )
+    validation = {"step": 4, "validation_loss": 3.0, "validation_perplexity": 20.0}
+    rows = [
+        make_row(step, loss=loss, step_time=seconds)
+        for step, (loss, seconds) in enumerate(
+            [(9.0, 3.0), (8.0, 1.0), (7.5, 0.5), (7.25, 0.25), (7.0, 0.25), (6.0, 0.25)], 1
+        )
+    ]
+    found = lines(config, [*rows[:4], validation | {"validation_tokens": 8}, *rows[4:]])
+    widths = (8, 15, 15, 10, 10, 10)
+    names = ("step", "micro_batches", "samples", "throughput", "latency", "loss")
+    title = " ".join(f"| {name.ljust(width)}" for name, width in zip(names, widths, strict=True))
+    dashes = " ".join(f"| {'-' * width}" for width in widths)
+    form = "| %-8d | %-15d | %-15d | %-10.5f | %-10.5f | %-10.5f |"
+    assert found == [
+        title + " |",
+        dashes + " |",
+        form % (2, 4, 16, 4.0, 2.0, 8.5),
+        form % (4, 8, 32, 64 / 3, 0.375, 7.375),
+        "validation at step 4: loss 3.0000, perplexity 20.00 over 8 tokens",
+        title + " |",
+        dashes + " |",
+        form % (6, 12, 48, 32.0, 0.25, 6.5),
+    ]
+    assert found[0] == (
+        "| step     | micro_batches   | samples         | throughput | latency    | loss       |"
+    )
+
+
+def test_oneflow_writes_a_line(lines: Any) -> None:
+    """Metric.step_print; the loss of a skipped step is of no part."""
+    rows = [make_row(1), make_row(2, loss=math.inf, skipped=True)]
+    assert lines(make_config("oneflow-normal", logging__interval=2), rows)[0] == (
+        "step=2,micro_batches=16,samples=16,throughput=4.00000,latency=2.00000,loss=3.25000,"
+    )
+
+
 def test_our_words(lines: Any) -> None:
     config = make_config("gpt2", logging__interval=2)
     waiting, skipped = (
@@ -294,7 +337,9 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
     says = lines(config, [make_row(step) for step in range(1, 11)])
     numbers = [
         int(match[1])
-        for match in (re.search(r"(?:step |iteration +|step:\[ *)(\d+)", line) for line in says)
+        for match in (
+            re.search(r"(?:step |iteration +|step:\[ *|^\| |^step=)(\d+)", line) for line in says
+        )
         if match
     ]
     assert numbers == [4, 8, 10]
@@ -307,6 +352,8 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
         ("megatron", ""),
         ("fleetx", "[2022-07-27 12:40:00,833] [    INFO] - "),
         ("mindformers", "2022-07-27 12:40:00,833 - mindformers - INFO - "),
+        ("oneflow", ""),
+        ("oneflow-normal", ""),
     ],
 )
 def test_what_stands_in_front_of_a_line(
@@ -323,6 +370,6 @@ def test_what_stands_in_front_of_a_line(
 
 def test_an_unknown_style_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx' or 'mindformers'"
+        ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
     ):
-        make_config("oneflow")
+        make_config("nanogpt")
