@@ -168,13 +168,14 @@ def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
     return ours
 
 
-_TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
+"""Names of devices in MindFormers' files, and here."""
 
 
 def _target(theirs: str, ours: Any) -> Any:
-    if ours not in (None, "auto", _TARGETS[theirs]):
+    if ours not in (None, "auto", TARGETS[theirs]):
         raise ValueError("differ; keep one of them")
-    return _TARGETS[theirs]
+    return TARGETS[theirs]
 
 
 ALIASES = {
@@ -198,7 +199,7 @@ ALIASES = {
         meaning="Gradients are of the mean over the global batch. false is accepted in"
         " parallel.parallel_mode 1 and 2, where it changes nothing.",
     ),
-    "context.device_target": Alias(ours="device", merge=_target, values=tuple(_TARGETS)),
+    "context.device_target": Alias(ours="device", merge=_target, values=tuple(TARGETS)),
 }
 """Keys that files and the command line may hold and the schema does not."""
 

@@ -60,6 +60,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
     for reader in foreign_readers:
         if (found := reader(Path(path), overrides)) is not None:
             return found
+    return read_own_config(path, overrides)
+
+
+def read_own_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
+    """Do the same for a file in our words, without asking ``foreign_readers``."""
     tree, sources = _read_with_bases(Path(path), (), {})
     _find_inputs(tree)
     apply_overrides(tree, sources, overrides)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DeviceError
+
+
+def sees_ascend(root: Path = Path("/")) -> bool:
+    """Tell whether this host has an Ascend, by its device files."""
+    return any((root / "dev").glob("davinci[0-9]*"))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
-from common.resolve.auto_device import check_device_id, naming_auto
+from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
@@ -168,11 +168,7 @@ def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
     MindSpore ``auto`` can only be the CPU where the host shows no Ascend (/dev/davinciN). Raises
     ConfigError as ``check_mindspore``.
     """
-    if (
-        config.backend == "mindspore"
-        and config.device == "auto"
-        and not any((root / "dev").glob("davinci[0-9]*"))
-    ):
+    if config.backend == "mindspore" and config.device == "auto" and not sees_ascend(root):
         with naming_auto(config, "cpu", "Ascend"):
             check_device_id(config, "cpu")
             check_mindspore(config, "cpu")

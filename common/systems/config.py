@@ -13,9 +13,10 @@ from common.config.hints import schema_keys
 from common.config.load import (
     apply_overrides,
     build_config,
+    dump_config,
     foreign_readers,
-    load_config,
     parse_scalar,
+    read_own_config,
     read_yaml,
 )
 from common.config.schema import RunConfig
@@ -72,7 +73,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
         return open_flags(find_command_line(flags), flags, overrides, str(path))
     dialect = find_dialect(path)
     if dialect is None:
-        return Opened(load_config(path, overrides))
+        return _open_own(path, overrides)
     tree, sources = read_with_bases(path, dialect.BASE)
     own = []
     for word in overrides:
@@ -83,21 +84,49 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     return _finish(dialect, str(path), tree, sources, own)
 
 
-def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
-    """Return a line for the log of a configuration in another system's words; None for one in
-    ours.
+def _open_own(path: Path, overrides: Sequence[str]) -> Opened:
+    """Read a file of ours. Of MindFormers' sections in it, keys without effect in this run are
+    taken away.
     """
-    opened = open_config(path, overrides)
-    if opened.system is None:
-        return None
-    return (
-        f"{path}: read as {opened.system}'s; {opened.without_effect} of its keys have no effect"
-        " here, and --show_config lists them beside the YAML that it became"
+    tree, sources = read_own_config(path, overrides)
+    if not _has_parts(path):
+        return Opened(build_config(tree, sources), tree=tree, sources=sources)
+    ours = Translation(tree, sources)
+    ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
+    mindformers.settle(ours, whole=False)
+    config = build_config(ours.tree, ours.sources)
+    remarks = "\n".join(_remarks(mindformers.SYSTEM, ours))
+    return Opened(
+        config,
+        yaml=f"{dump_config(config)}{remarks}\n" if remarks else "",
+        without_effect=len(ours.without_effect),
+        tree=ours.tree,
+        sources=ours.sources,
     )
 
 
+def _has_parts(path: Path) -> bool:
+    """Tell whether a file of ours has sections of MindFormers'."""
+    tree = read_yaml(path)[0]
+    context = tree.get("context")
+    return not mindformers.PARTS.isdisjoint(tree) or (
+        isinstance(context, Mapping) and "device_target" in context
+    )
+
+
+def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
+    """Return a line for the log about keys of another system; None where the file has none of them,
+    or all have their effect.
+    """
+    opened = open_config(path, overrides)
+    without = f"{opened.without_effect} of its keys have no effect here, and --show_config lists"
+    if opened.system is None:
+        return f"{path}: {without} them" if opened.without_effect else None
+    return f"{path}: read as {opened.system}'s; {without} them beside the YAML that it became"
+
+
 def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Sources] | None:
-    if path.suffix not in FLAG_FILES and find_dialect(path) is None:
+    if path.suffix not in FLAG_FILES and find_dialect(path) is None and not _has_parts(path):
         return None
     opened = open_config(path, overrides)
     return opened.tree, opened.sources
@@ -235,7 +264,14 @@ def annotated(system: str, origin: str, ours: Translation) -> str:
     lines = [
         f"# {origin}: written for {system}, in the words of this project.",
         *_lines(ours, ours.tree, ()),
+        *_remarks(system, ours),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def _remarks(system: str, ours: Translation) -> list[str]:
+    """Return comments with the keys that have no effect, by reason."""
+    lines: list[str] = []
     reasons: dict[str, list[str]] = {}
     for key, why in ours.without_effect.items():
         reasons.setdefault(why, []).append(key)
@@ -251,7 +287,7 @@ def annotated(system: str, origin: str, ours: Translation) -> str:
             break_on_hyphens=False,
             break_long_words=False,
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _lines(ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

@@ -1,14 +1,12 @@
-"""MindFormers' YAML in our words: run_gpt2*.yaml of r0.3 to r1.x, with their base_config files.
-
-Keys and defaults: mindformers r0.3 and r1.0, configs/gpt2 and
-mindformers/models/gpt2/gpt2_config.py.
-"""
+"""MindFormers' YAML in our words, key by key as ``keys.py`` has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from common.config.aliases import TARGETS
+from common.resolve.auto_device import sees_ascend
 from common.systems.dialect import (
     Only,
     Table,
@@ -18,9 +16,9 @@ from common.systems.dialect import (
     Without,
     apply,
     number,
-    one_of,
     require_all_taken,
 )
+from common.systems.mindformers.keys import TABLE, WRITTEN
 
 SYSTEM = "MindFormers"
 BASE = "base_config"
@@ -28,176 +26,39 @@ MARKS = frozenset({
     "base_config", "runner_config", "runner_wrapper", "lr_schedule", "callbacks", "train_dataset",
     "train_dataset_task", "trainer",
     "moe_config", "processor", "resume_or_finetune_checkpoint", "use_parallel", "auto_trans_ckpt",
+    "aicc_config", "swap_config",
 })  # fmt: skip
 """Keys at the top that are MindFormers' alone."""
-
-_FLOAT = one_of(
-    float16="float16",
-    float32="float32",
-    bfloat16="bfloat16",
-    fp16="float16",
-    fp32="float32",
-    bf16="bfloat16",
-)
-_LOADED = "batches are read ahead by data.prefetch"
-_RESUMED = "the checkpoint that is resumed knows it"
-_TOKENIZER = "data.tokenizer names the files of the vocabulary"
-_WATCH = "checkpoints, metrics.jsonl and the run folder are written anyway"
-
-TABLE: Table = {
-    "seed": To("seed"),
-    "output_dir": To("output_dir"),
-    "run_mode": Without("--run_mode of the command line says it"),
-    "use_parallel": Without("the launcher decides how many processes there are"),
-    "trainer.*": Without("there is one trainer"),
-    # device
-    "context.device_target": To("device", one_of(Ascend="npu", GPU="cuda", CPU="cpu")),
-    **{
-        f"context.{name}": To(f"context.{name}")
-        for name in (
-            "mode", "device_id", "enable_graph_kernel", "graph_kernel_flags", "max_call_depth",
-            "max_device_memory", "save_graphs",
-            "save_graphs_path",
-        )
-    },
-    "context.*": Without("MindSpore's own default is taken"),
-    # length and batch
-    "runner_config.epochs": To("train.max_epochs"),
-    "runner_config.batch_size": To("train.micro_batch_size"),
-    "runner_config.gradient_accumulation_steps": To("train.accumulation_steps"),
-    "runner_config.per_epoch_size": Without("an epoch is all samples"),
-    "runner_config.image_size": Without("there are no images"),
-    **{f"runner_config.{name}": Only((0,), f"{_RESUMED}; set 0") for name in ("initial_epoch",
-    "has_trained_epoches", "has_trained_steps")},
-    # model
-    "model.model_config.type": Only(("GPT2Config",), "the models here are GPT-2; use GPT2Config"),
-    "model.arch.type": Only(("GPT2LMHeadModel",), "the models here are language models; use"
-        " GPT2LMHeadModel"),
-    **{
-        f"model.model_config.{name}": To(f"model.{name}")
-        for name in ("seq_length", "vocab_size", "num_layers", "num_heads", "initializer_range")
-    },
-    "model.model_config.embedding_size": To("model.hidden_size"),
-    "model.model_config.hidden_size": To("model.hidden_size"),
-    "model.model_config.intermediate_size": To("model.ffn_hidden_size"),
-    "model.model_config.max_position_embeddings": To("model.max_positions"),
-    "model.model_config.layernorm_epsilon": To("model.layer_norm_epsilon"),
-    "model.model_config.dropout_prob": To("model.embedding_dropout"),
-    "model.model_config.embedding_dropout_prob": To("model.embedding_dropout"),
-    "model.model_config.hidden_dropout_prob": To("model.hidden_dropout"),
-    "model.model_config.hidden_dropout_rate": To("model.hidden_dropout"),
-    "model.model_config.attention_probs_dropout_prob": To("model.attention_dropout"),
-    "model.model_config.attention_dropout_rate": To("model.attention_dropout"),
-    "model.model_config.hidden_act": Only(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu or"
-        " fast_gelu"),
-    "model.model_config.param_init_type": To("precision.parameters", _FLOAT),
-    "model.model_config.compute_dtype": To("precision.compute", _FLOAT),
-    "model.model_config.softmax_dtype": To("precision.softmax", _FLOAT),
-    "model.model_config.softmax_compute_type": To("precision.softmax", _FLOAT),
-    "model.model_config.layernorm_dtype": To("precision.layer_norm", _FLOAT),
-    "model.model_config.layernorm_compute_type": To("precision.layer_norm", _FLOAT),
-    "model.model_config.use_flash_attention": Without("the fastest attention that the device has is"
-        " taken"),
-    "model.model_config.use_prompt_flash_attention": Without("the fastest attention that the device"
-        " has is taken"),
-    "model.model_config.use_past": Without("generation always keeps keys and values"),
-    "model.model_config.batch_size": Without("runner_config.batch_size and predict.batch_size say"
-        " it"),
-    "model.model_config.eos_token": Only((50256,), "GPT-2's end of text is 50256"),
-    "model.model_config.eos_token_id": Only((50256,), "GPT-2's end of text is 50256"),
-    "model.model_config.bos_token_id": Only((50256,), "GPT-2's end of text is 50256"),
-    "model.model_config.pad_token_id": Without("windows are full, nothing is padded"),
-    "model.model_config.unk_token_id": Without("byte-level BPE knows every text"),
-    "model.model_config.is_encoder_decoder": Only((False,), "GPT-2 is a decoder"),
-    "model.model_config.is_dynamic": Without("shapes are fixed in training"),
-    "model.model_config.repetition_penalty": To("predict.repetition_penalty", number),
-    "model.model_config.top_k": To("predict.top_k"),
-    "model.model_config.top_p": To("predict.top_p", number),
-    "model.model_config.do_sample": To("predict.strategy",
-    one_of(**{"True": "sampling", "False": "greedy"})),
-    "model.model_config.max_decode_length": Without("predict.max_new_tokens says how much is"
-        " generated"),
-    "model.model_config.max_new_tokens": To("predict.max_new_tokens"),
-    # optimizer and schedule
-    "optimizer.type": To(
-        "optimizer.name",
-        one_of(FusedAdamWeightDecay="adamw", FP32StateAdamWeightDecay="adamw",
-        AdamWeightDecay="adamw", AdamW="adamw", Adam="adam"),
-    ),
-    **{f"optimizer.{name}": To(f"optimizer.{name}") for name in ("beta1", "beta2", "weight_decay")},
-    "optimizer.eps": To("optimizer.epsilon"),
-    "optimizer.learning_rate": To("optimizer.learning_rate"),
-    "lr_schedule.type": To("optimizer.schedule", one_of(
-        polynomial="polynomial", PolynomialWithWarmUpLR="polynomial", cosine="cosine",
-        CosineWithWarmUpLR="cosine",
-        linear="linear", LinearWithWarmUpLR="linear", constant="constant",
-        ConstantWarmUpLR="constant",
-    )),
-    "lr_schedule.learning_rate": To("optimizer.learning_rate"),
-    "lr_schedule.lr_end": To("optimizer.min_learning_rate"),
-    "lr_schedule.warmup_steps": To("optimizer.warmup_steps"),
-    "lr_schedule.warmup_ratio": To("optimizer.warmup_fraction"),
-    "lr_schedule.lr_power": To("optimizer.power"),
-    "lr_schedule.warmup_lr_init": Only((0, 0.0), "the warm-up begins at 0; set 0"),
-    "lr_scale": Only((False,), "the learning rate is what lr_schedule says; set False"),
-    "lr_scale_factor": Without("lr_scale is off"),
-    "layer_scale": Only((False,), "all layers have one learning rate; set False"),
-    "layer_decay": Without("layer_scale is off"),
-    "runner_wrapper.type": Without("the engine follows from parallel"),
-    "runner_wrapper.max_grad_norm": To("optimizer.clip_grad"),
-    # parallel
-    "parallel.*": To(""),
-    "parallel_config.expert_parallel": Only((1,), "mixture of experts is not in this version; set"
-        " 1"),
-    **{f"parallel_config.{name}": To(f"parallel.{name}") for name in ("model_parallel",
-    "pipeline_stage", "gradient_aggregation_group")},
-    "parallel_config.use_seq_parallel": To("parallel.sequence_parallel"),
-    "moe_config.expert_num": Only((1,), "mixture of experts is not in this version; set 1"),
-    "moe_config.*": Without("there is one expert"),
-    "recompute_config.mp_comm_recompute": To("train.mp_comm_recompute"),
-    "recompute_config.recompute_slice_activation": To("train.recompute_slice_activation"),
-    "recompute_config.parallel_optimizer_comm_recompute": Only((False,), "MindSpore 2.10 takes no"
-        " notice of it; set False"),
-    # data
-    "train_dataset.data_loader.type": Only(("MindDataset",), "data.train takes a MindRecord, or"
-        " what tools/preprocess_data.py writes"),
-    "train_dataset.data_loader.dataset_dir": To("data.train"),
-    "train_dataset.data_loader.shuffle": To("data.shuffle"),
-    "train_dataset.input_columns": Without("the column input_ids is read"),
-    "train_dataset.repeat": Only((1,), "runner_config.epochs says how often the samples are seen;"
-        " set 1"),
-    "train_dataset.drop_remainder": Without("every batch is full"),
-    "train_dataset.*": Without(_LOADED),
-    "train_dataset_task.type": Without("training predicts the next token"),
-    "train_dataset_task.*": Without("train_dataset says it"),
-    "eval_dataset.data_loader.dataset_dir": To("data.validation"),
-    "eval_dataset.*": Without("validation windows are read in order"),
-    "eval_dataset_task.*": Without("validation windows are read in order"),
-    "processor.*": Without(_TOKENIZER),
-    "metric.*": Without("loss and perplexity are measured"),
-    # checkpoints, watching
-    "eval_callbacks": Without(_WATCH),
-    "do_eval": Without("validation.interval says how often the validation runs"),
-    "eval_step_interval": Without("validation.interval says how often the validation runs"),
-    "eval_epoch_interval": Without("validation.interval says how often the validation runs"),
-    "auto_trans_ckpt": Without("checkpoints are read in every layout"),
-    "src_strategy_path_or_dir": Without("checkpoints are read in every layout"),
-    "only_save_strategy": Only((False,), "strategy files are written by every run in modes 1 and 2;"
-        " set False"),
-    "remote_save_url": Without("a ModelArts job gives --train_url"),
-    "aicc_config.*": Without("a ModelArts job gives --train_url"),
-    "auto_tune": Without("reading the data takes no part of a step that could be tuned"),
-    "autotune_per_step": Without("there is no tuning"),
-    "filepath_prefix": Without("there is no tuning"),
-    "init_start_profile": Without("profile_start_step says it"),
-    "profile_communication": Without("the trace has it"),
-}  # fmt: skip
+PARTS = frozenset({"parallel_config", "recompute_config"})
+"""Sections of MindFormers' that files of ours may have."""
 
 _PARALLEL = {
     "parallel_mode", "gradients_mean", "enable_alltoall", "full_batch", "search_mode",
     "enable_parallel_optimizer",
     "parallel_optimizer_config",
 }  # fmt: skip
+_COMPILED = (
+    "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
+    "parallel.search_mode", "parallel.enable_alltoall", "parallel.strategy_ckpt_config",
+    "parallel.parallel_optimizer_config", "parallel.micro_batch_interleave_num",
+    "train.recompute_slice_activation", "train.mp_comm_recompute",
+)  # fmt: skip
+"""Keys that only graphs have that MindSpore's compiler splits; results do not depend on them."""
+_UNUSED_ON_TORCH = {
+    **dict.fromkeys(
+        (f"context.{name}" for name in ("mode", "enable_graph_kernel", "graph_kernel_flags",
+         "max_call_depth", "save_graphs", "save_graphs_path")),
+        "torch has no such graph",
+    ),
+    "train.sink_size": "torch has no data sink",
+    "checkpoint.ckpt_prefix": "torch writes no .ckpt",
+}  # fmt: skip
+_UNUSED_ON_CPU = {
+    "context.max_device_memory": "a CPU has no memory of its own",
+    "context.enable_graph_kernel": "graph kernels are for accelerators",
+    "context.graph_kernel_flags": "graph kernels are for accelerators",
+    "context.device_id": "there is one CPU",
+}
 _SAVED = {
     "prefix": "checkpoint.ckpt_prefix",
     "save_checkpoint_steps": "checkpoint.interval",
@@ -321,8 +182,13 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
         **own,
         **loss_mean,
         "parallel.gradients_mean": means,
-        "parallel.strategy_ckpt_save_file": To("parallel.strategy_ckpt_config.save_file"),
-        "parallel.strategy_ckpt_load_file": To("parallel.strategy_ckpt_config.load_file"),
+        **{
+            f"parallel.{theirs_}": To(f"parallel.strategy_ckpt_config.{name}_file")
+            for name in ("save", "load")
+            for theirs_ in (f"strategy_ckpt_{name}_file", f"strategy_ckpt_config.{name}_file")
+        },
+        "parallel.strategy_ckpt_config.*": Without("a strategy file holds all parameters"),
+        "parallel.device_num": Without("the launcher decides how many processes there are"),
         "parallel.dataset_strategy": Without("the data are split over data-parallel ranks"),
         "parallel.parallel_optimizer_config.parallel_optimizer_threshold": To(
             "parallel.parallel_optimizer_config.parallel_optimizer_threshold"
@@ -393,7 +259,7 @@ def _callbacks(theirs: Theirs, ours: Translation) -> None:
             if name in known and value is not None:
                 ours.set(known[name], value, theirs.where("callbacks"), f"{at}.{name}")
             else:
-                ours.note(f"{at}.{name}", _WATCH)
+                ours.note(f"{at}.{name}", WRITTEN)
 
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
@@ -420,52 +286,68 @@ def _profile(theirs: Theirs, ours: Translation) -> None:
     apply(rules, theirs, ours)
 
 
-def settle(ours: Translation) -> None:
+def settle(ours: Translation, *, whole: bool = True) -> None:
     """Take away what has no effect on the backend and the device that the run has in the end,
     overrides of the command line included.
+
+    whole: the file is MindFormers'; else it is ours with sections of MindFormers', and keeps what
+    the run takes anyway.
     """
-    torch, device = ours.get("backend") == "torch", ours.get("device", "auto")
-    mode = ours.get("parallel.parallel_mode", 0)
-    compiled = (
-        not torch
-        and device in ("npu", "auto")
-        and mode in (1, 2, "semi_auto_parallel", "auto_parallel")
-    )
-    if not ours.get("context.enable_graph_kernel") or torch:
-        ours.drop("context.graph_kernel_flags", "enable_graph_kernel is off")
-    if ours.get("parallel.vocab_emb_dp") and ours.get("parallel.pipeline_stage", 1) > 1:
-        ours.drop("parallel.vocab_emb_dp", "with a pipeline the ranks split the table")
-    if mode not in (2, "auto_parallel"):
-        ours.drop("parallel.search_mode", "parallel_mode 2 looks for splits")
-    if not compiled:
-        why = (
-            "on torch the work is split by our own plan"
-            if torch
-            else "parallel_mode 1 and 2 on Ascends have it"
-        )
-        for name in ("vocab_emb_dp", "gradient_aggregation_group", "full_batch", "search_mode",
-        "enable_alltoall",
-                     "strategy_ckpt_config", "parallel_optimizer_config"):  # fmt: skip
-            ours.drop(f"parallel.{name}", why)
-        if torch or device == "cpu":
-            ours.drop("parallel.parallel_mode", why)
-        ours.drop("train.recompute_slice_activation", why)
-        ours.drop("train.mp_comm_recompute", why)
-        ours.drop("parallel.micro_batch_interleave_num", why) if ours.get(
-            "parallel.micro_batch_interleave_num"
-        ) == 1 else None
-    if ours.get("parallel.enable_parallel_optimizer") and ours.get("parallel.data_parallel") == 1:
-        ours.drop("parallel.enable_parallel_optimizer", "there is one data-parallel rank")
+    if ours.sources.get(("device",)) == "command line":
+        ours.drop("context.device_target", "the command line says device")
+    target = TARGETS.get(ours.get("context.device_target"), "auto")
+    torch, device = ours.get("backend") == "torch", ours.get("device", target)
+    if device == "auto" and not torch and not sees_ascend():
+        device = "cpu"
+    whys = {**_unused_in_layout(ours, whole), **_unused_by_graph(ours, torch, device)}
+    whys |= _unused_on_device(device) | (_UNUSED_ON_TORCH if torch else {})
+    for key, why in whys.items():
+        ours.drop(key, why)
+
+
+def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
+    """Return keys of ours that this layout has no use for, and why."""
+    whys: dict[str, str] = {}
+    if ours.get("parallel.pipeline_stage", 1) > 1 and whole:
+        whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
+    if ours.get("parallel.parallel_mode") not in (2, "auto_parallel"):
+        whys["parallel.search_mode"] = "parallel_mode 2 looks for splits"
+    if ours.get("parallel.data_parallel") == 1:
+        whys["parallel.enable_parallel_optimizer"] = "there is one data-parallel rank"
+    if ours.get("parallel.model_parallel", 1) == 1:
+        whys["train.recompute_slice_activation"] = "one tensor-parallel rank has no slices"
+        whys["parallel.sequence_parallel"] = "one tensor-parallel rank has nothing to split"
+    return whys
+
+
+def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
+    """Return keys of ours that the graph of a step, or its lack, has no use for."""
+    whys: dict[str, str] = {}
+    if not ours.get("context.enable_graph_kernel"):
+        whys["context.graph_kernel_flags"] = "enable_graph_kernel is off"
+    if not torch and ours.get("context.mode") in (1, "pynative"):
+        whys["train.recompute"] = "context.mode=1 keeps all activations; losses do not change"
+    layout = [ours.get(f"parallel.{name}_parallel") for name in ("data", "model")]
+    alone = [*layout, ours.get("parallel.pipeline_stage")] == [1, 1, 1]
+    compiles = ours.get("parallel.parallel_mode") in (1, 2, "semi_auto_parallel", "auto_parallel")
+    if compiles and not torch and not alone and device in ("npu", "auto"):
+        return whys
+    why = "parallel_mode 1 and 2 on Ascends have it"
     if torch:
-        for name in (
-            "mode",
-            "enable_graph_kernel",
-            "max_call_depth",
-            "save_graphs",
-            "save_graphs_path",
-        ):
-            ours.drop(f"context.{name}", "torch has no such graph")
-        ours.drop("train.sink_size", "torch has no data sink")
-        ours.drop("checkpoint.ckpt_prefix", "torch writes no .ckpt")
+        why = "on torch the work is split by our own plan"
+    elif alone:
+        why = "one device has nothing to split"
+    whys |= dict.fromkeys(_COMPILED, why)
+    if torch or (compiles and (device == "cpu" or alone)):
+        whys["parallel.parallel_mode"] = why
+    if not torch:
+        whys["parallel.sequence_parallel"] = why
+    return whys
+
+
+def _unused_on_device(device: str) -> dict[str, str]:
     if device == "cpu":
-        ours.drop("context.max_device_memory", "a CPU has no memory of its own")
+        return _UNUSED_ON_CPU
+    if device == "auto":
+        return {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"}
+    return {}

@@ -4,23 +4,28 @@ the presets that follow them.
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.config.hints import hint, schema_keys
-from common.config.load import flatten, load_config
+from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
-from common.systems.config import find_dialect, open_config, open_flags
+from common.resolve.engine_checks import check_here
+from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
 from common.systems.flags import read_flag_file
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
+from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
 ORIGINALS = Path(__file__).parent / "originals"
@@ -119,6 +124,83 @@ def test_mindformers_keys_without_effect_on_a_cpu_or_on_torch_are_dropped(words)
     )
     assert config.parallel.model_parallel == 2
     assert config.train.recompute == "full"
+
+
+NEUTRAL: dict[str, Any] = {
+    "context": {
+        "mode": 0, "device_target": "Ascend", "enable_graph_kernel": False,
+        "graph_kernel_flags": "--enable_parallel_fusion=true", "max_call_depth": 10000,
+        "max_device_memory": "30GB", "save_graphs": False, "save_graphs_path": "./graph",
+        "device_id": 0,
+    },
+    "parallel": {
+        "gradients_mean": True, "loss_repeated_mean": True, "enable_alltoall": False,
+        "full_batch": True, "search_mode": "sharding_propagation",
+        "enable_parallel_optimizer": True,
+        "strategy_ckpt_config": {"save_file": "./s.ckpt", "only_trainable_params": False},
+    },
+    "parallel_config": {
+        "expert_parallel": 1, "context_parallel": 1, "use_seq_parallel": True,
+        "micro_batch_num": 4, "vocab_emb_dp": True, "gradient_aggregation_group": 4,
+    },
+    "micro_batch_interleave_num": 1,
+    "recompute_config": {
+        "recompute": True, "select_comm_recompute": False,
+        "parallel_optimizer_comm_recompute": True, "mp_comm_recompute": False,
+        "recompute_slice_activation": True,
+    },
+    "swap_config": {"swap": False},
+}  # fmt: skip
+"""Sections of MindFormers' files that say how a device is used, and keys that tune it: no result
+depends on them.
+"""
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2), (8, 1, 1), (1, 8, 1)])
+@pytest.mark.parametrize(
+    ("words", "graph"),
+    [
+        (["device=npu"], 0), (["device=cpu"], 0), (["device=cpu"], 1), (["device=auto"], 0),
+        (["backend=torch", "device=cpu"], 0), (["backend=torch", "device=npu"], 1),
+    ],
+)  # fmt: skip
+def test_keys_that_change_no_result_pass_everywhere(layout, words, graph, tmp_path) -> None:
+    """On every backend and device, in both modes of the context, on one device and several."""
+    text = (ORIGINALS / "mindformers_r1.yaml").read_text()
+    tree = yaml.safe_load(text) | copy.deepcopy(NEUTRAL)
+    tree["context"]["mode"] = graph
+    tree["parallel"]["parallel_mode"] = 3 if graph else 1
+    names = ("data_parallel", "model_parallel", "pipeline_stage")
+    tree["parallel_config"] |= dict(zip(names, layout, strict=True))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    words = [*words, "model.num_heads=8"]
+    opened = open_config(tmp_path / "run.yaml", words)
+    found = resolve_config(opened.config, world_size=math.prod(layout))
+    assert tuple(getattr(found.parallel, name) for name in names) == layout
+    assert found.parallel.zero_stage == (layout[0] > 1)
+    assert found.train.recompute == ("none" if graph and "backend=torch" not in words else "full")
+    if found.device == "auto":
+        assert check_here(found, tmp_path) == "cpu"
+
+
+@pytest.mark.parametrize("words", [["backend=torch"], ["device=cpu"], ["device=auto"], []])
+def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, capsys) -> None:
+    """What has no effect is said by --show_config and in a line of the log; the rest is kept."""
+    path = tmp_path / "tutorial.yaml"
+    path.write_text(TUTORIAL.format(folder=PRESETS))
+    opened = open_config(path, words)
+    found = resolve_config(opened.config, world_size=32)
+    shipped = resolve_config(load_config(PRESETS / "run_gpt2_13b.yaml"), world_size=32)
+    parts = {"data_parallel", "model_parallel", "pipeline_stage", "zero_stage"}
+    assert found.parallel.model_dump(include=parts) == shipped.parallel.model_dump(include=parts)
+    assert found.train.global_batch_size == 192 and found.train.recompute == "full"
+    line = describe_origin(path, words)
+    if words:
+        assert "parallel.full_batch" in opened.yaml and "have no effect here" in (line or "")
+    else:  # on Ascends all of it acts
+        assert (opened.yaml, line) == ("", None)
+    (tmp_path / "again.yaml").write_text(opened.yaml or dump_config(opened.config))
+    assert load_config(tmp_path / "again.yaml") == opened.config
 
 
 @pytest.mark.parametrize(
