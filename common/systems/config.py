@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,47 +11,31 @@ from common.config.hints import schema_keys
 from common.config.load import (
     apply_overrides,
     build_config,
-    dump_config,
     foreign_readers,
     parse_scalar,
     read_own_config,
     read_yaml,
 )
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
-from common.systems.dialect import Translation
-from common.systems.flags import read_flag_file, read_flags
+from common.systems.dialect import Translation, has_rule
+from common.systems.flags import check_values, read_flag_file, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
-from common.yaml_files import dump_yaml
+from common.systems.opened import Opened
 
 DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
 """Systems with YAML files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
 
 COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
-"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, translate and
-settle.
+"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE,
+SWITCHES, VALUED, translate and settle.
 """
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A configuration, and where it was in another system's words: whose, the YAML that it became,
-    and what had no effect.
-    """
-
-    config: RunConfig
-    system: str | None = None
-    yaml: str = ""
-    without_effect: int = 0
-    tree: dict[str, Any] = field(default_factory=dict)
-    sources: Sources = field(default_factory=dict)
 
 
 def accept_foreign_configs() -> None:
@@ -89,20 +71,11 @@ def _open_own(path: Path, overrides: Sequence[str]) -> Opened:
     taken away.
     """
     tree, sources = read_own_config(path, overrides)
-    if not _has_parts(path):
-        return Opened(build_config(tree, sources), tree=tree, sources=sources)
     ours = Translation(tree, sources)
-    ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
-    mindformers.settle(ours, whole=False)
-    config = build_config(ours.tree, ours.sources)
-    remarks = "\n".join(_remarks(mindformers.SYSTEM, ours))
-    return Opened(
-        config,
-        yaml=f"{dump_config(config)}{remarks}\n" if remarks else "",
-        without_effect=len(ours.without_effect),
-        tree=ours.tree,
-        sources=ours.sources,
-    )
+    if _has_parts(path):
+        ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
+        mindformers.settle(ours, whole=False)
+    return Opened(build_config(ours.tree, ours.sources), ours, parts_of=mindformers.SYSTEM)
 
 
 def _has_parts(path: Path) -> bool:
@@ -129,7 +102,7 @@ def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
     if path.suffix not in FLAG_FILES and find_dialect(path) is None and not _has_parts(path):
         return None
     opened = open_config(path, overrides)
-    return opened.tree, opened.sources
+    return opened.ours.tree, opened.ours.sources
 
 
 def _is_theirs(dialect: ModuleType, word: str) -> bool:
@@ -150,7 +123,14 @@ def find_command_line(flags: Sequence[str]) -> str:
         for word in flags
         if word.startswith("--")
     }
-    return max(COMMAND_LINES, key=lambda system: len(names & set(COMMAND_LINES[system].FLAGS)))
+    return max(
+        COMMAND_LINES,
+        key=lambda system: sum(_is_flag_of(COMMAND_LINES[system], name) for name in names),
+    )
+
+
+def _is_flag_of(dialect: ModuleType, name: str) -> bool:
+    return name in dialect.VALUED | dialect.SWITCHES or has_rule(name, dialect.TABLE)
 
 
 def open_flags(
@@ -161,6 +141,14 @@ def open_flags(
     """
     dialect = COMMAND_LINES[system]
     tree, sources = read_flags(words, where)
+    for other in COMMAND_LINES.values():
+        alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
+        if alien:
+            raise ConfigError(
+                f"{sources[alien[0],]} is {other.SYSTEM}'s, and other flags are"
+                f" {dialect.SYSTEM}'s; keep one system's flags"
+            )
+    check_values(tree, sources, dialect.TABLE, dialect.VALUED, dialect.SWITCHES)
     return _finish(dialect, where, tree, sources, overrides)
 
 
@@ -174,15 +162,7 @@ def _finish(
     ours = dialect.translate(tree, sources)
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
-    config = build_config(ours.tree, ours.sources)
-    return Opened(
-        config,
-        dialect.SYSTEM,
-        annotated(dialect.SYSTEM, origin, ours),
-        len(ours.without_effect),
-        tree=ours.tree,
-        sources=ours.sources,
-    )
+    return Opened(build_config(ours.tree, ours.sources), ours, dialect.SYSTEM, origin)
 
 
 def find_dialect(path: Path) -> ModuleType | None:
@@ -255,50 +235,3 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
             " path"
         )
     sources[tuple(dotted.split("."))] = f"command line: {dotted}"
-
-
-def annotated(system: str, origin: str, ours: Translation) -> str:
-    """The YAML that a configuration became: behind each key the one it was, at the end what has no
-    effect here, by reason.
-    """
-    lines = [
-        f"# {origin}: written for {system}, in the words of this project.",
-        *_lines(ours, ours.tree, ()),
-        *_remarks(system, ours),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _remarks(system: str, ours: Translation) -> list[str]:
-    """Return comments with the keys that have no effect, by reason."""
-    lines: list[str] = []
-    reasons: dict[str, list[str]] = {}
-    for key, why in ours.without_effect.items():
-        reasons.setdefault(why, []).append(key)
-    if reasons:
-        lines += ["", f"# Keys of {system} that have no effect here:"]
-    for why, keys in reasons.items():
-        text = f"{', '.join(keys)}: {why}"
-        lines += textwrap.wrap(
-            text,
-            100,
-            initial_indent="#   ",
-            subsequent_indent="#     ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-    return lines
-
-
-def _lines(ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    indent = "  " * len(path)
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            if value:
-                yield f"{indent}{key}:"
-                yield from _lines(ours, value, (*path, key))
-            continue
-        theirs = ours.origins.get(".".join((*path, key)))
-        text = dump_yaml({key: value}).rstrip("\n").splitlines()
-        text[0] += f"  # {theirs}" if theirs else ""
-        yield from (indent + line for line in text)

@@ -49,9 +49,15 @@ class Only:
 
 Rule = To | Without | Only
 Table = Mapping[str, Rule]
-"""Rules by dotted key; ``section.*`` stands for all keys of a section that have no rule of their
-own.
+"""Rules by dotted key; ``section.*`` and ``prefix_*`` stand for all keys that begin so and have no
+rule of their own.
 """
+
+_LARGE = 1e300
+"""No number of a configuration is as large."""
+
+_LIKE = 0.9
+"""How alike (difflib's ratio) a key is to one with a rule of its own, to be a typing error."""
 
 
 def one_of(**names: Any) -> Callable[[Any], Any]:
@@ -65,16 +71,33 @@ def one_of(**names: Any) -> Callable[[Any], Any]:
     return change
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A change for a flag without a value, which stands for ``meaning``."""
+
+    meaning: Any
+
+    def __call__(self, value: Any) -> Any:
+        if value is not True:
+            raise ValueError("takes no value; leave the value out, or the flag")
+        return self.meaning
+
+
+def listed(value: Any) -> list[Any]:
+    """A change to a list of what is given, also of one."""
+    return value if isinstance(value, list) else [value]
+
+
 def number(value: Any) -> float:
     """A change to a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
         raise ValueError("expected a number")
     return float(value)
 
 
 def whole(value: Any) -> int:
     """A change to a whole number, also from 500.0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise ValueError("expected a whole number")
     return int(value)
 
@@ -157,6 +180,30 @@ class Theirs:
         self._left.pop(key, None)
         return value
 
+    def take_number(self, key: str, default: float | None = None) -> Any:
+        """Take a value that is a number, not below 0. Raises ConfigError for any other."""
+        value = self.take(key, default)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGE
+        ):
+            self.refuse(key, value, "expected a number that is not below 0")
+        return value
+
+    def take_count(self, key: str, default: int | None = None) -> Any:
+        """Take a whole number, at least 1. Raises ConfigError for any other value."""
+        value = self.take(key, default)
+        if value is not None and (type(value) is not int or value < 1):
+            self.refuse(key, value, "expected a whole number above 0")
+        return value
+
+    def peek_count(self, key: str, default: int | None = None) -> Any:
+        """Return what ``take_count`` takes, and leave it."""
+        value = self._left.get(key)
+        found = self.take_count(key, default)
+        if key in self.names:
+            self._left[key] = value
+        return found
+
     def where(self, key: str) -> str:
         """``file:line`` of a key, or of the section it stands in."""
         path = tuple(key.split("."))
@@ -166,13 +213,13 @@ class Theirs:
         )
 
     def refuse(self, key: str, value: Any, instead: str) -> NoReturn:
-        raise ConfigError(f"{self.where(key)}: {key}={value!r}: {instead}")
+        raise ConfigError(f"{self.where(key)}: {key}={repr(value)[:80]}: {instead}")
 
     def left(self) -> tuple[str, ...]:
         return tuple(self._left)
 
-    def under(self, section: str) -> Iterator[str]:
-        return (key for key in self.left() if key.startswith(f"{section}."))
+    def under(self, prefix: str) -> Iterator[str]:
+        return (key for key in self.left() if key.startswith(prefix))
 
 
 def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
@@ -180,19 +227,26 @@ def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
     obeyed.
     """
     for pattern, rule in table.items():
-        keys = (
-            theirs.under(pattern[:-2])
-            if pattern.endswith(".*")
-            else (pattern,)
-            if pattern in theirs.left()
-            else ()
-        )
-        for key in tuple(keys):
-            if key in table and key != pattern:
-                continue
+        if pattern.endswith("*"):
+            keys = [key for key in theirs.under(pattern[:-1]) if not _has_own_rule(key, table)]
+        else:
+            keys = [pattern] if pattern in theirs.left() else []
+        for key in keys:
             value = theirs.take(key)
             if value is not None:
                 _obey(rule, key, value, theirs, ours)
+
+
+def _has_own_rule(key: str, table: Table) -> bool:
+    """Tell whether a key has a rule that is no pattern, or is such a key wrongly typed."""
+    section = key.rpartition(".")[0]
+    own = [name for name in table if not name.endswith("*") and name.rpartition(".")[0] == section]
+    return bool(difflib.get_close_matches(key, own, n=1, cutoff=_LIKE))
+
+
+def has_rule(key: str, table: Table) -> bool:
+    """Tell whether a table says what becomes of a key."""
+    return key in table or any(name.endswith("*") and key.startswith(name[:-1]) for name in table)
 
 
 def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -> None:

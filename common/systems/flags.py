@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.config.load import parse_scalar
 from common.errors import ConfigError
 from common.files import open_input, reading
+from common.systems.dialect import Only, Switch, Table, To
 
 MOST_BYTES = 1 << 20
 """Largest file of flags."""
+
+_SHELL = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "&>", "<", "2>", "2>&1", "1>", "|&"})
+"""Words of the shell that end a command's arguments."""
 
 
 def read_flags(
@@ -23,8 +27,8 @@ def read_flags(
     """Return each flag's value, and where it stands. A flag without a value is true, one with
     several a list.
 
-    Raises ConfigError for a word that belongs to no flag, and a flag given twice with different
-    values.
+    where: the file, or "command line". Raises ConfigError for a word that belongs to no flag, and a
+    flag given twice with different values.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -33,23 +37,61 @@ def read_flags(
         word = words[number]
         if not _is_flag(word):
             raise ConfigError(
-                f"{where}: {word!r} stands where a flag is expected; flags begin with --"
+                f"{_place(where, word)}: {word!r} stands where a flag is expected; flags begin with"
+                " --"
             )
         name, equals, text = word.lstrip("-").partition("=")
         number += 1
         values = [text] if equals else []
         while not equals and number < len(words) and not _is_flag(words[number]):
-            values.append(words[number])
+            values.append(str(words[number]))
             number += 1
         key = name.replace("-", "_")
-        value = _value(values, f"{where}: --{name}")
+        place = f"{_place(where, word)}: --{name}"
+        value = _value(values, place)
         if key in tree and tree[key] != value:
             raise ConfigError(
-                f"{where}: --{name} is given twice, as {tree[key]} and {value}; keep one"
+                f"{place} is given twice, as {tree[key]} and {value}, first at {sources[key,]};"
+                " keep one"
             )
         tree[key] = value
-        sources[key,] = f"{where}: --{name}"
+        sources[key,] = place
     return tree, sources
+
+
+def check_values(
+    tree: Mapping[str, Any],
+    sources: Mapping[tuple[str | int, ...], str],
+    table: Table,
+    valued: Container[str],
+    switches: Container[str],
+) -> None:
+    """Raise ConfigError for a flag that lacks its value, and for a switch that has one.
+
+    valued, switches: flags with and without a value that have no rule in ``table``.
+    """
+    for key, value in tree.items():
+        rule = table.get(key)
+        takes = (isinstance(rule, To) and not isinstance(rule.change, Switch)) or (
+            isinstance(rule, Only) and rule.values and True not in rule.values
+        )
+        if value is True and (takes or key in valued):
+            raise ConfigError(f"{sources[key,]}: needs a value; give one, or leave the flag out")
+        if value is not True and key in switches:
+            raise ConfigError(
+                f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the"
+                " flag"
+            )
+
+
+class FlagWord(str):
+    """A word of a file, with the number of its line."""
+
+    line: int = 0
+
+
+def _place(where: str, word: str) -> str:
+    return f"{where}:{word.line}" if isinstance(word, FlagWord) else where
 
 
 def read_flag_file(path: Path) -> list[str]:
@@ -63,20 +105,30 @@ def read_flag_file(path: Path) -> list[str]:
         raw = file.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes; give a file of flags")
+    words: list[FlagWord] = []
+    number = 0
     try:
-        words = shlex.split(raw.decode().replace("\\\n", " "), comments=True)
+        for number, line in enumerate(raw.decode().splitlines(), 1):
+            for text in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
+                words.append(FlagWord(text))
+                words[-1].line = number
     except ValueError as error:
         raise ConfigError(
-            f"{path}: is not a list of flags: {error}; close each quotation mark, and write UTF-8"
+            f"{path}:{number or 1}: is not a list of flags: {error}; close each quotation mark in"
+            " its line, and write UTF-8"
         ) from None
     for word in words:
         if "$" in word or "`" in word:
             raise ConfigError(
-                f"{path}: {word[:80]}: variables are the shell's; write their values, or give the"
-                " flags behind --"
+                f"{path}:{word.line}: {word[:80]}: variables are the shell's; write their values,"
+                " or give the flags behind --"
             )
     first = next((number for number, word in enumerate(words) if _is_flag(word)), len(words))
-    return words[first:]
+    for number, word in enumerate(words):  # what starts the program has flags of its own
+        if word.endswith(".py") or (number and words[number - 1] == "-m"):
+            first = number + 1
+    last = next((number for number, word in enumerate(words) if word in _SHELL), len(words))
+    return list(words[first : max(first, last)])
 
 
 def _is_flag(word: str) -> bool:

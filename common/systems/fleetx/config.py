@@ -189,9 +189,9 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         "Distributed.dp_degree"
     )  # fmt: skip
     degree, stage, copies = (
-        theirs.take(degree_key, 1),
-        theirs.take(stage_key, 1),
-        theirs.take(copies_key),
+        theirs.take_count(degree_key, 1),
+        theirs.take_count(stage_key, 1),
+        theirs.take_count(copies_key),
     )
     if degree > 1:
         ours.set("parallel.zero_stage", stage, theirs.where(stage_key), stage_key)
@@ -206,7 +206,7 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         else:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     key = "Model.virtual_pp_degree"
-    virtual = theirs.take(key, 1)
+    virtual = theirs.take_count(key, 1)
     if virtual > 1:
         ours.set("parallel.virtual_stages", virtual, theirs.where(key), key)
         ours.set("parallel.pipeline_schedule", "interleaved_1f1b", theirs.where(key), key)
@@ -230,7 +230,7 @@ def _batch(theirs: Theirs, ours: Translation) -> None:
     elif epochs is not None:
         ours.note(key, "Engine.max_steps is the length of the run")
     key = "Engine.eval_iters"
-    batches = theirs.take(key)
+    batches = theirs.take_number(key)
     if batches is not None:
         copies = ours.get("parallel.data_parallel", ours.get("parallel.shard_size", 1))
         ours.set(
@@ -242,7 +242,7 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
     prefix = "Engine.mix_precision"
     pure, enabled = theirs.take(f"{prefix}.use_pure_fp16"), theirs.take(f"{prefix}.enable", True)
     dtype, level = theirs.take(f"{prefix}.dtype", "float16"), theirs.take(f"{prefix}.level", "O2")
-    scale = theirs.take(f"{prefix}.scale_loss")
+    scale = theirs.take_number(f"{prefix}.scale_loss")
     where = theirs.where(prefix)
     # release 2.4 says enable, dtype and level
     if pure is None and f"{prefix}.enable" in theirs.names:
@@ -283,7 +283,7 @@ def _model(theirs: Theirs, ours: Translation) -> None:
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
     module = theirs.take("Model.module", "GPTModule")
-    if module not in _MODULES:
+    if not isinstance(module, str) or module not in _MODULES:
         theirs.refuse("Model.module", module, f"expected {', '.join(_MODULES)}")
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:

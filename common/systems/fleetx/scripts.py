@@ -38,7 +38,7 @@ def run_script(main: Callable[..., int], mode: str, argv: Sequence[str], program
     arguments = parse_arguments(words, program=program)
     more: list[str] = []
     with suppress(GPT2Error):  # main reports it
-        tree = _open(arguments.config, arguments.overrides).tree
+        tree = _open(arguments.config, arguments.overrides).ours.tree
         checkpoint = tree.get("checkpoint", {})
         resume = checkpoint.get("resume")
         if resume not in (None, "auto", "latest", "never") and checkpoint.get("load") is None:
@@ -84,7 +84,7 @@ def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     folder = _find_export(_model_dir(Path(config), overrides), SETTINGS_FILE)
     tree = read_yaml_mapping(folder / SETTINGS_FILE)
     for name in _OF_THE_MACHINE:
-        value, given = tree.get(name), opened.tree.get(name)
+        value, given = tree.get(name), opened.ours.tree.get(name)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
             tree[name] = {**value, **given}
         elif given is not None:

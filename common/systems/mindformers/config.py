@@ -94,7 +94,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
 def _model(theirs: Theirs, ours: Translation) -> None:
     key = "model.model_config.expand_ratio"
     ratio, size = (
-        theirs.take(key),
+        theirs.take_number(key),
         theirs.peek(
             "model.model_config.hidden_size", theirs.peek("model.model_config.embedding_size")
         ),
@@ -112,7 +112,7 @@ def _model(theirs: Theirs, ours: Translation) -> None:
 
 def _length(theirs: Theirs, ours: Translation) -> None:
     size, mode = (
-        theirs.take("runner_config.sink_size"),
+        theirs.take_number("runner_config.sink_size"),
         theirs.take("runner_config.sink_mode", True),
     )
     if size is not None and mode and 1 <= size <= 100:
@@ -142,10 +142,10 @@ def _length(theirs: Theirs, ours: Translation) -> None:
 
 def _scale(theirs: Theirs, ours: Translation) -> None:
     prefix = "runner_wrapper.scale_sense"
-    plain = theirs.take(prefix)
+    plain = theirs.take_number(prefix)
     kind = theirs.take(f"{prefix}.type")
     if plain is not None or kind == "FixedLossScaleUpdateCell":
-        value = plain if plain is not None else theirs.take(f"{prefix}.loss_scale_value", 1.0)
+        value = plain if plain is not None else theirs.take_number(f"{prefix}.loss_scale_value", 1)
         ours.set("loss_scale.mode", "static", theirs.where(prefix), prefix)
         ours.set("loss_scale.initial", float(value), theirs.where(prefix), prefix)
     elif kind not in (None, "DynamicLossScaleUpdateCell"):
@@ -207,7 +207,7 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
         theirs.take("parallel_config.optimizer_shard")
         ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
     apply(rules, theirs, ours)
-    stages = theirs.peek("parallel_config.pipeline_stage", 1)
+    stages = theirs.peek_count("parallel_config.pipeline_stage", 1)
     key = "parallel_config.data_parallel"
     copies = theirs.take(key)
     if copies is not None and mode in (0, "data_parallel"):
@@ -240,7 +240,10 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
 
 
 def _callbacks(theirs: Theirs, ours: Translation) -> None:
-    for place, callback in enumerate(theirs.take("callbacks", [])):
+    callbacks = theirs.take("callbacks", [])
+    if not isinstance(callbacks, list):
+        theirs.refuse("callbacks", callbacks, "expected a list of them")
+    for place, callback in enumerate(callbacks):
         rest = dict(callback) if isinstance(callback, dict) else {"type": callback}
         kind, at = rest.pop("type", None), f"callbacks.{place}"
         known: dict[str, str] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.systems.dialect import (
     Only,
+    Switch,
     Table,
     Theirs,
     To,
@@ -41,7 +42,7 @@ TABLE: Table = {
     "global_batch_size": To("train.global_batch_size"),
     "num_accumulation_steps": To("train.accumulation_steps"),
     "train_iters": To("train.max_steps"),
-    "checkpoint_activations": To("train.recompute", lambda _: "full"),
+    "checkpoint_activations": To("train.recompute", Switch("full")),
     "optimizer": To("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
     "learning_rate": To("optimizer.learning_rate", number),
     "min_lr": To("optimizer.min_learning_rate", number),
@@ -55,7 +56,7 @@ TABLE: Table = {
     "adam_beta2": To("optimizer.beta2", number),
     "adam_eps": To("optimizer.epsilon", number),
     "clip_grad": To("optimizer.clip_grad", number),
-    "fp16": To("precision", lambda _: "fp16"),
+    "fp16": To("precision", Switch("fp16")),
     "initial_loss_scale": To("loss_scale.initial", number),
     "loss_scale_window": To("loss_scale.window", whole),
     "tensor_model_parallel_size": To("parallel.model_parallel"),
@@ -76,7 +77,8 @@ TABLE: Table = {
         " traced"),
     "use_external_dataset": Without("data.train is read anyway"),
     **{name: Without(_LAUNCHED) for name in ("num_gpus_per_node", "num_nodes", "node_ips",
-    "ctrl_port", "use_rdma")},
+    "ctrl_port")},
+    "use_rdma": Without("NCCL and HCCL take the fastest network that they find"),
     **{name: Without(_KERNELS) for name in (
         "no_scale_tril_softmax_dropout_fusion", "no_bias_gelu_fusion", "no_bias_dropout_fusion",
         "multihead_attention_fusion",
@@ -84,8 +86,10 @@ TABLE: Table = {
     )},
 }  # fmt: skip
 
-_BY_HAND = ("train_samples", "loss_scale", "save", "load")
-FLAGS = (*TABLE, *_BY_HAND)
+SWITCHES: frozenset[str] = frozenset()
+"""Flags without a value that this module reads itself."""
+VALUED = frozenset({"train_samples", "loss_scale", "save", "load"})
+"""Flags with a value that this module reads itself."""
 
 VARIABLES = {
     "ONEFLOW_GPT_DATASET": "dataset",
@@ -120,7 +124,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ("loss_scale.initial", 2.0**32), ("logging.interval", 100), ("logging.style", "oneflow"),
     ):  # fmt: skip
         ours.set(key, value)  # OneFlow's own defaults, where they are not ours
-    scale = theirs.take("loss_scale")
+    scale = theirs.take_number("loss_scale")
     if scale:
         ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
         ours.set("loss_scale.initial", float(scale), theirs.where("loss_scale"), "loss_scale")
@@ -128,7 +132,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
             ours.note(
                 "initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static"
             )
-    samples, batch = theirs.take("train_samples"), theirs.peek("global_batch_size")
+    samples, batch = theirs.take_count("train_samples"), theirs.peek_count("global_batch_size")
     if samples is not None:
         if batch is None:
             theirs.refuse(
@@ -146,7 +150,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     if load is not None and load != save:
         ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, FLAGS)
+    require_all_taken(theirs, (*TABLE, *VALUED))
     return ours
 
 

@@ -1,0 +1,52 @@
+"""A ds_config.json beside Megatron-DeepSpeed's flags: the numbers of a run that it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.structured_files import read_json_mapping
+from common.systems.dialect import Table, Theirs, To, Translation, Without, apply, number, whole
+
+TABLE: Table = {
+    "train_batch_size": To("train.global_batch_size"),
+    "train_micro_batch_size_per_gpu": To("train.micro_batch_size"),
+    "gradient_accumulation_steps": To("train.accumulation_steps"),
+    "gradient_clipping": To("optimizer.clip_grad", number),
+    "zero_optimization.stage": To("parallel.zero_stage"),
+    "fp16.loss_scale": To("loss_scale.mode", lambda scale: "static" if scale else "dynamic"),
+    "fp16.initial_scale_power": To("loss_scale.initial", lambda power: 2.0 ** whole(power)),
+    "fp16.loss_scale_window": To("loss_scale.window", whole),
+    "fp16.hysteresis": To("loss_scale.hysteresis"),
+    "fp16.min_loss_scale": To("loss_scale.minimum", number),
+}
+"""Keys that have one of ours; the engine holds all others against the run."""
+
+_OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+
+def read_deepspeed_file(path: str, where: str, ours: Translation) -> None:
+    """Give keys of ours what the file says. where: the flag that named it.
+
+    Raises ConfigError for a file that cannot be read, and for a number that a flag says otherwise.
+    """
+    tree = read_json_mapping(Path(path))
+    theirs = Theirs("DeepSpeed", _without_auto(tree), {(key,): f"{path} ({where})" for key in tree})
+    table = dict(TABLE)
+    scale = theirs.peek("fp16.loss_scale")
+    if not theirs.peek("fp16.enabled", False):
+        table |= {name: Without("fp16 is off") for name in TABLE if name.startswith("fp16.")}
+    elif scale:
+        table |= {f"fp16.{name}": Without("the scale is static") for name in _OF_DYNAMIC}
+        table["fp16.loss_scale"] = To("loss_scale.initial", number)
+        ours.set("loss_scale.mode", "static", theirs.where("fp16"), "fp16.loss_scale")
+    apply(table, theirs, ours)
+
+
+def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is "auto", which stands for what the flags say."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value != "auto"
+    }

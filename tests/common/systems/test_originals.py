@@ -1,0 +1,245 @@
+"""Files and flags of the original systems, key by key: what each becomes, in numbers and in
+messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from common.config.foreign_names import ABSENT, HERE, HERE_IN
+from common.config.hints import hint, schema_keys
+from common.config.load import build_config, flatten, load_config
+from common.errors import ConfigError
+from common.resolve.derive import resolve_config
+from common.systems import config as systems
+from common.systems.bases import read_with_bases
+from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
+from common.systems.dialect import To, has_rule
+from common.systems.flags import read_flag_file, read_flags
+from common.weights.names import count_parameters
+from tools import convert_config
+
+ORIGINALS = Path(__file__).parent / "originals"
+NATIVE = ["engine=native"]
+
+FIGURES: dict[str, tuple[list[str], int, tuple[int, int, int], tuple[int, int, int], float]] = {
+    # file: (overrides, parameters, data x tensor x pipeline, micro x accumulation -> windows, rate)
+    "mindformers_r0.3/run_gpt2_13b.yaml": (
+        [], 12_848_143_360, (4, 2, 4), (2, 24, 192), 5e-5),
+    "mindformers_r1.yaml": ([], 124_439_808, (8, 1, 1), (8, 1, 64), 1e-4),
+    "modelzoo/train_345M.sh": (NATIVE, 354_823_168, (4, 1, 2), (4, 1, 16), 1.5e-4),
+    "megatron/train_gpt3_345m.sh": ([], 354_823_168, (2, 2, 2), (4, 4, 32), 6e-4),
+    "oneflow/pretrain_345M.sh": ([], 354_823_168, (1, 1, 1), (8, 1, 8), 1.5e-4),
+    "oneflow/distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
+        [], 1_650_057_984, (2, 4, 4), (8, 32, 512), 1.5e-4),
+    "fleetx/pretrain_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
+    "fleetx/pretrain_gpt_1.3B_dp8.yaml": ([], 1_313_722_368, (8, 1, 1), (8, 1, 64), 5e-5),
+    "fleetx/pretrain_gpt_6.7B_sharding16.yaml": ([], 6_654_402_560, (16, 1, 1), (8, 1, 128), 5e-5),
+    "fleetx/pretrain_gpt_175B_mp8_pp16.yaml": (
+        [], 174_603_264_000, (1, 8, 16), (1, 1536, 1536), 5e-5),
+}  # fmt: skip
+"""The originals' own numbers; PaddleFleetX counts its padded vocabulary."""
+
+SMALLEST = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+    " {rate} 1e-4 --train-iters 5"
+)
+RATES = {"megatron": "--lr", "oneflow": "--learning-rate"}
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_ds_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ORIGINALS / "modelzoo")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures(name: str) -> None:
+    words, parameters, layout, batch, rate = FIGURES[name]
+    devices = layout[0] * layout[1] * layout[2]
+    found = resolve_config(open_config(ORIGINALS / name, words).config, world_size=devices)
+    parallel, train = found.parallel, found.train
+    assert count_parameters(found.model) == parameters
+    assert (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage) == layout
+    assert (
+        train.micro_batch_size, train.accumulation_steps, train.global_batch_size
+    ) == batch  # fmt: skip
+    assert found.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_convert_config_writes_the_same_run_with_a_remark_for_each_key(
+    name: str, tmp_path: Path
+) -> None:
+    words, _, layout, _, _ = FIGURES[name]
+    own = tmp_path / "ours.yaml"
+    system = {"mindformers_r1.yaml": "mindformers"}.get(name, name.partition("/")[0])
+    system = {"modelzoo": "megatron", "mindformers_r0.3": "mindformers"}.get(system, system)
+    command = ["--from", system, str(ORIGINALS / name), *words, "seed=7"]
+    assert convert_config.main([*command, "--output", str(own)]) == 0
+    devices = layout[0] * layout[1] * layout[2]
+    first, second = (
+        resolve_config(config, world_size=devices)
+        for config in (open_config(ORIGINALS / name, [*words, "seed=7"]).config, load_config(own))
+    )
+    assert first == second
+    text = own.read_text()
+    assert "seed: 7  # command line" in text
+    bare = [
+        line
+        for line in text.splitlines()
+        if line and not line.lstrip().startswith(("#", "-")) and not line.endswith(":")
+        if "  # " not in line
+    ]
+    assert bare == []
+
+
+def test_the_modelzoos_ds_config_says_what_its_flags_do_not() -> None:
+    """The scale begins at 2 to the 12th, and grows after 500 steps."""
+    config = open_config(ORIGINALS / "modelzoo" / "train_345M.sh").config
+    scale = config.loss_scale
+    assert (config.engine, config.deepspeed.config_file) == ("deepspeed", "./ds_config.json")
+    assert (scale.mode, scale.initial, scale.window) == ("dynamic", 4096.0, 500)
+    assert (scale.hysteresis, scale.minimum, config.parallel.zero_stage) == (2, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        (None, "gradient_clipping", 0.5, r"--clip-grad.*optimizer.clip_grad=1.0.*makes it 0.5"),
+        (None, "train_batch_size", 32, r"--global-batch-size.*makes it 32"),
+        ("fp16", "hysteresis", "many", r"hysteresis: input should be a valid integer"),
+        ("fp16", "initial_scale_power", "x", r"ds.json.*initial_scale_power='x': expected a whole"),
+    ],
+)
+def test_a_ds_config_that_contradicts_the_flags(section, key, value, message, tmp_path) -> None:
+    tree = json.loads(Path("ds_config.json").read_text())
+    (tree[section] if section else tree)[key] = value
+    (tmp_path / "ds.json").write_text(json.dumps(tree))
+    text = (ORIGINALS / "modelzoo" / "train_345M.sh").read_text()
+    flags = tmp_path / "flags.sh"
+    flags.write_text(text.replace("./ds_config.json", str(tmp_path / "ds.json")))
+    with pytest.raises(ConfigError, match=message):
+        open_config(flags)
+
+
+def flag_names(folder: str) -> list[str]:
+    lines = (ORIGINALS / folder / "flag_names.txt").read_text().splitlines()
+    return [name for line in lines if not line.startswith("#") for name in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("folder", "system", "count"),
+    [("modelzoo", "megatron", 185), ("megatron", "megatron", 485), ("oneflow", "oneflow", 56)],
+)
+def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> None:
+    """Alone and with a value: some lack one, and some take none."""
+    names = flag_names(folder)
+    assert len(names) == count
+    base = SMALLEST.format(rate=RATES[system]).split()
+    dialect = COMMAND_LINES[system]
+    for name in names:
+        key, outcomes = name.replace("-", "_"), []
+        for value in ([], ["2"]):
+            try:
+                opened = open_flags(system, [*base, f"--{name}", *value])
+            except ConfigError as error:
+                message = str(error)
+                assert key in message.replace("-", "_"), (name, message)
+                assert "unknown key" not in message, message
+                outcomes.append(message)
+                continue
+            known = {*opened.ours.origins.values(), *opened.ours.without_effect}
+            by_hand = dialect.VALUED | dialect.SWITCHES
+            assert key in known or key in by_hand, f"{name} leaves no trace"
+        assert len(outcomes) < 2 or outcomes[0] != outcomes[1] or "leave" in outcomes[0], outcomes
+
+
+def test_a_typing_error_among_flags_without_effect_is_no_flag_without_effect() -> None:
+    base = SMALLEST.format(rate="--lr").split()
+    with pytest.raises(ConfigError, match=r"log_intervals: unknown key; did you mean log_interval"):
+        open_flags("megatron", [*base, "--log-intervals", "5"])
+    assert open_flags("megatron", [*base, "--log-throughput"]).without_effect == 1
+
+
+def each_key(dialect: ModuleType) -> Iterator[tuple[str, str, Any]]:
+    """Yield the keys that have a rule: the key, what a file of ours calls unknown in it, the
+    rule.
+    """
+    for key, rule in dialect.TABLE.items():
+        parts = key.removesuffix(".*").split(".")
+        path = next(
+            (".".join(parts[: n + 1]) for n in range(len(parts))
+             if ".".join(parts[: n + 1]) not in schema_keys()),
+            None,
+        )  # fmt: skip
+        if path is not None and not path.endswith("*"):
+            yield key, path, rule
+
+
+@pytest.mark.parametrize(
+    "dialect", [*DIALECTS, *COMMAND_LINES.values()], ids=lambda each: each.SYSTEM
+)
+def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: ModuleType) -> None:
+    """The hint names the section or the key that it becomes; other keys get a reason, or no
+    hint.
+    """
+    wrong = {}
+    for key, path, rule in each_key(dialect):
+        said, name = hint(path), path.rpartition(".")[2]
+        if path in HERE_IN or name in HERE or name in ABSENT or not said:
+            continue  # tables, which other tests hold against the schema and against the rules
+        if not isinstance(rule, To) or rule.key.partition(".")[0] not in said:
+            wrong[key] = said
+    assert wrong == {}
+
+
+def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
+    for name in FIGURES:
+        path = ORIGINALS / name
+        if path.suffix == ".sh":
+            words = read_flag_file(path)
+            dialect = COMMAND_LINES[systems.find_command_line(words)]
+            yield name, dialect, *read_flags(words, str(path))
+        else:
+            found = systems.find_dialect(path)
+            assert found is not None
+            yield name, found, *read_with_bases(path, found.BASE)
+
+
+def test_every_key_of_the_originals_has_a_rule() -> None:
+    """In a table, or in a function of the module, which then takes it away."""
+    for name, dialect, tree, sources in trees():
+        ours = dialect.translate(copy.deepcopy(tree), sources)
+        known = " ".join((*ours.origins.values(), *ours.without_effect))
+        for key, value in flatten(tree):
+            if value not in (None, "", []):
+                assert has_rule(key, dialect.TABLE) or key in known or value is False or (
+                    key.partition(".")[0] in known or key.rpartition(".")[0] in known
+                ), (name, key)  # fmt: skip
+
+
+@pytest.mark.parametrize("junk", ["x", [1]], ids=repr)
+def test_a_wrong_value_anywhere_is_a_message(junk: Any) -> None:
+    """Every key and section of every original in turn."""
+    for name, dialect, tree, sources in trees():
+        keys = [key for key, _ in flatten(tree)]
+        for key in {*keys, *(key.rpartition(".")[0] for key in keys if "." in key)}:
+            broken = copy.deepcopy(tree)
+            *sections, last = key.split(".")
+            at = broken
+            for section in sections:
+                at = at[section]
+            at[last] = junk
+            try:
+                ours = dialect.translate(broken, sources)
+                dialect.settle(ours)
+                build_config(ours.tree, ours.sources)
+            except ConfigError as error:
+                assert str(error), (name, key)
