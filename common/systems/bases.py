@@ -21,11 +21,7 @@ def read_with_bases(
     """Return a file merged over its bases, which its key ``base`` names: what the file says wins,
     section by section. Raises ConfigError.
     """
-    real = os.path.realpath(path)
-    if real in parents or len(parents) >= MAX_DEPTH:
-        raise ConfigError(
-            f"{path}: {base}: files include each other: {' -> '.join((*parents, real))}"
-        )
+    chain = (*parents, os.path.realpath(path))
     own, sources = read_yaml(path)
     names = own.pop(base, None) or []
     names = [names] if isinstance(names, str) else names
@@ -46,7 +42,12 @@ def read_with_bases(
                 f"{where}: {base}: {path.parent / name}: no such file; copy it beside, or"
                 " take it out of the list"
             )
-        base_tree, base_sources = read_with_bases(path.parent / name, base, (*parents, real))
+        if os.path.realpath(path.parent / name) in chain or len(chain) >= MAX_DEPTH:
+            raise ConfigError(
+                f"{where}: {base}: {path.parent / name}: files include each other:"
+                f" {' -> '.join(chain)}; take one of them out"
+            )
+        base_tree, base_sources = read_with_bases(path.parent / name, base, chain)
         merge(tree, base_tree)
         merged |= base_sources
     merge(tree, own)

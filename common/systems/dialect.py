@@ -123,13 +123,16 @@ class Translation:
         at = self.tree
         for section in sections:
             at = at.setdefault(section, {})
+        path = tuple(key.split("."))
         if name in at and at[name] != value and self.origins.get(key):
+            other = self.sources.get(path, where)
+            place = f" ({other})" if other != where else ""
             raise ConfigError(
                 f"{where}: {theirs} makes {key}={value!r}, and {self.origins[key]} makes it"
-                f" {at[name]!r}; keep one of them"
+                f" {at[name]!r}{place}; keep one of them"
             )
         at[name] = value
-        self.sources[tuple(key.split("."))] = where
+        self.sources[path] = where
         self.origins[key] = theirs
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -274,9 +277,14 @@ def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
     if not left:
         return
     lines = []
+    names = tuple(known)
     for key in left[:10]:
+        if any(name.startswith(f"{key}.") for name in names):
+            found = kind_of(theirs.peek(key))
+            lines.append(f"{theirs.where(key)}: {key}: expected keys and values, found {found}")
+            continue
         near = difflib.get_close_matches(
-            key, [name for name in known if not name.endswith("*")], n=1, cutoff=0.75
+            key, [name for name in names if not name.endswith("*")], n=1, cutoff=0.75
         )
         hint = (
             f"did you mean {near[0]}?"

@@ -196,6 +196,37 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
     assert scripts.launch_command(one)[1:] == [*one[2:], "context.device_id=3"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        (
+            "modelzoo/train_345M.sh",
+            ["engine=native", "parallel.pipeline_stage=1", "train.global_batch_size=8"],
+            " iteration        3/       3 |",
+        ),
+        ("oneflow/pretrain_345M.sh", [], "| 3        | 3               | 24              |"),
+    ],
+)
+def test_files_of_flags_train_as_the_yaml_that_they_become(
+    name, words, line, corpus, tmp_path, capsys, monkeypatch
+) -> None:
+    """Three steps in the log lines of Megatron and of OneFlow."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(ORIGINALS / "modelzoo")  # where its ds_config.json is
+    command = ["--config", str(ORIGINALS / name), "--run_mode", "train", *SMALL, *words]
+    command += [f"data.train={corpus / 'my-gpt_text_sentence'}", "precision=float32"]
+    command += ["data.split=90,10,0", "train.max_steps=3", "logging.interval=1"]
+    command += ["optimizer.learning_rate=0.01", "optimizer.decay_steps=null"]
+    command += ["optimizer.warmup_fraction=null", f"output_dir={tmp_path / 'theirs'}"]
+    assert run_gpt2.main([*command, "--show_config"]) == 0
+    yaml = capsys.readouterr().out
+    assert run_gpt2.main(command) == 0
+    assert line in capsys.readouterr().out
+    found = losses(tmp_path / "theirs")
+    assert len({loss for _, loss, _ in found}) == 3
+    assert found == train_as_ours(yaml, tmp_path)
+
+
 @pytest.mark.long
 def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
     corpus, tmp_path, capsys, monkeypatch

@@ -359,7 +359,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a circle": (
         {"a.yaml": "base_config: [b.yaml]\n", "b.yaml": "base_config: [a.yaml]\n"},
-        "files include each other",
+        r"b\.yaml:1: base_config: .*a\.yaml: files include each other",
     ),
     "base of numbers": (
         {"a.yaml": "base_config: [1]\n"},
@@ -406,6 +406,25 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         r"a\.yaml:1: callbacks\.0='Mine': this callback is not known",
     ),
     "cut short": ({"a.yaml": "Global: {seed: 1\n"}, r"a\.yaml"),
+    "cut short in a section": (
+        {"a.yaml": "Global: {seed: 1}\nEngine:\n  mix_precision: use_pu\n"},
+        r"a\.yaml:3: Engine\.mix_precision: expected keys and values, found text",
+    ),
+    "a base cut short": (
+        {"a.yaml": "base_config: b.yaml\n", "b.yaml": "lr_schedule: {type: cos\n"},
+        r"b\.yaml:2:1: not valid YAML",
+    ),
+    "a base of another system": (
+        {"a.yaml": "base_config: b.yaml\n", "b.yaml": "\nGlobal: {seed: 1}\n"},
+        r"b\.yaml:2: Global\.seed: unknown key; it is not known of MindFormers",
+    ),
+    "conflict between a file and its base": (
+        {
+            "a.yaml": "base_config: b.yaml\nmodel: {model_config: {hidden_size: 8}}\n",
+            "b.yaml": "model: {model_config: {embedding_size: 16}}\n",
+        },
+        r"a\.yaml:2: .*hidden_size=8, and .* makes it 16 \(.*b\.yaml:1\); keep one",
+    ),
     "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, and in no file"),
 }
 
@@ -449,6 +468,12 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
         ("--lr fast", "lr='fast': expected a number"),
         ("--optimizer lamb", "optimizer='lamb': expected adam or adamw or sgd"),
         ("--swiglu", "swiglu=True: GPT-2 has it otherwise"),
+        ("--num-layers --hidden-size 8", "--num-layers: needs a value"),
+        ("--hidden-size 8 --data-path", "--data-path: needs a value"),
+        ("--fp16 24", "--fp16: takes no value, found 24"),
+        ("--sequence-parallel 2", "sequence_parallel=2: takes no value"),
+        ("--fp16 --bf16", "bf16 makes precision.parameters='bfloat16', and fp16 makes it"),
+        ("--lr 1 --multihead-attention-fusion", "--multihead-attention-fusion is OneFlow's"),
         ("--num-experts 8", "mixture of experts is not in this version"),
     ],
 )
@@ -484,6 +509,32 @@ def test_bad_files_of_flags(tmp_path, text, message) -> None:
     (tmp_path / "flags.txt").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_flag_file(tmp_path / "flags.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--fp16 \\\n--lr 1 --num-layers", r"flags.txt:2: --num-layers: needs a value"),
+        ("--lr 1\n--seed 2\n--lr 3", r"flags.txt:3: --lr is given twice, .*flags.txt:1: --lr;"),
+        ("--lr 1\n--num-layer 2", r"flags.txt:2: --num-layer: num_layer: unknown key"),
+        ("--lr 1\n--dataset a", r"flags.txt:2: --dataset is OneFlow's, and other .* Megatron's"),
+        ("--lr 1\n\ntrain.seed=1", r"flags.txt:1: --lr: lr=.1, 'train.seed=1'.: expected a number"),
+        ("pretrain.py 3 --lr 1", r"flags.txt:1: '3' stands where a flag is expected"),
+        ("# nothing\n--lr '1\n", r"flags.txt:2: is not a list of flags: No closing quotation"),
+    ],
+)
+def test_faults_in_a_file_of_flags_name_the_line(tmp_path, text, message) -> None:
+    (tmp_path / "flags.txt").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_config(tmp_path / "flags.txt")
+
+
+def test_what_stands_around_the_flags_is_skipped(tmp_path) -> None:
+    text = "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
+    (tmp_path / "run.sh").write_text(f"{text}  --split 9,1,0 2>&1 | tee log --flush\necho done\n")
+    assert read_flag_file(tmp_path / "run.sh") == ["--lr", "-1e-4", "--split", "9,1,0"]
+    (tmp_path / "run.sh").write_text("python -m oneflow_gpt.training --seed 1 &\nwait\n")
+    assert read_flag_file(tmp_path / "run.sh") == ["--seed", "1"]
 
 
 @pytest.mark.parametrize(
