@@ -199,6 +199,12 @@ ALIASES = {
         meaning="Gradients are of the mean over the global batch. false is accepted in"
         " parallel.parallel_mode 1 and 2, where it changes nothing.",
     ),
+    "train.num_samples": Alias(
+        ours="train.max_tokens",
+        merge=_steps,
+        meaning="Windows of an epoch, MindFormers' --num_samples: with max_epochs it is the length"
+        " of the run.",
+    ),
     "context.device_target": Alias(ours="device", merge=_target, values=tuple(TARGETS)),
 }
 """Keys that files and the command line may hold and the schema does not."""
@@ -209,6 +215,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
 
     Raises ConfigError where one contradicts our own key.
     """
+    _length_of_epochs(tree, sources)
     for name, alias in ALIASES.items():
         path, ours = tuple(name.split(".")), tuple(alias.ours.split("."))
         section = _section(tree, path[:-1])
@@ -241,6 +248,29 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             target[ours[-1]] = merged
             if path in sources:
                 sources[ours] = sources[path]
+
+
+def _length_of_epochs(tree: dict[str, Any], sources: Sources) -> None:
+    """Make ``train.num_samples`` with ``max_epochs`` (1 when left out) the tokens of a run."""
+    train, model = _section(tree, ("train",)), _section(tree, ("model",)) or {}
+    samples = train.pop("num_samples", None) if train is not None else None
+    if train is None or samples is None:
+        return
+    path: Path_ = ("train", "num_samples")
+    named = f"{_places(sources, path)}train.num_samples={samples!r}"
+    other = next((key for key in ("max_steps", "max_tokens") if train.get(key) is not None), None)
+    epochs, length = train.get("max_epochs") or 1, model.get("seq_length")
+    if type(samples) is not int or samples < 1:
+        raise ConfigError(f"{named}: expected a whole number above 0")
+    if other is not None:
+        raise ConfigError(
+            f"{named} is the length of an epoch, and the run has train.{other}={train[other]};"
+            " give train.max_epochs in its place"
+        )
+    if type(epochs) is int and type(length) is int:  # else the schema finds the fault
+        train["max_tokens"], train["max_epochs"] = epochs * samples * length, None
+        if path in sources:
+            sources["train", "max_tokens"] = sources[path]
 
 
 def _places(sources: Sources, *paths: Path_) -> str:

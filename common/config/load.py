@@ -129,6 +129,10 @@ def _settle_length(tree: dict[str, Any], sources: Sources) -> None:
     if any(train[name] is not None for name in said):
         for name in set(_LENGTHS) - set(said):
             train.pop(name, None)
+        if train.get("max_epochs") is None and (
+            sources.get(("train", "num_samples")) != "command line"
+        ):
+            train.pop("num_samples", None)
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:

@@ -179,6 +179,8 @@ def describe_flags() -> str:
         "--profile": "True: profile.start=1 profile.stop=10",
         "--sink_mode": "False: train.sink_size=1",
         "--enable_modelarts": "found out from the environment; taken and ignored",
+        "--num_samples": "train.num_samples, the windows of an epoch; in eval"
+        " evaluation.max_samples",
         "--options": "section.key=value words behind it",
         flags(tuple(_NOTED)): "noted, without effect",
     }
@@ -219,6 +221,12 @@ def _checkpoint(job: ModelArtsJob, name: str, value: str) -> None:
     job.argv.append(f"checkpoint.{key}={value}")
 
 
+def _num_samples(job: ModelArtsJob, name: str, value: str) -> None:
+    """One flag of r0.3 is two keys here."""
+    key = "evaluation.max_samples" if job.run_mode == "eval" else "train.num_samples"
+    job.argv.append(f"{key}={value}")
+
+
 def _prompt(job: ModelArtsJob, name: str, value: str) -> None:
     is_file = is_url(value) or Path(value).is_file()
     job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
@@ -248,6 +256,7 @@ _FLAGS: dict[str, Callable[[ModelArtsJob, str, str], None]] = {
     **dict.fromkeys(_NOTED, _note),
     **dict.fromkeys(("use_parallel", "profile", "sink_mode", "enable_modelarts"), _yes_or_no),
     "predict_data": _prompt,
+    "num_samples": _num_samples,
 }
 
 

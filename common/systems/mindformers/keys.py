@@ -149,6 +149,8 @@ TABLE: Table = {
         " what tools/preprocess_data.py writes"),
     "train_dataset.data_loader.dataset_dir": To("data.train"),
     "train_dataset.data_loader.shuffle": To("data.shuffle"),
+    "train_dataset.data_loader.num_samples": To("train.num_samples"),
+    "eval_dataset.data_loader.num_samples": To("validation.max_samples"),
     "train_dataset.input_columns": Without("the column input_ids is read"),
     "train_dataset.repeat": Only((1,), "runner_config.epochs says how often the samples are seen;"
         " set 1"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.config.aliases import ALIASES
 from common.config.explain import explain_key
@@ -133,6 +134,37 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
 def test_contradictions_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**sections)
+
+
+@pytest.mark.parametrize(
+    ("train", "words", "length"),
+    [
+        ({"num_samples": 30}, [], (None, None, 30 * 16)),
+        ({"num_samples": 30, "max_epochs": 3}, [], (None, None, 90 * 16)),
+        ({"max_epochs": 3}, ["train.num_samples=5"], (None, None, 15 * 16)),
+        ({"max_steps": 9}, ["train.max_epochs=2", "train.num_samples=5"], (None, None, 10 * 16)),
+        ({"num_samples": 30}, ["train.max_epochs=2"], (None, None, 60 * 16)),
+        ({"num_samples": 30, "max_epochs": 3}, ["train.max_steps=7"], (7, None, None)),
+    ],
+)
+def test_samples_of_an_epoch_are_a_length(train, words, length, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(TREE | {"train": train}))
+    found = load_config(path, words).train
+    assert (found.max_steps, found.max_epochs, found.max_tokens) == length
+
+
+def test_samples_of_an_epoch_and_another_length_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(TREE | {"train": {"max_steps": 9}}))
+    with pytest.raises(
+        ConfigError,
+        match=r"command line: train.num_samples=5 is the length of an epoch, and the run has"
+        r" train.max_steps=9",
+    ):
+        load_config(path, ["train.num_samples=5"])
+    with pytest.raises(ConfigError, match=r"num_samples='x': expected a whole number above 0"):
+        build(train={"num_samples": "x"})
 
 
 def test_both_places_are_named(tmp_path: Path) -> None:

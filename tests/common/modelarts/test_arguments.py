@@ -43,6 +43,11 @@ INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
         ),
         (["--epochs=2"], ["train.max_steps=null", "train.max_tokens=null", "train.max_epochs=2"]),
         (["--batch_size=2"], ["train.micro_batch_size=2"]),
+        (["--num_samples", "8"], ["train.num_samples=8"]),
+        (
+            ["--run_mode=eval", "--num_samples=8"],
+            ["--run_mode=eval", "evaluation.max_samples=8"],
+        ),
         (
             ["--run_mode=train", "--load_checkpoint=/c"],
             ["--run_mode=train", "checkpoint.resume=/c"],
