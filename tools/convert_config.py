@@ -70,6 +70,11 @@ def _convert(args: argparse.Namespace, flags: list[str]) -> str:
             f"{args.file}: is in the words of this project already; --from says whose flags a file"
             " holds"
         )
+    if args.system is not None and args.system not in opened.system.lower():
+        raise ConfigError(
+            f"{args.file}: is in {opened.system}'s words, not in those of --from {args.system};"
+            " leave --from out"
+        )
     return opened.yaml
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common.errors import ConfigError
 from common.structured_files import read_json_mapping
 from common.systems.dialect import Table, Theirs, To, Translation, Without, apply, number, whole
 
@@ -30,7 +31,10 @@ def read_deepspeed_file(path: str, where: str, ours: Translation) -> None:
 
     Raises ConfigError for a file that cannot be read, and for a number that a flag says otherwise.
     """
-    tree = read_json_mapping(Path(path))
+    try:
+        tree = read_json_mapping(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     theirs = Theirs("DeepSpeed", _without_auto(tree), {(key,): f"{path} ({where})" for key in tree})
     table = dict(TABLE)
     scale = theirs.peek("fp16.loss_scale")

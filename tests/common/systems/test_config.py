@@ -328,6 +328,9 @@ def test_what_convert_config_writes_reads_back_equal(name, tmp_path, capsys) -> 
     written = load_config(tmp_path / "ours.yaml")
     assert written == open_config(ORIGINALS / name, ["seed=7"]).config
     assert find_dialect(tmp_path / "ours.yaml") is None
+    other = "mindformers" if "fleetx" in name else "fleetx"
+    assert convert_config.main(["--from", other, str(ORIGINALS / name)]) == 2
+    assert f"not in those of --from {other}" in capsys.readouterr().err
     assert convert_config.main([str(tmp_path / "ours.yaml")]) == 2
     assert "is in the words of this project already" in capsys.readouterr().err
 

@@ -129,6 +129,14 @@ def test_a_ds_config_that_contradicts_the_flags(section, key, value, message, tm
         open_config(flags)
 
 
+def test_a_ds_config_that_is_not_there_is_named_by_its_flag(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"train_345M.sh:\d+: --deepspeed_config: .*ds_config.json: no such file"
+    ):
+        open_config(ORIGINALS / "modelzoo" / "train_345M.sh")
+
+
 def flag_names(folder: str) -> list[str]:
     lines = (ORIGINALS / folder / "flag_names.txt").read_text().splitlines()
     return [name for line in lines if not line.startswith("#") for name in line.split()]
