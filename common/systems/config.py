@@ -19,7 +19,7 @@ from common.config.load import (
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation, has_rule
-from common.systems.flags import check_values, read_flag_file, read_flags
+from common.systems.flags import check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
@@ -31,7 +31,8 @@ DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
 
 COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
 """Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE,
-SWITCHES, VALUED, translate and settle.
+FLAGS, translate and settle; PROGRAMS where several take the same flags; TEXTS for flags that are
+text; SWITCHES and VALUED for flags without a rule in TABLE, that take no value or need one.
 """
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
@@ -51,8 +52,8 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """
     path = Path(path)
     if path.suffix in FLAG_FILES:
-        flags = read_flag_file(path)
-        return open_flags(find_command_line(flags), flags, overrides, str(path))
+        program, flags = read_command(path)
+        return open_flags(find_command_line(flags, program), flags, overrides, str(path))
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
@@ -116,8 +117,13 @@ def _is_theirs(dialect: ModuleType, word: str) -> bool:
     )
 
 
-def find_command_line(flags: Sequence[str]) -> str:
-    """Return the system that knows most of these flags, a key of COMMAND_LINES."""
+def find_command_line(flags: Sequence[str], program: str = "") -> str:
+    """Return the system whose program this is, or that knows most of these flags: a key of
+    COMMAND_LINES.
+    """
+    for system, dialect in COMMAND_LINES.items():
+        if program in getattr(dialect, "PROGRAMS", (dialect.PROGRAM,)):
+            return system
     names = {
         word.lstrip("-").partition("=")[0].replace("-", "_")
         for word in flags
@@ -130,7 +136,7 @@ def find_command_line(flags: Sequence[str]) -> str:
 
 
 def _is_flag_of(dialect: ModuleType, name: str) -> bool:
-    return name in dialect.VALUED | dialect.SWITCHES or has_rule(name, dialect.TABLE)
+    return name in dialect.FLAGS or has_rule(name, dialect.TABLE)
 
 
 def open_flags(
@@ -140,7 +146,7 @@ def open_flags(
     ConfigError.
     """
     dialect = COMMAND_LINES[system]
-    tree, sources = read_flags(words, where)
+    tree, sources = read_flags(words, where, getattr(dialect, "TEXTS", ()))
     for other in COMMAND_LINES.values():
         alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
         if alien:
@@ -148,7 +154,8 @@ def open_flags(
                 f"{sources[alien[0],]} is {other.SYSTEM}'s, and other flags are"
                 f" {dialect.SYSTEM}'s; keep one system's flags"
             )
-    check_values(tree, sources, dialect.TABLE, dialect.VALUED, dialect.SWITCHES)
+    by_hand = (getattr(dialect, name, ()) for name in ("VALUED", "SWITCHES"))
+    check_values(tree, sources, dialect.TABLE, *by_hand)
     return _finish(dialect, where, tree, sources, overrides)
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ _SHELL = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "&>", "<", "2>", "2>&1
 
 
 def read_flags(
-    words: Sequence[str], where: str
+    words: Sequence[str], where: str, texts: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
     """Return each flag's value, and where it stands. A flag without a value is true, one with
-    several a list.
+    several a list. texts: flags whose value is text, not a number or another word of YAML.
 
     where: the file, or "command line". Raises ConfigError for a word that belongs to no flag, and a
     flag given twice with different values.
@@ -48,7 +48,7 @@ def read_flags(
             number += 1
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
-        value = _value(values, place)
+        value = " ".join(values) if values and key in texts else _value(values, place)
         if key in tree and tree[key] != value:
             raise ConfigError(
                 f"{place} is given twice, as {tree[key]} and {value}, first at {sources[key,]};"
@@ -95,8 +95,13 @@ def _place(where: str, word: str) -> str:
 
 
 def read_flag_file(path: Path) -> list[str]:
-    """Return the words of a file of flags: one or several a line, ``\\`` at a line's end, ``#`` for
-    remarks.
+    """Return the flags of ``read_command``."""
+    return read_command(path)[1]
+
+
+def read_command(path: Path) -> tuple[str, list[str]]:
+    """Return the program that a file of flags starts, empty where it does not say, and the words of
+    its flags: one or several a line, ``\\`` at a line's end, ``#`` for remarks.
 
     Raises ConfigError for a file that cannot be read, and for variables, which only the shell
     knows.
@@ -123,12 +128,13 @@ def read_flag_file(path: Path) -> list[str]:
                 f"{path}:{word.line}: {word[:80]}: variables are the shell's; write their values,"
                 " or give the flags behind --"
             )
+    program = ""
     first = next((number for number, word in enumerate(words) if _is_flag(word)), len(words))
     for number, word in enumerate(words):  # what starts the program has flags of its own
         if word.endswith(".py") or (number and words[number - 1] == "-m"):
-            first = number + 1
+            first, program = number + 1, Path(word).name
     last = next((number for number, word in enumerate(words) if word in _SHELL), len(words))
-    return list(words[first : max(first, last)])
+    return program, list(words[first : max(first, last)])
 
 
 def _is_flag(word: str) -> bool:

@@ -196,7 +196,7 @@ TABLE: Table = {
     "vocab_file": To("data.tokenizer.vocab_file"),
     "merge_file": To("data.tokenizer.merge_file"),
     "tokenizer_type": To("data.tokenizer.type"),
-    "tokenizer_model": Only((), "give --vocab-file and --merge-file"),
+    "tokenizer_model": To("data.tokenizer.vocab_file"),
     **{name: Without("the files of data.tokenizer say it") for name in ("tokenizer_metadata",
     "tiktoken_*", "legacy_tokenizer", "trust_remote_code")},
     "vocab_extra_ids": Only((0,), "the vocabulary is the tokenizer's; leave it out"),

@@ -37,6 +37,7 @@ VALUED = frozenset({
     "profile_step_start", "profile_step_end",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
+FLAGS = (*TABLE, *SWITCHES, *VALUED)
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -57,7 +58,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     for part in (_precision, _recompute, _lengths, _data, _folders, _layout, _zero, _deepspeed):
         part(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *SWITCHES, *VALUED))
+    require_all_taken(theirs, FLAGS)
     return ours
 
 

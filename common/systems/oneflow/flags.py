@@ -86,10 +86,9 @@ TABLE: Table = {
     )},
 }  # fmt: skip
 
-SWITCHES: frozenset[str] = frozenset()
-"""Flags without a value that this module reads itself."""
 VALUED = frozenset({"train_samples", "loss_scale", "save", "load"})
 """Flags with a value that this module reads itself."""
+FLAGS = (*TABLE, *VALUED)
 
 VARIABLES = {
     "ONEFLOW_GPT_DATASET": "dataset",
@@ -150,7 +149,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     if load is not None and load != save:
         ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *VALUED))
+    require_all_taken(theirs, FLAGS)
     return ours
 
 
