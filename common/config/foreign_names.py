@@ -170,6 +170,7 @@ HERE: dict[str, str] = {
     "processor": "data.tokenizer",
     "tokenizer": "data.tokenizer",
     "tokenizer_path": "data.tokenizer",
+    "tokenizer_model": "data.tokenizer.vocab_file",
     "tokenizer_name": "data.tokenizer",
     "vocab_file": "data.tokenizer.vocab_file",
     "vocab_path": "data.tokenizer.vocab_file",

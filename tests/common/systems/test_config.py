@@ -76,6 +76,20 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "devices"), [("run_gpt2", 8), ("run_gpt2_52b", 128)])
+def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> None:
+    """But for keys that change no result on the devices of the preset."""
+    opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
+    without_effect = {
+        "context.save_graphs_path", "context.max_device_memory", "model.dropout",
+        "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
+        "parallel.strategy_ckpt_config.save_file",
+    }  # fmt: skip
+    found = differences(opened.config, name, devices)
+    assert found.keys() <= without_effect
+    assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
+
+
 def test_mindformers_r1_has_the_numbers_of_its_124m() -> None:
     config = resolve_config(open_config(ORIGINALS / "mindformers_r1.yaml").config, world_size=8)
     assert (config.backend, config.device, config.logging.style, config.seed) == (

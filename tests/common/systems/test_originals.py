@@ -33,6 +33,8 @@ FIGURES: dict[str, tuple[list[str], int, tuple[int, int, int], tuple[int, int, i
     # file: (overrides, parameters, data x tensor x pipeline, micro x accumulation -> windows, rate)
     "mindformers_r0.3/run_gpt2_13b.yaml": (
         [], 12_848_143_360, (4, 2, 4), (2, 24, 192), 5e-5),
+    "mindformers_r0.3/run_gpt2.yaml": ([], 124_439_808, (8, 1, 1), (8, 1, 64), 1e-4),
+    "mindformers_r0.3/run_gpt2_52b.yaml": ([], 51_966_533_632, (8, 1, 16), (2, 64, 1024), 5e-5),
     "mindformers_r1.yaml": ([], 124_439_808, (8, 1, 1), (8, 1, 64), 1e-4),
     "modelzoo/train_345M.sh": (NATIVE, 354_823_168, (4, 1, 2), (4, 1, 16), 1.5e-4),
     "megatron/train_gpt3_345m.sh": ([], 354_823_168, (2, 2, 2), (4, 4, 32), 6e-4),
@@ -40,6 +42,10 @@ FIGURES: dict[str, tuple[list[str], int, tuple[int, int, int], tuple[int, int, i
     "oneflow/distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
         [], 1_650_057_984, (2, 4, 4), (8, 32, 512), 1.5e-4),
     "fleetx/pretrain_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
+    "fleetx/eval_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
+    "fleetx/inference_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
+    "fleetx/pretrain_gpt_345M_mp8_qat.yaml": (
+        ["Quantization.enable=False"], 354_871_296, (1, 8, 1), (1, 8, 8), 5e-5),
     "fleetx/pretrain_gpt_1.3B_dp8.yaml": ([], 1_313_722_368, (8, 1, 1), (8, 1, 64), 5e-5),
     "fleetx/pretrain_gpt_6.7B_sharding16.yaml": ([], 6_654_402_560, (16, 1, 1), (8, 1, 128), 5e-5),
     "fleetx/pretrain_gpt_175B_mp8_pp16.yaml": (
@@ -221,7 +227,10 @@ def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
         else:
             found = systems.find_dialect(path)
             assert found is not None
-            yield name, found, *read_with_bases(path, found.BASE)
+            tree, sources = read_with_bases(path, found.BASE)
+            if "Quantization" in tree:
+                tree["Quantization"]["enable"] = False
+            yield name, found, tree, sources
 
 
 def test_every_key_of_the_originals_has_a_rule() -> None:
