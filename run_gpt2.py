@@ -80,9 +80,11 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.modelarts import job as modelarts
     from common.resolve.derive import resolve_mode
     from common.systems.config import accept_foreign_configs, describe_origin
+    from common.systems.direct import accept_foreign_weights
 
     raise_interrupts()
     accept_foreign_configs()
+    accept_foreign_weights()
     path, mode, overrides = Path(arguments.config), arguments.run_mode, arguments.overrides
     process = modelarts.process_of_job(environ)
     start_log(rank=process.rank)

@@ -14,9 +14,9 @@ from common.parallel.resolved_run import ResolvedRun
 from common.paths import looked_in
 from common.resolve.derive import require_length
 from common.tokenizer import require_files
-from common.training.checkpoint import NoCheckpointError, find_checkpoint, require_checkpoint
+from common.training.checkpoint import NoCheckpointError, find_checkpoint
 from common.training.data import open_tokenizer, require_entries, tokenizer_source
-from common.training.start import checkpoint_to_use
+from common.training.start import checkpoint_to_use, require_weights
 
 
 def check_inputs(run_mode: str, config: ResolvedRun) -> None:
@@ -64,9 +64,9 @@ def _check_training(run_mode: str, config: ResolvedRun) -> None:
         _check_data(config.data.validation)
     if settings.resume not in ("auto", "never"):
         where = config.output_dir if settings.resume == "latest" else settings.resume
-        require_checkpoint(Path(where), f"checkpoint.resume={settings.resume}")
+        require_weights(Path(where), f"checkpoint.resume={settings.resume}")
     elif settings.init_from is not None and find_checkpoint(Path(config.output_dir)) is None:
-        require_checkpoint(Path(settings.init_from), "checkpoint.init_from")
+        require_weights(Path(settings.init_from), "checkpoint.init_from")
 
 
 def _check_evaluation(config: ResolvedRun) -> None:

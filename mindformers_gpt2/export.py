@@ -35,7 +35,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
 from common.training.export import export_folder
-from common.training.manifest import read_manifest
+from common.training.foreign import manifest_of
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
@@ -50,7 +50,7 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
     checkpoint = weights_to_use(config, None, export=True)
-    manifest = read_manifest(checkpoint)
+    manifest = manifest_of(checkpoint, config.model)
     config = resolve_vocabulary(
         config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
     )

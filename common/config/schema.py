@@ -472,7 +472,9 @@ class CheckpointConfig(Section):
     insists that there is none; anything else is the folder of a checkpoint or of a run.
     """
     init_from: Text | None = None
-    """Weights to start from (finetune): the folder of a checkpoint or of a run."""
+    """Weights to start from (finetune): the folder of a checkpoint or of a run, or what
+    tools/convert_weight.py takes as --input.
+    """
     load: Text | None = None
     """Weights to evaluate or generate with; the newest of output_dir when left out, else
     init_from.

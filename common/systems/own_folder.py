@@ -99,14 +99,8 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
         {} if weights.run is None else {OPTIMIZER_FILE: weights.moments}
     )
     sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
-    run: dict[str, Any] = {
-        "state": TrainState().to_dict(),
-        "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={})),
-    }
-    run |= weights.run or {}
     manifest = {
-        **run,
-        "config": {**run.get("config", {}), "model": weights.model.model_dump()},
+        **manifest_of(weights),
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
         "files": {
             name: {"bytes": (folder / name).stat().st_size, "crc32": checksum}
@@ -115,6 +109,16 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
     }
     write_manifest(folder, manifest)
     return sums
+
+
+def manifest_of(weights: Weights) -> dict[str, Any]:
+    """Return what a manifest of ours says of a model and a run, apart from its files."""
+    run: dict[str, Any] = {
+        "state": TrainState().to_dict(),
+        "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={})),
+    }
+    run |= weights.run or {}
+    return {**run, "config": {**run.get("config", {}), "model": weights.model.model_dump()}}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.config.resolved import ResolvedModel
 from common.systems.weights import Weights
 
 
@@ -32,6 +33,8 @@ class WeightFormat:
     """Returns a shell command that writes the config which a folder lacks, as far as shapes tell
     it; None where there is one.
     """
+    open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
+    """Opens weights too whose files do not tell their model, which is then the one given."""
 
 
 @dataclass(frozen=True, kw_only=True)

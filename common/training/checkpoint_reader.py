@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
+from common.training.foreign import StoredTensors, is_foreign, manifest_of, open_foreign
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES, EngineState
@@ -24,7 +26,7 @@ Pieces = Mapping[str, TensorSlice]
 
 
 class CheckpointReader:
-    """A checkpoint whose manifest is read once and whose tensors are read one at a time.
+    """A checkpoint, or foreign weights, whose tensors are read one at a time.
 
     Checksums are not compared: whoever chose the checkpoint has done so. Every method raises
     CheckpointError where the checkpoint does not hold what is asked for.
@@ -32,7 +34,16 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._manifest = read_manifest(folder, checksums=False)
+        self._own = None if is_foreign(folder) else read_manifest(folder, checksums=False)
+
+    @contextmanager
+    def _open(self, model: ResolvedModel, file: str) -> Iterator[StoredTensors]:
+        if self._own is not None:
+            with open_stored(self.folder, file, self._own) as stored:
+                yield stored
+        else:
+            with open_foreign(self.folder, model) as found:
+                yield found.files[file]
 
     def states(self, config: ResolvedRun, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
         """Return the run's and the engine's state; ``loss_scale`` takes over its part.
@@ -40,9 +51,10 @@ class CheckpointReader:
         Raises CheckpointError for another optimizer than the config's.
         """
         try:
-            saved = self._manifest["config"]["optimizer"]["name"]
-            state = TrainState.from_dict(self._manifest["state"])
-            engine = EngineState(**self._manifest["engine"])
+            manifest = self._own or manifest_of(self.folder, config.model)
+            saved = manifest["config"]["optimizer"]["name"]
+            state = TrainState.from_dict(manifest["state"])
+            engine = EngineState(**manifest["engine"])
             loss_scale.load(engine.loss_scale)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -65,7 +77,7 @@ class CheckpointReader:
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
         shapes = parameter_shapes(model)
-        with open_stored(self.folder, MODEL_FILE, self._manifest) as stored:
+        with self._open(model, MODEL_FILE) as stored:
             stored.require(shapes)
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
@@ -83,13 +95,13 @@ class CheckpointReader:
         is_sgd = config.optimizer.name == "sgd"
         if is_sgd and not config.optimizer.momentum:
             return
-        if optimizer_steps and self._manifest["files"].keys() == {MODEL_FILE}:
+        if optimizer_steps and self._own and self._own["files"].keys() == {MODEL_FILE}:
             raise CheckpointError(
                 f"{self.folder}: an export, without the state of the optimizer; resume what it was"
                 " made of, or start anew from its weights with"
                 f" checkpoint.init_from={self.folder}"
             )
-        with open_stored(self.folder, OPTIMIZER_FILE, self._manifest) as stored:
+        with self._open(config.model, OPTIMIZER_FILE) as stored:
             if not stored and (is_sgd or not optimizer_steps):
                 return
             stored.require(

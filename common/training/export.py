@@ -24,7 +24,8 @@ from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.manifest import read_manifest, write_manifest
+from common.training.foreign import manifest_of
+from common.training.manifest import write_manifest
 from common.training.snapshot import MODEL_FILE
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
@@ -39,7 +40,7 @@ def export(config: ResolvedRun) -> None:
     missing, unexpected or not whole, and StorageError; an older export is then untouched.
     """
     checkpoint = weights_to_use(config, None, export=True)
-    manifest = read_manifest(checkpoint, checksums=False)
+    manifest = manifest_of(checkpoint, config.model, checksums=False)
     config = resolve_vocabulary(
         config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
     )

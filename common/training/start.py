@@ -26,7 +26,8 @@ from common.training.checkpoint import (
 )
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
-from common.training.manifest import read_manifest
+from common.training.foreign import is_foreign, manifest_of
+from common.training.snapshot import OPTIMIZER_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,13 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             " checkpoint.init_from"
         )
     resume = _checkpoint_to_resume(config.checkpoint.resume, folder)
+    init_from = config.checkpoint.init_from
+    if resume is not None and _holds_weights_alone(resume, config):
+        LOG.warning(
+            f"checkpoint.resume={resume}: holds weights alone, without where a run stood; it is"
+            " taken for checkpoint.init_from"
+        )
+        init_from, resume = str(resume), find_checkpoint(folder)
     if resume is not None:
         manifest = _read_fitting(
             resume,
@@ -100,9 +108,9 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
         )
         _log_changes(manifest, config, data)
         return Start(resume=resume)
-    if config.checkpoint.init_from is not None:
+    if init_from is not None:
         key = "checkpoint.init_from"
-        weights = require_checkpoint(Path(config.checkpoint.init_from), key)
+        weights = require_weights(Path(init_from), key)
         _read_fitting(weights, key, config, data.tokenizer_record)
         return Start(weights=weights)
     return Start()
@@ -115,13 +123,25 @@ def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
     if wish == "latest":
         return require_checkpoint(folder, "checkpoint.resume=latest")
     if wish != "never":
-        return require_checkpoint(Path(wish), f"checkpoint.resume={wish}")
+        return require_weights(Path(wish), f"checkpoint.resume={wish}")
     if find_checkpoint(folder) is not None:
         raise ConfigError(
             f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or"
             " checkpoint.resume=auto"
         )
     return None
+
+
+def require_weights(where: Path, why: str) -> Path:
+    """Return the checkpoint at ``where``, or the path itself where another system's weights lie
+    there. Raises NoCheckpointError where neither does.
+    """
+    found = find_checkpoint(where)
+    return found or (where if is_foreign(where) else require_checkpoint(where, why))
+
+
+def _holds_weights_alone(path: Path, config: ResolvedRun) -> bool:
+    return is_foreign(path) and OPTIMIZER_FILE not in manifest_of(path, config.model)["files"]
 
 
 def record_start(config: ResolvedRun, start: Start) -> None:
@@ -136,15 +156,16 @@ def record_start(config: ResolvedRun, start: Start) -> None:
 
 
 def checkpoint_to_use(config: ResolvedRun) -> Path:
-    """Return checkpoint.load, else the run folder's newest checkpoint, else checkpoint.init_from.
+    """Return checkpoint.load, else the run folder's newest checkpoint, else checkpoint.init_from:
+    checkpoints of ours, or weights of another system.
 
     Raises CheckpointError.
     """
     settings = config.checkpoint
     if settings.load is not None:
-        return require_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+        return require_weights(Path(settings.load), f"checkpoint.load={settings.load}")
     found = find_checkpoint(Path(config.output_dir))
-    return found or require_checkpoint(
+    return found or require_weights(
         Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load"
     )
 
@@ -159,7 +180,7 @@ def with_trained_vocabulary(config: ResolvedRun) -> ResolvedRun:
     if size % config.model.vocab_multiple:
         return config
     with suppress(GPT2Error):  # it is reported where the checkpoint is read
-        manifest = read_manifest(checkpoint_to_use(config), checksums=False)
+        manifest = manifest_of(checkpoint_to_use(config), config.model, checksums=False)
         if manifest["config"].get("model", {}).get("vocab_size") == size:
             return as_run(ResolvedRun, config, model={"vocab_multiple": multiple_that_keeps(size)})
     return config
@@ -197,7 +218,13 @@ def _read_fitting(
     key: the override that takes another checkpoint. anew, export: see ``require_same_model``.
     Raises CheckpointError.
     """
-    manifest = read_or_name_older(checkpoint, key)
+    manifest = (
+        manifest_of(checkpoint, config.model)
+        if is_foreign(checkpoint)
+        else read_or_name_older(checkpoint, key)
+    )
+    for reason in dict.fromkeys(manifest.get("left_out", {}).values()):
+        LOG.info(f"{checkpoint}: left out: {reason}")
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, anew=anew, export=export)
     return manifest

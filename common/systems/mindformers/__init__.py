@@ -14,6 +14,7 @@ def _format(name: str, title: str) -> WeightFormat:
         open=partial(open_mindformers, format=name),
         write=partial(write_mindformers, format=name),
         missing_config=partial(missing_config, format=name),
+        open_as=lambda path, model: open_mindformers(path, name, model),
     )
 
 

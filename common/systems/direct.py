@@ -1,0 +1,96 @@
+"""Weights of other systems where a checkpoint of ours is expected: each rank reads its part of them
+where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.resolved import ResolvedModel
+from common.errors import CheckpointError, UserError
+from common.files import reading
+from common.systems.own_folder import manifest_of
+from common.systems.table import FORMATS, detect
+from common.systems.weight_format import WeightFormat
+from common.systems.weights import Weight, to_type
+from common.training.foreign import ForeignCheckpoint, foreign_formats
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
+from common.weights.names import check_tensors
+from common.weights.pieces import TensorSlice
+
+
+def accept_foreign_weights() -> None:
+    """Let checkpoint.init_from, load and resume take the formats of ``FORMATS``."""
+    if not any(isinstance(formats, _Formats) for formats in foreign_formats):
+        foreign_formats.append(_Formats())
+
+
+_OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
+"""Endings of files that may be given instead of their folder."""
+
+
+class _Formats:
+    def detects(self, path: Path) -> bool:
+        return _find(path) is not None
+
+    @contextmanager
+    def open(self, path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
+        format = _find(path)
+        if format is None:  # it was there when it was detected
+            raise CheckpointError(
+                f"{path}: its files have changed while the run began; start it again"
+            )
+        with ExitStack() as stack:
+            with reading(path, CheckpointError):
+                weights = stack.enter_context(
+                    format.open_as(path, model) if format.open_as else format.open(path)
+                )
+            files = {MODEL_FILE: _Tensors(path, weights.tensors)}
+            if weights.run is not None:
+                files[OPTIMIZER_FILE] = _Tensors(path, weights.moments)
+            manifest = manifest_of(weights) | {
+                "files": {name: {} for name in files},
+                "left_out": dict(weights.ignored),
+            }
+            yield ForeignCheckpoint(manifest=manifest, files=files)
+
+
+def _find(path: Path) -> WeightFormat | None:
+    """Return the format of a path; None where it is ours or unknown."""
+    try:
+        inside = path.name.endswith(_OF_HUGGING_FACE) and FORMATS["hf"].detects(path.parent)
+        format = FORMATS["hf" if inside else detect(path)]
+    except (UserError, OSError):
+        return None
+    return None if format is FORMATS["torch_gpt2"] else format
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Weights, or an optimizer's state, as a file of ours: float32, any rectangle on its own."""
+
+    path: Path
+    weights: Mapping[str, Weight]
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+    def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless these tensors are there with these shapes, and no others."""
+        found = {name: weight.shape for name, weight in self.weights.items()}
+        check_tensors(self.path, found, expected)
+
+    def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
+        """Return a copy of a rectangle of a tensor; what lies beyond its rows is 0."""
+        weight = self.weights[name]
+        spans = [piece.rows, *([piece.columns] if piece.columns else [])]
+        part = weight.load()[tuple(slice(*span) for span in spans)]
+        values = np.zeros(piece.shape, np.float32)
+        values[: len(part)] = to_type(part, weight.dtype, "float32")
+        return values

@@ -1,0 +1,270 @@
+"""Weights of every format are read where they lie as after tools/convert_weight.py, whatever part a
+rank asks for, and runs that begin with them have equal losses.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.conversion.convert import convert
+from common.parallel.sharding import slice_of
+from common.systems.direct import accept_foreign_weights
+from common.systems.mindformers.rank_files import write_rank_file
+from common.systems.model_yaml import MODEL_YAML
+from common.systems.own_folder import open_project
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.foreign import foreign_formats
+from common.training.loss_scale import LossScale
+from common.training.metrics import read_metrics
+from common.training.start import require_weights
+from common.weights.names import parameter_shapes
+from common.yaml_files import dump_yaml
+from run_gpt2 import main
+from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
+from tests.common.systems.mindformers.test_rank_files import MODEL, config_of, write_run
+from tests.common.systems.openai.test_weights import copy as openai_folder
+from tests.config_overrides import changed
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def accepted() -> Iterator[None]:
+    before = [*foreign_formats]
+    accept_foreign_weights()
+    yield
+    foreign_formats[:] = before
+
+
+def converted_to(format: str, **ranks: int) -> Callable[[Path, Path], Path]:
+    def make(checkpoint: Path, folder: Path) -> Path:
+        convert(checkpoint, folder / "theirs", target_format=format, **ranks)
+        return folder / "theirs"
+
+    return make
+
+
+def bare_ckpt(checkpoint: Path, folder: Path) -> Path:
+    """A `.ckpt` and nothing that tells its heads: the config does."""
+    path = converted_to("mindformers")(checkpoint, folder)
+    (path / MODEL_YAML).unlink()
+    return path / "gpt2.ckpt"
+
+
+def slices(checkpoint: Path, folder: Path) -> Path:
+    layout = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2}
+    for rank in range(8):
+        write_rank_file(config_of(8, **layout), (1, 4), rank, True, checkpoint)
+    shutil.copytree(checkpoint.parent, folder / "cut", ignore=shutil.ignore_patterns("step_*"))
+    shutil.copy(checkpoint.parent.parent / "config.yaml", folder / "cut")
+    return folder / "cut"
+
+
+SOURCES: dict[str, Callable[[Path, Path], Path]] = {
+    "hf": converted_to("hf"),
+    "a file of hf": lambda checkpoint, folder: (
+        converted_to("hf")(checkpoint, folder) / "model.safetensors"
+    ),
+    "mindformers": converted_to("mindformers"),
+    "mindformers_r0.3": converted_to("mindformers_r0.3"),
+    "a .ckpt alone": bare_ckpt,
+    "slices": slices,
+    "megatron": converted_to("megatron", model_parallel=2, pipeline_stage=2),
+    "megatron_core": converted_to("megatron_core"),
+    "openai": lambda _, folder: openai_folder(folder),
+    "fleetx": lambda _, folder: fleetx_folder(folder / "fleetx"),
+}
+
+
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Path) -> None:
+    path = require_weights(SOURCES[source](write_run(tmp_path / "run"), tmp_path), "x")
+    ours = tmp_path / "ours"
+    if source == "a .ckpt alone":
+        shutil.copytree(path.parent, tmp_path / "with_model")
+        shutil.copy(tmp_path / "run" / "config.yaml", tmp_path / "with_model")
+        convert(tmp_path / "with_model", ours, target_format="torch_gpt2")
+    else:
+        convert(path.parent if path.is_file() else path, ours, target_format="torch_gpt2")
+    with open_project(ours) as weights:
+        model, run = weights.model, weights.run
+    config = config_of().model_copy(update={"model": model})
+    shapes = parameter_shapes(model)
+    there, here = CheckpointReader(path), CheckpointReader(ours)
+    cuts = ({"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2})
+    for cut in ({}, *cuts):
+        pieces = {
+            name: slice_of(name, (shape[0] + shape[0] % 2, *shape[1:]), **cut)
+            for name, shape in shapes.items()
+        }
+        found = list(there.weights(model, pieces))
+        for (name, values), (_, expected) in zip(found, here.weights(model, pieces), strict=True):
+            assert values.dtype == np.float32 and values.flags.writeable
+            assert np.array_equal(values, expected), name
+        if run is None:
+            continue
+        moments = list(there.moments(config, 3, pieces))
+        assert len(moments) == 2 * len(shapes)
+        for theirs, expected in zip(moments, here.moments(config, 3, pieces), strict=True):
+            assert theirs[:2] == expected[:2] and np.array_equal(theirs[2], expected[2])
+    if run is not None:
+        states = [reader.states(config, LossScale(config.loss_scale)) for reader in (there, here)]
+        assert states[0] == states[1] and states[0][1].optimizer_steps == 3
+
+
+# ---- whole runs ----
+
+TP2: dict[str, Any] = {"parallel__model_parallel": 2}
+ZERO3: dict[str, Any] = {"parallel__zero_stage": 3}
+
+
+def job(folder: Path, corpus: Path, weights: Path, **changes: Any) -> dict[str, Any]:
+    tree = {
+        "output_dir": str(folder),
+        "model": dict(MODEL),
+        "train": {"max_steps": 3, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
+        "data": {"train": str(corpus), "split": "100,0,0"},
+        "validation": {"interval": 0},
+        "checkpoint": {"init_from": str(weights)},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    return changed(tree, changes)
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """The same weights as several systems have them, and as ours."""
+    checkpoint = write_run(tmp_path / "run")
+    found = {
+        "slices": slices(checkpoint, tmp_path),
+        "hf": converted_to("hf")(checkpoint, tmp_path),
+        "ours": tmp_path / "ours",
+    }
+    convert(found["hf"], found["ours"], target_format="torch_gpt2")
+    yield found
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    assert len(rows) == 3
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("backend", "layouts"),
+    [
+        ("torch", {"tp2": TP2, "zero3": ZERO3}),
+        pytest.param("mindspore", {"tp2": TP2}, marks=pytest.mark.campaign),
+    ],
+)
+def test_ranks_train_as_from_the_converted(
+    backend: str,
+    layouts: dict[str, dict[str, Any]],
+    starts: dict[str, Path],
+    corpus_prefix: Path,
+    tmp_path: Path,
+) -> None:
+    """The same numbers are read, so the losses are equal to the last bit."""
+    if backend == "mindspore":
+        pytest.importorskip("mindspore", reason="pip install '.[mindspore]'")
+    names = ("ours", "slices") if backend == "mindspore" else tuple(starts)
+    run_ranks(
+        2,
+        [
+            job(tmp_path / layout / name, corpus_prefix, starts[name], backend=backend, **settings)
+            for layout, settings in layouts.items()
+            for name in names
+        ],
+    )
+    for layout in layouts:
+        expected = losses(tmp_path / layout / "ours")
+        assert len(set(expected)) == 3
+        for name in names:
+            assert losses(tmp_path / layout / name) == expected, (layout, name)
+
+
+def test_mindspores_parameters_are_those_of_the_converted(
+    starts: dict[str, Path], mindspore: ModuleType
+) -> None:
+    from mindformers_gpt2.checkpoint import load_weights
+    from mindformers_gpt2.device import select_device
+    from mindformers_gpt2.model import build_model
+
+    config, values = config_of(), []
+    for path in starts.values():
+        net = build_model(config, select_device("cpu"))
+        parameters = {parameter.name: parameter for parameter in net.get_parameters()}
+        load_weights(parameters, config.model, path)
+        values.append({name: tensor.asnumpy() for name, tensor in parameters.items()})
+    for name, expected in values[-1].items():
+        assert all(np.array_equal(found[name], expected) for found in values), name
+
+
+def test_one_flag_of_mindformers_takes_weights_and_runs(
+    starts: dict[str, Path],
+    corpus_prefix: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """--load_checkpoint in train: a run goes on at its step, weights alone begin at the first; the
+    second start of the same command goes on from its own checkpoint.
+    """
+    monkeypatch.chdir(tmp_path)
+    tree = job(tmp_path / "x", corpus_prefix, Path("none"), device="cpu")
+    del tree["checkpoint"], tree["output_dir"]
+    Path("run.yaml").write_text(dump_yaml(tree))
+
+    def steps(source: Path, *words: str) -> list[int]:
+        command = ["--config", "run.yaml", "--run_mode", "train", f"--load_checkpoint={source}"]
+        assert main([*command, "train.max_steps=5", *words]) == 0
+        rows = read_metrics(Path(words[0].partition("=")[2]) / "metrics.jsonl")
+        return [row["step"] for row in rows if "loss" in row]
+
+    assert steps(starts["slices"], "output_dir=a") == [5]
+    assert steps(starts["hf"], "output_dir=b", "train.max_steps=2") == [1, 2]
+    assert "theirs: holds weights alone" in capfd.readouterr().out
+    assert steps(starts["hf"], "output_dir=b", "train.max_steps=3") == [1, 2, 3]
+
+
+def remove_ranks(path: Path) -> None:
+    for rank in (5, 7):  # of data parallel 2, so that each has the other's parts
+        shutil.rmtree(path / f"rank_{rank}")
+
+
+def cut_a_file(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("source", "spoil", "match"),
+    [
+        ("slices", remove_ranks, "the file of rank 5 is missing"),
+        ("hf", cut_a_file, "theirs/model.safetensors: not a whole safetensors file"),
+        ("hf", lambda _: None, "holds another model than the config: num_heads is 2 there"),
+    ],
+)
+def test_bad_weights_are_one_message(
+    source: str,
+    spoil: Callable[[Path], object],
+    match: str,
+    starts: dict[str, Path],
+    corpus_prefix: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tree = job(tmp_path / "out", corpus_prefix, starts[source], model__num_heads=4)
+    (tmp_path / "run.yaml").write_text(dump_yaml(tree))
+    spoil(starts[source])
+    assert main(["--config", str(tmp_path / "run.yaml"), "--run_mode", "finetune"]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ") and match in message
+    assert not (tmp_path / "out" / "checkpoints").exists()
