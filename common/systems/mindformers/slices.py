@@ -85,16 +85,21 @@ def find_slices(path: Path) -> Slices | Path | None:
     """Return the ranks' files that ``path`` means, or the file of the one rank that there is; None
     where there are none.
 
-    path: a folder above the ranks' files, of which the newest are taken, or the file of one rank,
-    which is whole where no strategy file says how it was split. Raises CheckpointError where the
-    folder has those of several runs, or of several ranks without a strategy file.
+    path: a folder above the ranks' files, or that of one rank, of which the newest are taken; or
+    the file of one rank, which is whole where no strategy file says how it was split. Raises
+    CheckpointError where the folder has those of several runs, or of several ranks without a
+    strategy file.
     """
-    file, wanted = path if path.is_file() else None, None
+    file, wanted, prefix = path if path.is_file() else None, None, None
     if file is not None:
         if _rank_of(file) is None:
             return file
-        path, _, wanted = _key_of(file)
+        path, prefix, wanted = _key_of(file)
+    elif ranked := [folder for folder in (path, path.parent) if _RANK.fullmatch(folder.name)]:
+        path = ranked[0].parent
     found, strategies = _look(path)
+    if prefix is not None:
+        found = {(path, prefix): found[path, prefix]}
     if len(found) > 1:
         shown = ", ".join(f"{folder}/rank_N/{prefix}" for folder, prefix in sorted(found)[:4])
         raise CheckpointError(
@@ -236,8 +241,8 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
         raise CheckpointError(
             f"{where}: the file of rank {rank} is missing, or lacks {absent[rank][0]}, of which it"
             f" has a part; here are those of {_listed(slices.files)}, and {said} describes"
-            f" {stage_ranks * stages} ranks: copy the folders of all ranks, or give the strategy"
-            " files of this run"
+            f" {stage_ranks * stages} ranks: copy the folders of all ranks, give the strategy"
+            " files of this run, or the path of a file of an earlier step"
         )
     if unknown:
         raise CheckpointError(

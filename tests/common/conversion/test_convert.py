@@ -153,11 +153,12 @@ def test_the_command_line_of_mindformers(
     state = model.state_dict()
     np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
     for layers, fault in (
-        ("1", "has 2 blocks, and --layers says 1; say --layers 2"),
-        ("24", "--layers says 24; say --layers 2"),
+        (["--layers", "1"], "has 2 blocks, and --layers says 1; say --layers 2"),
+        (["--layers", "24"], "--layers says 24; say --layers 2"),
+        ([], "--layers says 12; say --layers 2"),  # MindFormers' default
     ):
         before = target.read_bytes()
-        assert main(["--layers", layers, *words]) == CheckpointError.exit_code
+        assert main([*layers, *words]) == CheckpointError.exit_code
         assert fault in capsys.readouterr().err and target.read_bytes() == before
 
 

@@ -193,6 +193,14 @@ def test_mindspores_slices_are_whole_again(
     require_whole(file_of(slices, 0), run)
 
 
+def test_the_path_of_one_rank_means_all(slices: Path, run: Path) -> None:
+    """Its file chooses among several runs; its folder stands for the one above."""
+    require_whole(file_of(slices, 5).parent, run)
+    require_whole(file_of(slices, 5).parent.parent, run)
+    two_runs(slices)
+    require_whole(file_of(slices, 0), run)
+
+
 def test_the_command_merges_them(
     slices: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,7 +341,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "more ranks": (
         another_layout,
-        "the file of rank 4 is missing, or lacks .* describes 16 ranks: .*files of this run",
+        "the file of rank 4 is missing, or lacks .* describes 16 ranks: .*files of this run, or",
     ),
     "another network": (another_model, "says nothing of .*: it is the strategy of another run"),
     "two runs": (two_runs, "holds the ranks' files of 2 runs"),
