@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,8 +224,10 @@ def _read_fitting(
         if is_foreign(checkpoint)
         else read_or_name_older(checkpoint, key)
     )
-    for reason in dict.fromkeys(manifest.get("left_out", {}).values()):
-        LOG.info(f"{checkpoint}: left out: {reason}")
+    left_out = manifest.get("left_out", {})
+    for reason, count in Counter(left_out.values()).items():
+        name = next(name for name, why in left_out.items() if why == reason)
+        LOG.info(f"{checkpoint}: left out: {f'{count} x' if count > 1 else f'{name},'} {reason}")
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, anew=anew, export=export)
     return manifest
