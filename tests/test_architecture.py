@@ -16,7 +16,7 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
 LAYERS = (
     ("errors", "paths", "interrupts", "log"),
-    ("accelerators", "files", "whole_numbers", "run_folder"),
+    ("accelerators", "files", "packages", "whole_numbers", "run_folder"),
     ("structured_files",),
     ("yaml_files", "processes"),
     ("config", "tensor_files"),

@@ -1,12 +1,13 @@
 """Convert weights of GPT-2 between formats, a tensor at a time.
 
-python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--from hf]
-[--dtype float16] [--verify] python tools/convert_weight.py --layers 12 --torch_path
-pytorch_model.bin --mindspore_path gpt2.ckpt      as MindFormers' own did
+    python tools/convert_weight.py --to mindformers --input HF_FOLDER --output FOLDER [--verify]
+    python tools/convert_weight.py --to onnx --dtype int8 --input output/first --output FOLDER
+    python tools/convert_weight.py --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt
+                                                                      as MindFormers' own did
 
 FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3 (a .ckpt, or
-the rank_N folders of a run with its strategy files), megatron, megatron_core, fleetx, oneflow;
-deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only.
+the rank_N folders of a run with its strategy files), megatron, megatron_core, fleetx, oneflow,
+gguf; deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was left at the output", file=sys.stderr)
         return 130
-    _say(result, source, target, verified=arguments.verify)
+    _say(result, source, target)
     return 0
 
 
@@ -86,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
     add("--input", type=Path, help="folder, or a file of weights beside its config")
     add("--output", type=Path, help="folder, which must not exist or be empty")
-    add("--dtype", choices=FLOATS, help="of the output; as in the input when left out")
+    add(
+        "--dtype",
+        choices=(*FLOATS, "int8", "int4"),
+        help="of the output; as in the input when left out. int8 and int4: of onnx and gguf",
+    )
     add(
         "--model_parallel",
         type=int,
@@ -134,8 +139,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bo
     return True
 
 
-def _say(result: ConversionResult, source: Path, target: Path, *, verified: bool) -> None:
-    how = ", read back and equal bit for bit" if verified else ""
+def _say(result: ConversionResult, source: Path, target: Path) -> None:
+    how = ", read back and equal bit for bit" if result.read_back else ""
     run = (
         ""
         if result.step is None

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from common.files import (
     whole_folder,
 )
 from common.log import progress_bar
+from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.read import open_without_config
-from common.systems.hugging_face.tokenizer import put_tokenizer, without_tokenizer
+from common.systems.hugging_face.tokenizer import end_of_text, put_tokenizer, without_tokenizer
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
-from common.systems.weights import Weights
+from common.systems.weights import FLOATS, Weights
 from common.tensor_files.arrays import bytes_of
 
 REPORT = "conversion.json"
@@ -67,6 +68,8 @@ class ConversionResult:
     """Parts of the source that were left out, and why."""
     logits: Mapping[str, Any] | None = None
     """How those of source and target compare, or why they were not; None: not asked for."""
+    read_back: bool = False
+    """Whether the target was read and equals the source bit for bit."""
 
 
 def convert(
@@ -101,10 +104,15 @@ def convert(
         )
     _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
+    if dtype is not None and dtype not in FORMATS[target_format].dtypes:
+        raise ConfigError(
+            f"--dtype {dtype}: {target_format} holds"
+            f" {', '.join(FORMATS[target_format].dtypes)}; choose one of these"
+        )
     with ExitStack() as stack:
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
-            weights = stack.enter_context(FORMATS[source_format].open(source))
+            weights = stack.enter_context(_opener(source_format)(source))
         temporary = stack.enter_context(_folder(target))
         warn_of_heads(source, weights.model)
         if weights_only or not FORMATS[target_format].holds_run:
@@ -120,6 +128,8 @@ def convert(
         )
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
+        if FORMATS[target_format].hugging_face_config:
+            write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
         counts = {
             "weights": len(weights.tensors),
             "optimizer": len(weights.moments),
@@ -134,8 +144,9 @@ def convert(
         }
         report |= {"ignored": dict(weights.ignored), "crc32": sums}
         if verify:
-            with FORMATS[target_format].open(temporary) as written:
-                report["sha256"] = _compare(weights, written)
+            with _written(temporary, weights, target_format, dtype) as written:
+                if _is_readable(target_format, dtype):
+                    report["sha256"] = _compare(weights, written)
                 report["logits"] = compare_logits(
                     runners or {}, weights, source_format, written, target_format
                 )
@@ -149,7 +160,36 @@ def convert(
             step=step,
             ignored=weights.ignored,
             logits=report.get("logits"),
+            read_back="sha256" in report,
         )
+
+
+def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weights]]:
+    opened = FORMATS[source_format].open
+    if opened is None:
+        raise ConfigError(
+            f"--from {source_format}: this format is written only; give the weights that it was"
+            " made of"
+        )
+    return opened
+
+
+def _is_readable(format: str, dtype: str | None) -> bool:
+    return FORMATS[format].open is not None and (dtype is None or dtype in FLOATS)
+
+
+def _written(
+    folder: Path, source: Weights, format: str, dtype: str | None
+) -> AbstractContextManager[Weights]:
+    """Open what was written. What cannot be read is described by the source's weights: the program
+    that runs it may compare logits.
+    """
+    if _is_readable(format, dtype):
+        return _opener(format)(folder)
+    tensors = {
+        name: replace(weight, dtype=dtype or "float32") for name, weight in source.tensors.items()
+    }
+    return nullcontext(replace(source, path=folder, format=format, tensors=tensors))
 
 
 def _writer(

@@ -38,6 +38,11 @@ def explain(where: Path, why: str) -> str:
             if FORMATS["hf"].detects(where.parent):
                 where = where.parent
         format = detect(where)
+        if FORMATS[format].open is None:
+            return (
+                f"it is {FORMATS[format].title}, which is written only; give the weights that it"
+                " was made of"
+            )
         missing_config = FORMATS[format].missing_config
         first = missing_config(where) if missing_config else None
     except (UserError, OSError):

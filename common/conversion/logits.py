@@ -24,7 +24,12 @@ from common.weights.names import count_parameters
 Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[np.float32]]
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
-NEEDED = {"hf": ("torch", "transformers"), "torch_gpt2": ("torch",), "mindspore": ("mindspore",)}
+NEEDED = {
+    "hf": ("torch", "transformers"),
+    "torch_gpt2": ("torch",),
+    "mindspore": ("mindspore",),
+    "onnx": ("onnxruntime",),
+}
 """Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
 """The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong

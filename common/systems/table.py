@@ -15,10 +15,12 @@ from common.errors import ConfigError
 from common.systems import (
     deepspeed,
     fleetx,
+    gguf,
     hugging_face,
     megatron,
     mindformers,
     oneflow,
+    onnx,
     openai,
     own_folder,
 )
@@ -34,6 +36,8 @@ SYSTEMS: dict[str, System] = {
     "deepspeed": deepspeed.SYSTEM,
     "megatron": megatron.SYSTEM,
     "oneflow": oneflow.SYSTEM,
+    "onnx": onnx.SYSTEM,
+    "gguf": gguf.SYSTEM,
 }
 """A path is compared with them in this order."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
-from common.systems.weights import Weights
+from common.systems.weights import FLOATS, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class WeightFormat:
     """Such as "a Hugging Face folder"."""
     detects: Callable[[Path], bool]
     """Whether a path is of this format, at first sight."""
-    open: Callable[[Path], AbstractContextManager[Weights]]
-    """Raises CheckpointError and ConfigError."""
+    open: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    """Raises CheckpointError and ConfigError. None: the format is written only."""
     write: Callable[[Path, Weights, str | None], dict[str, int]] | None = None
     """(empty folder, weights, dtype) -> the CRC-32 of each file by its name. None: the format is
     read only.
@@ -27,8 +27,12 @@ class WeightFormat:
     """Like ``write``, for so many tensor and pipeline ranks, each with a file of its own. None: a
     model is one, for any layout.
     """
+    dtypes: tuple[str, ...] = FLOATS
+    """The types that ``write`` has for weights."""
     holds_run: bool = True
     """Whether the optimizer's state and where training stood have a place in it."""
+    hugging_face_config: bool = False
+    """Whether transformers' config.json belongs beside what ``write`` writes."""
     missing_config: Callable[[Path], str | None] | None = None
     """Returns a shell command that writes the config which a folder lacks, as far as shapes tell
     it; None where there is one.

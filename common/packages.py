@@ -1,0 +1,17 @@
+"""Optional packages, asked for by name before they are imported."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from common.errors import ConfigError
+
+
+def require_package(name: str, *, extra: str, purpose: str) -> None:
+    """Raise ConfigError unless the package is installed. extra: the extra of ours that brings it.
+    purpose: a clause such as "which writes ONNX".
+    """
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"the package {name}, {purpose}, is not installed; pip install '.[{extra}]'"
+        )

@@ -1,0 +1,23 @@
+"""The names that llama.cpp has for the parameters of a GPT-2. Its weights are (out, in); the head
+is the embedding where there is none.
+"""
+
+from common.systems.name_map import POSITIONS, name_map
+from common.weights.names import EMBEDDING
+
+_BLOCK = "blk.{layer}."
+
+NAME_MAP = name_map(
+    {
+        EMBEDDING: "token_embd.weight",
+        POSITIONS: "position_embd.weight",
+        "ln_f": "output_norm",
+        "ln_1": f"{_BLOCK}attn_norm",
+        "attn.qkv_proj": f"{_BLOCK}attn_qkv",
+        "attn.c_proj": f"{_BLOCK}attn_output",
+        "ln_2": f"{_BLOCK}ffn_norm",
+        "mlp.c_fc": f"{_BLOCK}ffn_up",
+        "mlp.c_proj": f"{_BLOCK}ffn_down",
+    },
+    head="output.weight",
+)

@@ -1,0 +1,101 @@
+"""Read the weights of a GGUF file that holds a GPT-2 in float32, float16 or bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config.resolved import ResolvedModel
+from common.errors import CheckpointError, ConfigError
+from common.packages import require_package
+from common.systems.gguf.names import NAME_MAP
+from common.systems.weights import Weights, check_tied, checked_model, weights_from
+from common.tensor_files.arrays import FileTensor
+
+_SIZES = {
+    "num_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "num_heads": "attention.head_count",
+    "ffn_hidden_size": "feed_forward_length",
+    "max_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+"""Our key -> theirs, after the name of the architecture."""
+_TABLE = "token_embd.weight"
+_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def detects(path: Path) -> bool:
+    """Return whether ``path`` is a file of this format, or a folder with one."""
+    return path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")))
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[Weights]:
+    """path: the file, or a folder with one. Raises CheckpointError and ConfigError."""
+    require_package("gguf", extra="export", purpose="which reads GGUF")
+    file = _file(path)
+    fields, stored = _read(file)
+    model = _model(file, fields, stored)
+    ignored = {}
+    if NAME_MAP.head in stored:
+        ignored[NAME_MAP.head] = f"the head, which is {_TABLE}"
+        check_tied(file, NAME_MAP.head, stored.pop(NAME_MAP.head), stored[_TABLE])
+    yield weights_from(file, NAME_MAP, stored, model, format="gguf", path=path, ignored=ignored)
+
+
+def _file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{path}: {len(files)} files .gguf here; expected one: give the name of the file"
+        )
+    return files[0]
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    """Return the fields that are no lists, and the tensors by name."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(file)
+        fields = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if gguf.GGUFValueType.ARRAY not in field.types
+        }
+        tensors = {
+            tensor.name: FileTensor(
+                name=tensor.name,
+                dtype=_TYPES.get(tensor.tensor_type.name, tensor.tensor_type.name),
+                shape=tuple(int(size) for size in reversed(tensor.shape)),
+                segments=(tensor.data.view(np.uint8).reshape(-1),),
+            )
+            for tensor in reader.tensors
+        }
+    except Exception as error:  # of any type: the reader trusts its file
+        raise CheckpointError(
+            f"{file}: is no whole GGUF file ({str(error) or type(error).__name__}); fetch or write"
+            " it again"
+        ) from None
+    return fields, tensors
+
+
+def _model(file: Path, fields: dict[str, Any], stored: dict[str, FileTensor]) -> ResolvedModel:
+    if fields.get("general.architecture") != "gpt2":
+        raise ConfigError(
+            f"{file}: general.architecture is {fields.get('general.architecture')!r}; expected gpt2"
+        )
+    missing = [theirs for theirs in _SIZES.values() if f"gpt2.{theirs}" not in fields]
+    if missing or _TABLE not in stored or len(stored[_TABLE].shape) != 2:
+        lacking = ", ".join([*(f"gpt2.{name}" for name in missing), *([] if missing else [_TABLE])])
+        raise ConfigError(f"{file}: lacks {lacking}, which a GPT-2 has; fetch or write it again")
+    section = {ours: fields[f"gpt2.{theirs}"] for ours, theirs in _SIZES.items()}
+    section |= {"vocab_size": stored[_TABLE].shape[0], "seq_length": section["max_positions"]}
+    return checked_model(file, section)

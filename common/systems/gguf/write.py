@@ -1,0 +1,109 @@
+"""Write a GGUF file with the weights, the sizes and the tokenizer of a GPT-2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+from common.packages import require_package
+from common.systems.gguf.names import NAME_MAP
+from common.systems.weights import Weights, arrays_of, export_names
+from common.tensor_files.checksummed import file_checksum
+from common.tokenizer.bpe_files import read_vocabulary
+
+FILE = "model.gguf"
+_TYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+"""The type of matrices by dtype. Norms, biases and positions are float32 in all files."""
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7}
+"""LLAMA_FTYPE in llama.h."""
+_BLOCK = 32
+"""Weights that share a scale in Q8_0 and Q4_0."""
+
+
+def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
+    """Write FILE, a tensor at a time; returns its CRC-32.
+
+    dtype: float32 when left out, float16, int8 (Q8_0) or int4 (Q4_0). The tokenizer is that of
+    vocab.json and merges.txt in ``folder``. Raises ConfigError where the sizes do not suit the
+    dtype, and TokenizerError; OSError is left to the caller.
+    """
+    require_package("gguf", extra="export", purpose="which writes GGUF")
+    import gguf
+
+    model, kind = weights.model, _TYPES[dtype or "float32"]
+    if kind.startswith("Q") and (model.hidden_size % _BLOCK or model.ffn_hidden_size % _BLOCK):
+        raise ConfigError(
+            f"{dtype}: weights share a scale in blocks of {_BLOCK}, which must divide"
+            f" model.hidden_size={model.hidden_size} and"
+            f" model.ffn_hidden_size={model.ffn_hidden_size}; write float32 or float16"
+        )
+    writer = gguf.GGUFWriter(folder / FILE, "gpt2")
+    writer.add_name("gpt2")
+    writer.add_block_count(model.num_layers)
+    writer.add_context_length(model.max_positions)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.ffn_hidden_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_layer_norm_eps(model.layer_norm_epsilon)
+    writer.add_file_type(_FILE_TYPES[kind])
+    _add_tokenizer(writer, folder)
+    tensors = export_names(NAME_MAP, weights.tensors, model, "float32")
+    types = {
+        name: gguf.GGMLQuantizationType[kind if _is_matrix(name) else "F32"] for name in tensors
+    }
+    for name, tensor in tensors.items():
+        block, size = gguf.GGML_QUANT_SIZES[types[name]]
+        bytes_stored = tensor.nbytes // 4 // block * size
+        writer.add_tensor_info(
+            name, tensor.shape, np.dtype("float32"), bytes_stored, raw_dtype=types[name]
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, array in zip(tensors, arrays_of(tensors), strict=True):
+            writer.write_tensor_data(_stored(array, types[name]))
+    finally:
+        writer.close()
+    return {FILE: file_checksum(folder / FILE)}
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith(".weight") and "norm" not in name and name != "position_embd.weight"
+
+
+def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
+    import gguf
+
+    contiguous = np.ascontiguousarray(array, np.float32)
+    stored: NDArray[Any] = gguf.quants.quantize(contiguous, kind)
+    return stored
+
+
+def _add_tokenizer(writer: Any, folder: Path) -> None:
+    files = folder / "vocab.json", folder / "merges.txt"
+    if not all(file.is_file() for file in files):
+        writer.add_tokenizer_model("none")
+        return
+    vocabulary = read_vocabulary(*files)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
+    writer.add_token_list(tokens)
+    writer.add_token_types(_token_types(len(tokens), vocabulary.eod_id))
+    writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
+    writer.add_bos_token_id(vocabulary.eod_id)
+    writer.add_eos_token_id(vocabulary.eod_id)
+    writer.add_add_bos_token(False)
+
+
+def _token_types(tokens: int, end_of_text: int) -> list[int]:
+    import gguf
+
+    types = [int(gguf.TokenType.NORMAL)] * tokens
+    types[end_of_text] = int(gguf.TokenType.CONTROL)
+    return types

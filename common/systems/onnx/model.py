@@ -1,0 +1,247 @@
+"""GPT-2 as an ONNX graph, with the inputs and outputs of Hugging Face's optimum.
+
+    input_ids (batch, length), attention_mask (batch, past + length), position_ids (batch, length)
+    past_key_values.L.key and .value (batch, heads, past, head size)
+        -> logits (batch, length, vocabulary), present.L.key and .value
+
+Weights of 8 and 4 bits need two operators of onnxruntime (domain com.microsoft). All others are
+standard operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from common.config.resolved import ResolvedModel
+from common.systems.onnx.graph import GraphBuilder
+from common.systems.onnx.quantize import BLOCK, quantize_blocks
+from common.tensor_files.checksummed import ChecksummedFile
+
+OPSET = 20
+BITS = {"int8": 8, "int4": 4}
+"""Types of weights that are quantized in blocks."""
+_MICROSOFT = "com.microsoft"
+_FULL_INTEGER = 4
+"""MatMulNBits' accuracy_level at which the rows it multiplies become 8 bits too."""
+
+
+class GPT2Graph:
+    """Writes one model. ``read`` is asked for each parameter once, in the order of the graph."""
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        read: Callable[[str], NDArray[np.float32]],
+        dtype: str,
+        *,
+        cache: bool = True,
+    ) -> None:
+        """dtype: of the weights: float32, float16, int8 or int4. cache: whether the graph takes and
+        returns keys and values, so that a step computes its own token only.
+        """
+        self._model = model
+        self._read = read
+        self._dtype = dtype
+        self._cache = cache
+        self._head_size = model.hidden_size // model.num_heads
+
+    def write(self, data: ChecksummedFile, location: str) -> bytes:
+        """Write the weights to ``data``, whose name is ``location``; return the graph's file."""
+        self._graph = graph = GraphBuilder(data, location)
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch", "length"])
+        total = "past + length" if self._cache else "length"
+        graph.input("attention_mask", TensorProto.INT64, ["batch", total])
+        positions = graph.input("position_ids", TensorProto.INT64, ["batch", "length"])
+        logits_shape: list[int | str] = ["batch", "length", self._model.vocab_size]
+        graph.output("logits", TensorProto.FLOAT, logits_shape)
+        self._write_mask()
+        x = graph.node("Add", [self._embed(ids), self._embed_positions(positions)], "embeddings")
+        for layer in range(self._model.num_layers):
+            x = self._write_block(f"h.{layer}", layer, x)
+        self._write_head(self._write_norm("ln_f", x))
+        return graph.model("gpt2", OPSET)
+
+    def _write_mask(self) -> None:
+        """``mask`` (batch, 1, length, total): 0 where a token may look, else a large negative
+        number. Minus infinity would make rows of padding NaN.
+        """
+        graph, one, zero = self._graph, "one", "zero"
+        graph.constant(one, 1)
+        graph.constant(zero, 0)
+        for name, source in (("new", "input_ids"), ("all", "attention_mask")):
+            graph.node("Shape", [source], f"{name}_shape", start=1, end=2)
+            graph.node("Squeeze", [f"{name}_shape"], name)
+        graph.node("Sub", ["all", "new"], "past")
+        graph.node("Range", [zero, "all", one], "key_places")
+        graph.node("Range", ["past", "all", one], "new_places")
+        graph.node("Unsqueeze", ["new_places", graph.constant("axis_1", [1])], "query_places")
+        graph.node("LessOrEqual", ["key_places", "query_places"], "causal")
+        graph.node("Cast", ["attention_mask"], "is_text", to=TensorProto.BOOL)
+        graph.node("Unsqueeze", ["is_text", graph.constant("axes_1_2", [1, 2])], "visible")
+        graph.node("And", ["causal", "visible"], "may_look")
+        hidden = graph.constant("hidden", np.finfo(np.float32).min / 2, np.float32)
+        graph.node("Where", ["may_look", graph.constant("nothing", 0, np.float32), hidden], "mask")
+
+    def _embed(self, ids: str) -> str:
+        table = self._read("wte.weight")
+        if bits := BITS.get(self._dtype):
+            integers, scales = self._write_quantized("wte", table, bits)
+            return self._graph.node(
+                "GatherBlockQuantized",
+                [integers, ids, scales],
+                "wte.out",
+                domain=_MICROSOFT,
+                gather_axis=0,
+                quantize_axis=1,
+                block_size=BLOCK,
+                bits=bits,
+            )
+        return self._gather("wte", table, ids)
+
+    def _embed_positions(self, positions: str) -> str:
+        return self._gather("wpe", self._read("wpe.weight"), positions)
+
+    def _gather(self, name: str, table: NDArray[np.float32], ids: str) -> str:
+        stored = self._graph.weight(f"{name}.weight", self._stored(table))
+        rows = self._graph.node("Gather", [stored, ids], f"{name}.rows")
+        return self._widen(rows)
+
+    def _write_block(self, name: str, layer: int, x: str) -> str:
+        add = self._graph.node
+        y = self._attend(name, layer, self._write_norm(f"{name}.ln_1", x))
+        y = self._write_linear([f"{name}.attn.c_proj"], y)
+        x = add("Add", [x, y], f"{name}.attn.sum")
+        y = self._write_linear([f"{name}.mlp.c_fc"], self._write_norm(f"{name}.ln_2", x))
+        y = add("Gelu", [y], f"{name}.mlp.gelu", approximate="tanh")
+        y = self._write_linear([f"{name}.mlp.c_proj"], y)
+        return add("Add", [x, y], f"{name}.mlp.sum")
+
+    def _attend(self, name: str, layer: int, x: str) -> str:
+        """Heads (batch, heads, length, head size) of q, k and v, one product for all."""
+        graph, model, size = self._graph, self._model, self._head_size
+        parts = [f"{name}.attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
+        whole = self._write_linear(parts, x)
+        widths = graph.constant("widths", [model.hidden_size] * 3)
+        graph.node("Split", [whole, widths], [f"{part}.out" for part in parts], axis=-1)
+        to_heads = graph.constant("to_heads", [0, 0, model.num_heads, size])
+        q, k, v = (
+            graph.node(
+                "Transpose",
+                [graph.node("Reshape", [f"{part}.out", to_heads], f"{part}.split")],
+                f"{part}.heads",
+                perm=[0, 2, 1, 3],
+            )
+            for part in parts
+        )
+        if self._cache:
+            k, v = self._remember(layer, "key", k), self._remember(layer, "value", v)
+        prefix = f"{name}.attn"
+        scale = graph.constant("scale", size**-0.5, np.float32)
+        q = graph.node("Mul", [q, scale], f"{prefix}.scaled")
+        k = graph.node("Transpose", [k], f"{prefix}.turned", perm=[0, 1, 3, 2])
+        scores = graph.node("MatMul", [q, k], f"{prefix}.scores")
+        scores = graph.node("Add", [scores, "mask"], f"{prefix}.masked")
+        shares = graph.node("Softmax", [scores], f"{prefix}.shares", axis=-1)
+        y = graph.node("MatMul", [shares, v], f"{prefix}.mixed")
+        y = graph.node("Transpose", [y], f"{prefix}.by_token", perm=[0, 2, 1, 3])
+        return graph.node(
+            "Reshape", [y, graph.constant("from_heads", [0, 0, model.hidden_size])], f"{prefix}.y"
+        )
+
+    def _remember(self, layer: int, word: str, new: str) -> str:
+        shapes = [
+            ["batch", self._model.num_heads, length, self._head_size]
+            for length in ("past", "past + length")
+        ]
+        past = f"past_key_values.{layer}.{word}"
+        present = f"present.{layer}.{word}"
+        self._graph.input(past, TensorProto.FLOAT, shapes[0])
+        self._graph.output(present, TensorProto.FLOAT, shapes[1])
+        return self._graph.node("Concat", [past, new], present, axis=2)
+
+    def _write_norm(self, name: str, x: str) -> str:
+        weight, bias = (
+            self._graph.weight(f"{name}.{part}", self._read(f"{name}.{part}"))
+            for part in ("weight", "bias")
+        )
+        epsilon = self._model.layer_norm_epsilon
+        return self._graph.node(
+            "LayerNormalization", [x, weight, bias], f"{name}.out", axis=-1, epsilon=epsilon
+        )
+
+    def _write_linear(self, names: list[str], x: str) -> str:
+        """x W^T + b of one layer, or of several with their outputs side by side."""
+        graph = self._graph
+        name = names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn"
+        weight, bias = (
+            np.concatenate([self._read(f"{part}.{kind}") for part in names])
+            for kind in ("weight", "bias")
+        )
+        if bits := BITS.get(self._dtype):
+            integers, scales = self._write_quantized(name, weight, bits)
+            stored = graph.weight(f"{name}.bias", bias)
+            inputs = [x, integers, scales, "", "", stored]
+            return self._product(inputs, f"{name}.out", weight.shape, bits)
+        stored = self._widen(graph.weight(f"{name}.weight", self._stored(weight.T)))
+        product = graph.node("MatMul", [x, stored], f"{name}.product")
+        return graph.node("Add", [product, graph.weight(f"{name}.bias", bias)], f"{name}.out")
+
+    def _write_head(self, x: str) -> None:
+        """Logits by the table of the embedding, which is in the file once."""
+        graph, model = self._graph, self._model
+        rows = graph.node(
+            "Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows"
+        )
+        if bits := BITS.get(self._dtype):
+            shape = [model.vocab_size, model.hidden_size // BLOCK, BLOCK * bits // 8]
+            table = graph.node(
+                "Reshape", ["wte.integers", graph.constant("table_blocks", shape)], "wte.blocks"
+            )
+            inputs = [rows, table, "wte.scales"]
+            size = (model.vocab_size, model.hidden_size)
+            logits = self._product(inputs, "logits.rows", size, bits)
+        else:
+            table = self._widen("wte.weight")
+            logits = graph.node("Gemm", [rows, table], "logits.rows", transB=1)
+        graph.node("Shape", [x], "batch_and_length", start=0, end=2)
+        width = graph.constant("vocabulary", [model.vocab_size])
+        shape_of_logits = graph.node("Concat", ["batch_and_length", width], "logits.shape", axis=0)
+        graph.node("Reshape", [logits, shape_of_logits], "logits")
+
+    def _product(self, inputs: list[str], output: str, shape: tuple[int, ...], bits: int) -> str:
+        rows, columns = shape
+        return self._graph.node(
+            "MatMulNBits",
+            inputs,
+            output,
+            domain=_MICROSOFT,
+            N=rows,
+            K=columns,
+            bits=bits,
+            block_size=BLOCK,
+            accuracy_level=_FULL_INTEGER,
+        )
+
+    def _write_quantized(
+        self, name: str, weight: NDArray[np.float32], bits: int
+    ) -> tuple[str, str]:
+        integers, scales = quantize_blocks(weight, bits)
+        if name == "wte":  # the rows of a table to gather from are flat
+            integers = integers.reshape(len(integers), -1)
+        return (
+            self._graph.weight(f"{name}.integers", integers),
+            self._graph.weight(f"{name}.scales", scales),
+        )
+
+    def _stored(self, weight: NDArray[np.float32]) -> NDArray[Any]:
+        return weight.astype(np.float16) if self._dtype == "float16" else weight
+
+    def _widen(self, name: str) -> str:
+        if self._dtype != "float16":
+            return name
+        return self._graph.node("Cast", [name], f"{name}.float32", to=TensorProto.FLOAT)

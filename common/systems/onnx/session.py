@@ -1,0 +1,127 @@
+"""Run an ONNX folder with onnxruntime on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.resolved import ResolvedModel
+from common.errors import ConfigError
+from common.packages import require_package
+from common.systems.onnx.write import GRAPH_FILE
+
+_PAST = "past_key_values."
+_QUIET = 3
+"""onnxruntime's level of log messages at which only errors are left."""
+
+
+class OnnxModel:
+    """A graph that computes logits, and remembers keys and values where it was written so."""
+
+    def __init__(self, file: Path, threads: int = 0) -> None:
+        """threads: of one operator; 0 takes what onnxruntime takes. Raises ConfigError where the
+        file is no graph of a GPT-2.
+        """
+        require_package("onnxruntime", extra="export", purpose="which runs ONNX")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = _QUIET
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(file), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # of many types, and none of them documented
+            raise ConfigError(
+                f"{file}: onnxruntime {onnxruntime.__version__} cannot open it"
+                f" ({str(error).partition(chr(10))[0]}); export it again"
+            ) from None
+        inputs = {each.name: each.shape for each in self._session.get_inputs()}
+        outputs = [each.name for each in self._session.get_outputs()]
+        if not {"input_ids", "attention_mask", "position_ids"} <= inputs.keys():
+            raise ConfigError(
+                f"{file}: its inputs are {', '.join(inputs)}; expected input_ids, attention_mask"
+                " and position_ids, as --run_mode export writes them"
+            )
+        self._pasts = {name: shape for name, shape in inputs.items() if name.startswith(_PAST)}
+        self._presents = outputs[1:]
+        self._kept: list[Any] = []
+        self.has_cache = bool(self._pasts)
+
+    def forget(self) -> None:
+        """Begin with new sequences."""
+        self._kept = []
+
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        mask: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Add tokens (B, T) to what is remembered; logits (B, T, vocab_size).
+
+        mask: (B, all tokens so far), 0 for padding. positions: (B, T).
+        """
+        from onnxruntime import OrtValue
+
+        feed = {
+            name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value, np.int64))
+            for name, value in (
+                ("input_ids", ids), ("attention_mask", mask), ("position_ids", positions),
+            )
+        }  # fmt: skip
+        if self._pasts and not self._kept:
+            self._kept = [
+                OrtValue.ortvalue_from_numpy(
+                    np.zeros((len(ids), shape[1], 0, shape[3]), np.float32)
+                )
+                for shape in self._pasts.values()
+            ]
+        feed |= dict(zip(self._pasts, self._kept, strict=True))
+        logits, *self._kept = self._session.run_with_ort_values(["logits", *self._presents], feed)
+        result: NDArray[np.float32] = logits.numpy()
+        return result
+
+
+class OnnxDecoder:
+    """Implements ``common.generation.generate.Decoder``. Prompts are padded on the left."""
+
+    def __init__(self, model: OnnxModel, positions: int, rows: int) -> None:
+        """positions: how many the model has. rows: most sequences at once."""
+        self.rows = rows
+        self._model = model
+        self._last = positions - 1
+
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> NDArray[np.float32]:
+        longest = max(map(len, prompts))
+        self._ids = np.zeros((len(prompts), longest), np.int64)
+        self._mask = np.zeros_like(self._ids)
+        for row, prompt in enumerate(prompts):
+            self._ids[row, longest - len(prompt) :] = prompt
+            self._mask[row, longest - len(prompt) :] = 1
+        self._model.forget()
+        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
+
+    def step(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        new = np.array(tokens, np.int64)[:, None]
+        self._mask = np.concatenate([self._mask, np.ones_like(new)], 1)
+        self._ids = new if self._model.has_cache else np.concatenate([self._ids, new], 1)
+        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
+
+    def _positions(self) -> NDArray[np.int64]:
+        """The place of each new token in its own sequence; that of padding is 0."""
+        places = (self._mask.cumsum(1) - 1).clip(0, self._last)
+        positions: NDArray[np.int64] = places[:, -self._ids.shape[1] :]
+        return positions
+
+
+def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits of an ONNX folder for ids (B, T)."""
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return OnnxModel(folder / GRAPH_FILE).run(ids, np.ones_like(ids), positions)

@@ -1,0 +1,98 @@
+"""GGUF files, read back by the library of llama.cpp's authors."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from common.systems.hugging_face.read import open_hugging_face
+from common.tokenizer.bpe_files import byte_alphabet
+from tools.convert_weight import main
+
+KINDS = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+TOKENS = [*byte_alphabet(), "ab", "<|endoftext|>"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=64, vocab_size=len(TOKENS), n_positions=9, bos_token_id=257,
+        eos_token_id=257,
+    )  # fmt: skip
+    folder = tmp_path / "hf"
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(TOKENS)}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dtype: str) -> None:
+    words = ["--to", "gguf", "--input", str(source), "--output", str(tmp_path / "out")]
+    assert main([*words, "--dtype", dtype]) == 0
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    sizes = {
+        "general.architecture": "gpt2", "gpt2.block_count": 2, "gpt2.context_length": 9,
+        "gpt2.embedding_length": 64, "gpt2.feed_forward_length": 256,
+        "gpt2.attention.head_count": 2,
+    }  # fmt: skip
+    assert {name: fields[name] for name in sizes} == sizes
+    assert fields["tokenizer.ggml.tokens"] == TOKENS
+    assert fields["tokenizer.ggml.merges"] == ["a b"]
+    assert fields["tokenizer.ggml.eos_token_id"] == 257
+    with open_hugging_face(source) as weights:
+        expected = {name: weight.load() for name, weight in weights.tensors.items()}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    qkv = np.concatenate([expected[f"h.1.attn.{part}_proj.weight"] for part in "qkv"])
+    kind = gguf.GGMLQuantizationType[KINDS[dtype]]
+    for name, array, matrix in (
+        ("blk.1.attn_qkv.weight", qkv, True),
+        ("blk.0.ffn_down.weight", expected["h.0.mlp.c_proj.weight"], True),
+        ("token_embd.weight", expected["wte.weight"], True),
+        ("position_embd.weight", expected["wpe.weight"], False),
+        ("output_norm.bias", expected["ln_f.bias"], False),
+    ):
+        found = stored[name]
+        assert found.tensor_type == (kind if matrix else gguf.GGMLQuantizationType.F32), name
+        meant = gguf.quants.quantize(np.ascontiguousarray(array), found.tensor_type)
+        assert np.array_equal(found.data, meant), name
+    assert len(stored) == 2 + 2 * 12 + 2
+
+
+def is_matrix(name: str) -> bool:
+    return name.endswith(".weight") and name != "wpe.weight"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_there_and_back(source: Path, tmp_path: Path, dtype: str) -> None:
+    words = ["--input", str(source), "--output", str(tmp_path / "there"), "--dtype", dtype]
+    assert main(["--to", "gguf", "--verify", *words]) == 0
+    words = ["--input", str(tmp_path / "there"), "--output", str(tmp_path / "back")]
+    assert main(["--to", "hf", "--verify", *words]) == 0
+    with open_hugging_face(source) as before, open_hugging_face(tmp_path / "back") as after:
+        assert after.model.num_heads == before.model.num_heads
+        for name, weight in before.tensors.items():
+            found = after.tensors[name]
+            assert found.dtype == (dtype if "ln_" not in name and is_matrix(name) else "float32")
+            assert np.array_equal(found.load(), weight.load_as(found.dtype)), name
+
+
+def test_bad_input(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--to", "gguf", "--input", str(source), "--output", str(tmp_path / "out")]
+    assert main([*words, "--dtype", "int8"]) == 0
+    back = ["--to", "hf", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "back")]
+    assert main(back) == 2
+    assert "as a quantized model's" in capsys.readouterr().err
+    file = tmp_path / "out" / "model.gguf"
+    content = file.read_bytes()
+    for cut in (0, 3, 100, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:cut])
+        assert main(back) == 2
+        assert "is no whole GGUF file" in capsys.readouterr().err, cut
+    assert not (tmp_path / "back").exists()
