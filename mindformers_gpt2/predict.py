@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from common.cluster.environment import ALONE, Process
+from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
@@ -32,7 +33,7 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
         config.model,
         checkpoint,
     )
-    rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)
+    rows = rows_at_once(config.predict, len(prompts))
     write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
 
@@ -65,6 +66,16 @@ class Decoder:
     def step(self, tokens: Sequence[int]) -> Logits:
         self._positions = np.minimum(self._positions + 1, self._last)
         return self._add(tokens)
+
+    def reorder(self, parents: Sequence[int]) -> None:
+        if list(parents) == list(range(len(parents))):
+            return
+        rows = np.arange(self.rows, dtype=np.int32)
+        rows[: len(parents)] = parents
+        self._keys, self._values = (
+            ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values)
+        )
+        self._positions = self._positions[list(parents)]
 
     def _add(self, tokens: Sequence[int]) -> Logits:
         """Logits (B, vocab_size) after ``tokens`` at their rows' positions."""

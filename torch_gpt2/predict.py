@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
+from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.generation.sampling import Logits
@@ -31,7 +32,7 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
     model = build_model(config, device)
     load_weights(dict(model.named_parameters()), config.model, checkpoint)
-    rows = min(config.predict.batch_size, len(prompts) * config.predict.num_sequences)
+    rows = rows_at_once(config.predict, len(prompts))
     write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
 
@@ -92,6 +93,16 @@ class Decoder:
         positions = [[min(self._column - begin, last)] for begin in self._begins]
         ids = torch.tensor(tokens, device=self._device)[:, None]
         return self._logits(self._forward(ids, torch.tensor(positions, device=self._device))[:, -1])
+
+    @torch.inference_mode()
+    def reorder(self, parents: Sequence[int]) -> None:
+        if list(parents) == list(range(len(parents))):
+            return
+        rows = torch.tensor(parents, device=self._device)
+        for layer in self._layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._begins = [self._begins[parent] for parent in parents]
+        self._mask = None if self._mask is None else self._mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (B, T, C) before the last layer norm; the caches grow by T columns."""

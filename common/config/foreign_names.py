@@ -404,7 +404,6 @@ ABSENT: dict[str, str] = {
     "lr_scale": "the rate is optimizer.learning_rate; leave it out",
     "multi_precision": "the optimizer keeps float32 copies of weights below float32; leave it out",
     "deepspeed_mpi": "the launcher decides it; leave it out",
-    "num_beams": "beam search is not in this version; leave it out",
     "num_pieces": "data need no pieces here; leave it out",
 }
 """Their names of what has no key here, and what to do instead."""

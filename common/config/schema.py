@@ -490,12 +490,11 @@ class CheckpointConfig(Section):
 
 
 def _strategy(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("greedy", "sampling"):
-        raise ValueError(
-            f"{value!r}: expected greedy or sampling; beam search and others are not in this"
-            " version"
-        )
-    return value
+    return {"greedy_search": "greedy"}.get(value, value) if isinstance(value, str) else value
+
+
+def _early_stopping(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _top_p(value: Any) -> Any:
@@ -519,10 +518,34 @@ class PredictConfig(Section):
     """Print tokens as they come, where standard output is a terminal and one sequence is generated
     at a time.
     """
-    strategy: Annotated[Literal["greedy", "sampling"], BeforeValidator(_strategy)] = "greedy"
-    """greedy takes the most probable token; sampling draws one."""
+    strategy: Annotated[
+        Literal["greedy", "sampling", "beam_search"], BeforeValidator(_strategy)
+    ] = "greedy"
+    """greedy takes the most probable token; sampling draws one; beam_search looks for the most
+    probable sequences.
+    """
     num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
-    """Continuations of each prompt, drawn independently; above 1 only with sampling."""
+    """Continuations of each prompt: drawn independently, or the best of num_beams. 1 with
+    greedy.
+    """
+    num_beams: Annotated[int, Field(gt=0, le=1_000)] = 4
+    """Of beam_search: sequences of each prompt that are followed at once."""
+    length_penalty: Annotated[float, Field(ge=-100.0, le=100.0)] = 1.0
+    """Of beam_search: the power of the length that the sum of log-probabilities is divided by;
+    above 0 favours long sequences.
+    """
+    early_stopping: Annotated[Literal["never"] | bool, BeforeValidator(_early_stopping)] = False
+    """Of beam_search: end once num_beams sequences have ended (true), once no better one is likely
+    (false), or once none is possible (never).
+    """
+    num_beam_groups: Annotated[int, Field(gt=0, le=1_000)] = 1
+    """Of beam_search: groups of beams that compete among themselves and avoid each other's tokens;
+    divides num_beams.
+    """
+    diversity_rate: NonNegative32 = 0.0
+    """Of beam_search: subtracted from the log-probability of a token for each beam of an earlier
+    group that has chosen it at the same place.
+    """
     batch_size: Count = 8
     """Sequences generated at once."""
     min_new_tokens: NonNegative = 0
@@ -548,6 +571,8 @@ class PredictConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if self.strategy == "beam_search":
+            self._check_beams()
         if self.num_sequences > 1 and self.strategy == "greedy":
             raise ValueError(
                 f"num_sequences={self.num_sequences}: greedy has one continuation, they would all"
@@ -559,6 +584,23 @@ class PredictConfig(Section):
                 f" max_new_tokens={self.max_new_tokens}; lower the first"
             )
         return self
+
+    def _check_beams(self) -> None:
+        if self.num_sequences > self.num_beams:
+            raise ValueError(
+                f"num_sequences={self.num_sequences} is above num_beams={self.num_beams}; lower the"
+                " first or raise the second"
+            )
+        if self.num_beams % self.num_beam_groups:
+            raise ValueError(
+                f"num_beam_groups={self.num_beam_groups} does not divide"
+                f" num_beams={self.num_beams}; choose a divisor"
+            )
+        if self.diversity_rate and self.num_beam_groups == 1:
+            raise ValueError(
+                f"diversity_rate={self.diversity_rate} needs several groups of beams; set"
+                " num_beam_groups, such as num_beams"
+            )
 
 
 class EvaluationConfig(Section):

@@ -33,6 +33,9 @@ class Decoder(Protocol):
         position may be given any token.
         """
 
+    def reorder(self, parents: Sequence[int]) -> None:
+        """Let row i be followed by what row ``parents[i]`` remembers."""
+
 
 @dataclass(kw_only=True)
 class Continuation:
@@ -45,6 +48,17 @@ class Continuation:
     generator: np.random.Generator = field(repr=False)
     tokens: list[int] = field(default_factory=list)
     finish_reason: Literal["length", "end_of_text"] | None = None
+    score: float | None = None
+    """Of beam search: the sum of the tokens' log-probabilities / length ** length_penalty."""
+
+
+def rows_at_once(settings: PredictConfig, prompts: int) -> int:
+    """Return how many rows a decoder needs for so many prompts, in batches of batch_size: a row for
+    each sequence, or for each beam.
+    """
+    if settings.strategy == "beam_search":
+        return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
+    return min(settings.batch_size, prompts * settings.num_sequences)
 
 
 def generate(

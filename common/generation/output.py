@@ -14,6 +14,7 @@ from pathlib import Path
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
+from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt
 from common.log import LOG
@@ -53,15 +54,20 @@ def write_continuations(
             if settings.output_file
             else None
         )
-        for each in generate(
-            decoder,
-            prompts,
-            settings,
-            seed=config.seed if settings.seed is None else settings.seed,
-            end_of_text=tokenizer.eod_id,
-            vocab_size=tokenizer.vocab_size,
-            on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
-        ):
+        limits = {"end_of_text": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
+        found = (
+            search_beams(decoder, prompts, settings, **limits)
+            if settings.strategy == "beam_search"
+            else generate(
+                decoder,
+                prompts,
+                settings,
+                seed=config.seed if settings.seed is None else settings.seed,
+                on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
+                **limits,
+            )
+        )
+        for each in found:
             printer.finish(each, last=each.number == settings.num_sequences - 1)
             if file is not None:
                 text = tokenizer.decode(each.tokens)
@@ -69,19 +75,18 @@ def write_continuations(
 
 
 def unused_by_greedy(settings: PredictConfig) -> str | None:
-    """A warning where settings of sampling are given and the strategy is greedy, which does not
-    look at them.
-    """
+    """A warning where settings of sampling are given and the strategy does not look at them."""
     fields = type(settings).model_fields
     given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     unused = [
         f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default
     ]
-    if settings.strategy != "greedy" or not unused:
+    if settings.strategy == "sampling" or not unused:
         return None
+    takes = {"greedy": "the most probable token", "beam_search": "the most probable sequences"}
     return (
-        f"{' and '.join(unused)} without effect: predict.strategy=greedy takes the most"
-        " probable token; add predict.strategy=sampling"
+        f"{' and '.join(unused)} without effect: predict.strategy={settings.strategy} takes"
+        f" {takes[settings.strategy]}; add predict.strategy=sampling"
     )
 
 
@@ -94,6 +99,8 @@ def _json_line(sequence: Continuation, text: str) -> str:
         "tokens": sequence.tokens,
         "finish_reason": sequence.finish_reason,
     }
+    if sequence.score is not None:
+        record["score"] = sequence.score
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 

@@ -23,6 +23,7 @@ import torch_gpt2.model  # noqa: E402
 import torch_gpt2.predict  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import PredictConfig  # noqa: E402
+from common.generation.beam_search import search_beams  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
@@ -96,3 +97,22 @@ def test_tokens_are_equal_on_both_backends_and_in_every_batch(
         assert [len(tokens) for tokens in found["torch 1"]] == [12, 9, 7]
     assert len({tuple(tokens) for tokens in found["torch 1"]}) == 3 * config.num_sequences
     assert all(tokens == found["torch 1"] for tokens in found.values()), found
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int) -> None:
+    random = np.random.default_rng(4)
+    prompts = [
+        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=8)
+        for n in (3, 9)
+    ]
+    settings = {"num_beam_groups": groups, "diversity_rate": 0.8 * (groups - 1)}
+    config = PredictConfig(strategy="beam_search", num_beams=4, num_sequences=3, **settings)
+    found = {
+        name: list(search_beams(decoders[name], prompts, config, end_of_text=7))
+        for name in ("torch 4", "mindspore 4")
+    }
+    one, other = found.values()
+    assert [each.tokens for each in one] == [each.tokens for each in other]
+    assert np.allclose([each.score for each in one], [each.score for each in other], atol=1e-5)
+    assert len({tuple(each.tokens) for each in one}) == 6

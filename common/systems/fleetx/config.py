@@ -137,13 +137,13 @@ TABLE: Table = {
     "Generation.max_dec_len": To("predict.max_new_tokens"),
     "Generation.num_return_sequences": To("predict.num_sequences"),
     "Generation.decode_strategy": To("predict.strategy",
-    one_of(sampling="sampling", greedy_search="greedy")),
+    one_of(sampling="sampling", greedy_search="greedy", beam_search="beam_search")),
     "Generation.input_text": To("predict.prompt"),
     "Generation.use_cache": Without("generation always keeps keys and values"),
-    **{f"Generation.{name}": Only((1,),
-    "beam search is not in this version; set 1") for name in ("num_beams", "num_beam_groups")},
-    **{f"Generation.{name}": Without("it is for beam search") for name in ("length_penalty",
-    "early_stopping", "diversity_rate")},
+    **{f"Generation.{name}": To(f"predict.{name}") for name in ("num_beams", "num_beam_groups",
+    "early_stopping")},
+    **{f"Generation.{name}": To(f"predict.{name}", number) for name in ("length_penalty",
+    "diversity_rate")},
     **{
         f"Generation.{name}_token_id": Only((50256,), "GPT-2's end of text is 50256")
         for name in ("bos", "eos", "pad", "forced_bos", "forced_eos")

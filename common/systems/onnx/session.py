@@ -58,6 +58,15 @@ class OnnxModel:
         """Begin with new sequences."""
         self._kept = []
 
+    def reorder(self, rows: list[int]) -> None:
+        """Let row i be followed by what ``rows[i]`` remembers."""
+        from onnxruntime import OrtValue
+
+        self._kept = [
+            OrtValue.ortvalue_from_numpy(np.ascontiguousarray(kept.numpy()[rows]))
+            for kept in self._kept
+        ]
+
     def run(
         self,
         ids: NDArray[np.int64],
@@ -113,6 +122,13 @@ class OnnxDecoder:
         self._mask = np.concatenate([self._mask, np.ones_like(new)], 1)
         self._ids = new if self._model.has_cache else np.concatenate([self._ids, new], 1)
         return self._model.run(self._ids, self._mask, self._positions())[:, -1]
+
+    def reorder(self, parents: Sequence[int]) -> None:
+        rows = list(parents)
+        if rows == list(range(len(rows))):
+            return
+        self._mask, self._ids = self._mask[rows], self._ids[rows]
+        self._model.reorder(rows)
 
     def _positions(self) -> NDArray[np.int64]:
         """The place of each new token in its own sequence; that of padding is 0."""

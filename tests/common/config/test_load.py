@@ -94,7 +94,7 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
         ("precision=fp8", "'fp8' is no preset; choose float32, bf16 or fp16"),
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
-        ("predict.strategy=beam", "expected greedy or sampling; beam search"),
+        ("predict.strategy=beam", "should be 'greedy', 'sampling' or 'beam_search'"),
         ("predict.top_p=null", "predict.top_p: input should be a valid number"),
         ("predict.top_p=[]", "predict.top_p: input should be a valid number"),
         ("max_steps", "expected section.key=value"),

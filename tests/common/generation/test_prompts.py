@@ -97,7 +97,10 @@ def test_how_many_tokens_may_follow(words: dict[str, Any], expected: int) -> Non
             {"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4},
             r"min_new_tokens=5 is above max_new_tokens=4",
         ),
-        ({"prompt": "abc", "strategy": "beam"}, r"'beam': expected greedy or sampling"),
+        (
+            {"prompt": "abc", "strategy": "beam"},
+            r"should be 'greedy', 'sampling' or 'beam_search', found 'beam'",
+        ),
         (
             {"prompt": "abc", "temperature": -1.0},
             r"predict\.temperature: .*greater than or equal to 0.000001, found -1",

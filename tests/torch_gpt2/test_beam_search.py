@@ -1,0 +1,143 @@
+"""Beam search against transformers, and groups of beams against a plain loop."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
+from common.generation.beam_search import search_beams
+from common.generation.generate import Continuation
+from common.generation.prompts import Prompt
+from tests.reference import hugging_face_model
+from torch_gpt2.device import select_device
+from torch_gpt2.model import GPT2
+from torch_gpt2.predict import Decoder
+
+VOCABULARY, PADDING = 40, 0
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=32, num_heads=4, seq_length=64, vocab_size=VOCABULARY,
+    ffn_hidden_size=128,
+    max_positions=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    torch.manual_seed(0)
+    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=48)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(made.wpe.weight, std=2.0)
+    return made.eval()
+
+
+def ours(
+    model: GPT2, rows: list[list[int]], new_tokens: int, end: int, **settings: Any
+) -> list[Continuation]:
+    config = PredictConfig(strategy="beam_search", max_new_tokens=new_tokens, **settings)
+    decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))
+    prompts = [Prompt(text="", ids=row, new_tokens=new_tokens) for row in rows]
+    return list(search_beams(decoder, prompts, config, end_of_text=end))
+
+
+def theirs(
+    net: Any, rows: list[list[int]], new_tokens: int, end: int, **settings: Any
+) -> tuple[list[list[int]], list[float]]:
+    """Tokens up to the end, and scores, by transformers with padding on the left."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[PADDING] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    with torch.no_grad():
+        out = net.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, eos_token_id=end,
+            pad_token_id=end, return_dict_in_generate=True, output_scores=True,
+            **settings,
+        )  # fmt: skip
+    tokens = [row[longest:].tolist() for row in out.sequences]
+    tokens = [row[: row.index(end) + 1] if end in row else row for row in tokens]
+    return tokens, out.sequences_scores.tolist()
+
+
+def test_150_random_cases_equal_transformers(model: GPT2) -> None:
+    net = hugging_face_model(MODEL, dict(model.named_parameters()))
+    random = np.random.default_rng(0)
+    ended = 0
+    for case in range(150):
+        beams = int(random.integers(2, 7))
+        end = int(
+            random.choice([19, 26, 0, int(random.integers(VOCABULARY))])
+        )  # the first are usual
+        new_tokens = int(random.integers(1, 14))
+        settings = {
+            "num_beams": beams,
+            "length_penalty": float(random.choice([-1.0, 0.0, 0.6, 1.0, 2.0])),
+            "early_stopping": [True, False, "never"][int(random.integers(3))],
+            "repetition_penalty": float(random.choice([1.0, 1.0, 1.3])),
+        }
+        if settings["repetition_penalty"] != 1.0:
+            lengths = [int(random.integers(1, 9))]  # padding would count as a repetition
+        else:
+            lengths = random.integers(1, 9, int(random.integers(1, 4))).tolist()
+        least = int(random.choice([0, 0, min(3, new_tokens)]))
+        returned = int(random.integers(1, beams + 1))
+        rows = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
+        found = ours(
+            model, rows, new_tokens, end, num_sequences=returned, min_new_tokens=least, **settings
+        )
+        tokens, scores = theirs(
+            net, rows, new_tokens, end, num_return_sequences=returned, min_new_tokens=least,
+            **settings,
+        )  # fmt: skip
+        mine = [
+            each.tokens + ([end] if each.finish_reason == "end_of_text" else []) for each in found
+        ]
+        assert mine == tokens, (case, settings)
+        assert np.allclose([each.score for each in found], scores, atol=1e-4), (case, settings)
+        ended += sum(each.finish_reason == "end_of_text" for each in found)
+    assert ended > 80  # else the end of a sequence was not looked at
+
+
+def plain_loop(
+    model: GPT2, prompt: list[int], groups: int, size: int, rate: float, new_tokens: int
+) -> list[list[int]]:
+    """Groups of beams without an end, by their definition: whole sequences, no caches."""
+    beams: list[list[tuple[float, list[int]]]] = [[(0.0, [])] for _ in range(groups)]
+    for _ in range(new_tokens):
+        chosen: list[int] = []
+        for group in range(groups):
+            candidates = []
+            for score, tokens in beams[group]:
+                ids = torch.tensor([prompt + tokens])
+                with torch.no_grad():
+                    logits = model.logits(model(ids))[0, -1].double()
+                for token, value in enumerate(logits.log_softmax(-1).tolist()):
+                    cost = rate * chosen.count(token)
+                    candidates.append((score + value - cost, [*tokens, token]))
+            beams[group] = sorted(candidates, key=lambda each: -each[0])[:size]
+            chosen += [tokens[-1] for _, tokens in beams[group]]
+    finished = [(score / new_tokens, tokens) for group in beams for score, tokens in group]
+    return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]
+
+
+@pytest.mark.parametrize(("groups", "size"), [(2, 2), (3, 1)])
+def test_groups_avoid_each_others_tokens(model: GPT2, groups: int, size: int) -> None:
+    prompt = [3, 1, 4]
+    beams = {"num_beams": groups * size, "num_beam_groups": groups}
+    found = ours(
+        model, [prompt], 6, -1, num_sequences=groups * size, diversity_rate=1.5,
+        stop_at_end_of_text=False, **beams,
+    )  # fmt: skip
+    assert [each.tokens for each in found] == plain_loop(model, prompt, groups, size, 1.5, 6)
+    assert len({each.tokens[0] for each in found}) > 1
+
+
+def test_settings_that_do_not_fit() -> None:
+    for settings, message in (
+        ({"num_sequences": 5}, "num_sequences=5 is above num_beams=4"),
+        ({"num_beam_groups": 3}, "num_beam_groups=3 does not divide num_beams=4"),
+        ({"diversity_rate": 0.5}, "diversity_rate=0.5 needs several groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PredictConfig(strategy="beam_search", **settings)
