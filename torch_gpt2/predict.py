@@ -181,9 +181,9 @@ class _Product:
     converted once.
 
     On a CPU without kernels for a type below float32, the rounded weights are held and multiplied
-    in float32 and the result is rounded, which is what such a kernel does inside. For several rows,
-    oneDNN wants the weights in an order of its own (twice as fast for 8 rows); for one, they are
-    read fastest along their longer side.
+    in float32 and the result is rounded, which is what such a kernel does inside. In float32, for
+    several rows, oneDNN wants the weights in an order of its own (twice as fast for 8 rows). For
+    one row numpy's product reads them 1.3 to 1.6 times as fast as torch's.
     """
 
     def __init__(
@@ -193,15 +193,22 @@ class _Product:
         self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
         weight = _joined(weights, dtype).to(self.dtype)  # (out, in)
         self.bias = _joined(biases, dtype).to(self.dtype) if biases else None
-        few = on_cpu and rows > 1 and self.dtype == torch.float32
-        self.packed = few and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        is_float = on_cpu and self.dtype == torch.float32
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self.packed = is_float and rows > 1 and has_onednn
         if self.packed:
             weight = pack_weight(weight, rows)
-        elif on_cpu and rows == 1 and weight.shape[0] > weight.shape[1]:
-            weight = weight.t().contiguous().t()
+        self.matrix = None
+        if is_float and rows == 1:  # a copy, since numpy asks for huge pages
+            self.matrix = np.array(weight.numpy())
+            weight = torch.from_numpy(self.matrix)
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.matrix is not None and x.numel() == x.shape[-1]:
+            row = torch.from_numpy(self.matrix @ x.to(self.dtype).reshape(-1).numpy())
+            row = row if self.bias is None else row + self.bias
+            return row.view(*x.shape[:-1], -1).to(x.dtype)
         product = packed_linear if self.packed else F.linear
         return product(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
 
