@@ -42,7 +42,7 @@ class _Formats:
     @contextmanager
     def open(self, path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
         format = _find(path)
-        if format is None:  # it was there when it was detected
+        if format is None or format.open is None:  # it was there when it was detected
             raise CheckpointError(
                 f"{path}: its files have changed while the run began; start it again"
             )
@@ -62,13 +62,13 @@ class _Formats:
 
 
 def _find(path: Path) -> WeightFormat | None:
-    """Return the format of a path; None where it is ours or unknown."""
+    """Return the format of a path; None where it is ours, unknown, or written only."""
     try:
         inside = path.name.endswith(_OF_HUGGING_FACE) and FORMATS["hf"].detects(path.parent)
         format = FORMATS["hf" if inside else detect(path)]
     except (UserError, OSError):
         return None
-    return None if format is FORMATS["torch_gpt2"] else format
+    return None if format is FORMATS["torch_gpt2"] or format.open is None else format
 
 
 @dataclass(frozen=True)
