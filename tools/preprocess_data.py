@@ -175,17 +175,18 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
-        default="GPT2BPETokenizer",
         metavar="KIND",
-        help=f"kind of tokenizer: {', '.join(sorted(TOKENIZERS))} (byte-level BPE; default)",
+        help=f"kind of tokenizer: {', '.join(sorted(TOKENIZERS))}, or the name that Megatron or"
+        " transformers has for it; told from the files when left out",
     )
     group.add_argument(
         "--vocab-file",
         "--vocab",
+        "--tokenizer-model",
         required=True,
         type=Path,
         metavar="FILE",
-        help="vocab.json, or a folder with both files",
+        help="vocab.json, vocab.txt, a SentencePiece .model, tokenizer.json, or their folder",
     )
     group.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt")
     group.add_argument(
@@ -199,7 +200,8 @@ def _parser() -> argparse.ArgumentParser:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="put <|endoftext|> behind each document (default: on)",
+        help="put the tokenizer's marks around each document: <|endoftext|> behind it for GPT-2,"
+        " [MASK] before and [CLS] behind it for vocab.txt (default: on)",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")

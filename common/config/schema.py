@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
+
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 MOST = 2**40
@@ -248,18 +250,23 @@ class OptimizerConfig(Section):
 
 
 class TokenizerConfig(Section):
-    type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
-    """Kind of tokenizer."""
+    type: Annotated[
+        TokenizerKind | None,
+        BeforeValidator(kind_named, json_schema_input_type=Literal[*NAMES] | None),  # type: ignore[valid-type]
+    ] = None
+    """Kind of tokenizer, or the name that Megatron or transformers has for it; told from the files
+    when left out. BertWordLevel cuts Chinese into words, and must be named.
+    """
     folder: Text | None = None
-    """Folder with vocab.json and merges.txt (or encoder.json and vocab.bpe), instead of the two
-    files.
+    """Folder of the tokenizer's files (vocab.json and merges.txt, vocab.txt, a SentencePiece
+    .model, tokenizer.json), instead of naming them.
     """
     vocab_file: Text | None = None
-    """vocab.json or encoder.json."""
+    """vocab.json, encoder.json, vocab.txt, a SentencePiece .model or tokenizer.json."""
     merge_file: Text | None = None
     """merges.txt or vocab.bpe."""
     backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = "auto"
-    """Library that does the work; all give the same ids."""
+    """Library that does the work of GPT2BPETokenizer; all give the same ids."""
 
 
 def _as_list(value: Any) -> Any:

@@ -13,6 +13,7 @@ from common.dataset.blocks import Block
 from common.dataset.documents import Documents, documents_of
 from common.dataset.sentences import split_sentences
 from common.tokenizer import Framing, Tokenizer
+from common.tokenizer.lines import encode_documents
 
 _Ids = npt.NDArray[np.int32]
 _Sizes = npt.NDArray[np.int64]
@@ -63,7 +64,7 @@ def _encode(
     texts, counts = documents.texts, np.ones(len(documents.texts), dtype=np.int64)
     if rules.sentences:
         texts, counts = _sentences_of(documents, rules.keep_newlines)
-    packed = tokenizer.encode_packed(texts)
+    packed = encode_documents(tokenizer, texts)
     ids, sizes = packed.ids, packed.lengths
     if rules.frame and len(counts):
         ids, sizes = _frame(ids, sizes, counts, tokenizer.framing)

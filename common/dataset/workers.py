@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenizerChoice:
     """What ``load_tokenizer`` needs, so that every worker can load its own."""
 
-    kind: str
+    kind: str | None
     vocab_file: Path
     merge_file: Path | None
     backend: str

@@ -16,6 +16,7 @@ from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_documents, encode_prompt
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
 
@@ -52,11 +53,11 @@ class TextTask:
         detokenize = DETOKENIZERS[config.evaluation.detokenize]
         texts = [detokenize(text) for text in file.texts]
         if file.is_json:
-            encoded = tokenizer.encode_batch(texts)
+            encoded = encode_documents(tokenizer, texts).rows()
             start = np.array([tokenizer.eod_id], np.int32)
             streams = [np.concatenate((start, ids)) for ids in encoded]
         else:
-            encoded = streams = [tokenizer.encode(texts[0], allow_special=True)]
+            encoded = streams = [encode_prompt(tokenizer, texts[0])]
         window = config.model.seq_length
         stride = config.evaluation.stride or window
         rows = list(
@@ -72,12 +73,14 @@ class TextTask:
         rows = rows[:limit]
         if whole:
             size = sum(len(text.encode()) for text in file.texts)
-        elif config.evaluation.detokenize == "none":
+        elif config.evaluation.detokenize == "none" and tokenizer.unknown_id is None:
             size = sum(
                 len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
             )
         else:
-            size = 0  # which bytes of the file a part of the changed text stands for is not known
+            # which bytes of the file a part of a changed text, or an unknown token, stands for is
+            # not known
+            size = 0
         return cls(
             file=file,
             tokenizer_record=describe_tokenizer(tokenizer),

@@ -4,7 +4,6 @@ JSON lines or of plain text.
 
 from __future__ import annotations
 
-import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def write_continuations(
         for each in found:
             printer.finish(each, last=each.number == settings.num_sequences - 1)
             if file is not None:
-                text = tokenizer.decode(each.tokens)
+                text = tokenizer.stream(each.prompt.ids).push(each.tokens, final=True)
                 file.write(f"{each.prompt.text}{text}\n\n" if as_text else _json_line(each, text))
 
 
@@ -105,8 +104,8 @@ def _json_line(sequence: Continuation, text: str) -> str:
 
 
 class Printer:
-    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. Bytes that are not yet a whole
-    character wait for the next token.
+    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. What is not yet a whole
+    character waits for the next token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, numbered: bool) -> None:
@@ -114,21 +113,19 @@ class Printer:
         self._numbered = numbered
         self._shown: int | None = None
         """Tokens of the present sequence that are out; None before its first line."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(self, sequence: Continuation, final: bool = False) -> None:
         """Print what is new of ``sequence``."""
         text = ""
         if self._shown is None:
             self._shown = 0
+            self._stream = self._tokenizer.stream(sequence.prompt.ids)
             text = f"Prompt: {sequence.prompt.text}\n" if sequence.number == 0 else ""
             text += (
                 f"Generation{f' {sequence.number + 1}' if self._numbered else ''}:"
                 f" {sequence.prompt.text}"
             )
-        text += self._decoder.decode(
-            self._tokenizer.decode_bytes(sequence.tokens[self._shown :]), final
-        )
+        text += self._stream.push(sequence.tokens[self._shown :], final)
         self._shown = len(sequence.tokens)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"

@@ -10,6 +10,7 @@ from common.errors import ConfigError, DataError
 from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
 from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_prompt
 
 DEFAULT_NEW_TOKENS = 100
 
@@ -106,7 +107,7 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 def _encode(
     text: str, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int
 ) -> Prompt:
-    ids = tokenizer.encode(text, allow_special=True).tolist()  # as transformers' tokenizer does
+    ids = encode_prompt(tokenizer, text).tolist()  # special tokens too, as transformers does
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     room, most, least = (

@@ -5,16 +5,25 @@ does.
 from __future__ import annotations
 
 import os
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from common.config.tokenizer_kinds import kind_named
 from common.errors import TokenizerError
 from common.paths import looked_in
-from common.tokenizer.base import Framing, PackedIds, Tokenizer, TokenizerLoader
+from common.tokenizer.base import Framing, PackedIds, TextStream, Tokenizer, TokenizerLoader
+from common.tokenizer.recognise import file_in, kind_of_files
+
+if TYPE_CHECKING:
+    from common.tokenizer.text_tokenizer import TextTokenizer
 
 __all__ = [
     "TOKENIZERS",
     "Framing",
     "PackedIds",
+    "TextStream",
     "Tokenizer",
     "TokenizerLoader",
     "load_tokenizer",
@@ -35,7 +44,33 @@ def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> T
     )
 
 
-TOKENIZERS: dict[str, TokenizerLoader] = {"GPT2BPETokenizer": _load_gpt2_bpe}
+def _load_file(
+    kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str
+) -> Tokenizer:
+    """Load a kind of one file, by the class ``module.name`` of this package."""
+    if merge_file is not None:
+        raise TokenizerError(
+            f"{merge_file}: {kind} has no merges; leave the merge file out, or choose"
+            " GPT2BPETokenizer"
+        )
+    module, _, name = class_name.partition(".")
+    loader: type[TextTokenizer] = getattr(import_module(f"{__name__}.{module}"), name)
+    return loader.from_file(file_in(vocab_file, kind), kind)
+
+
+TOKENIZERS: dict[str, TokenizerLoader] = {
+    "GPT2BPETokenizer": _load_gpt2_bpe,
+    **{
+        kind: partial(_load_file, kind, class_name)
+        for kind, class_name in {
+            "BertWordPieceLowerCase": "bert.BertTokenizer",
+            "BertWordPieceCase": "bert.BertTokenizer",
+            "BertWordLevel": "bert.BertTokenizer",
+            "SentencePieceTokenizer": "sentencepiece_model.SentencePieceTokenizer",
+            "HuggingFaceTokenizer": "hugging_face.HuggingFaceTokenizer",
+        }.items()
+    },
+}
 """Kind -> loader. To add a tokenizer: one entry, whose loader imports its module when called."""
 
 
@@ -45,31 +80,35 @@ def require_files(*files: str | os.PathLike[str] | None) -> None:
         if file is not None and not Path(file).exists():
             raise TokenizerError(
                 f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json)"
-                " and the merges (merges.txt), or the folder that holds both"
+                " and the merges (merges.txt), vocab.txt, a SentencePiece .model or tokenizer.json,"
+                " or the folder that holds them"
             )
 
 
 def load_tokenizer(
-    kind: str,
+    kind: str | None,
     vocab_file: str | os.PathLike[str],
     merge_file: str | os.PathLike[str] | None = None,
     backend: str = "auto",
 ) -> Tokenizer:
-    """Build the tokenizer ``kind`` from its files.
+    """Build a tokenizer from its files.
 
+    kind: a key of ``TOKENIZERS`` or another system's name for it; None: told from the files.
     vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE
     merges, for kinds that have them.
     Raises TokenizerError for an unknown kind, broken files, or a backend that is missing.
     """
     require_files(vocab_file, merge_file)
-    loader = TOKENIZERS.get(kind)
+    vocab_file, merge_file = Path(vocab_file), None if merge_file is None else Path(merge_file)
+    known = kind_of_files(kind_named(kind), vocab_file, merge_file)
+    loader = TOKENIZERS.get(known)
     if loader is None:
         from difflib import get_close_matches
 
-        near = get_close_matches(kind, TOKENIZERS, n=1, cutoff=0.4)
+        near = get_close_matches(known, TOKENIZERS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise TokenizerError(
             f"tokenizer kind {kind!r} is not known; {hint}choose one of:"
             f" {', '.join(sorted(TOKENIZERS))}"
         )
-    return loader(Path(vocab_file), None if merge_file is None else Path(merge_file), backend)
+    return loader(vocab_file, merge_file, backend)

@@ -21,10 +21,14 @@ TokenIds = Iterable[int] | npt.NDArray[np.integer[Any]]
 class Framing:
     """Ids put around each document of a corpus. GPT-2 writes ``<|endoftext|>`` after a document and
     nothing before it.
+
+    newline: stands for the end of a line within a document, for tokenizers to which it is white
+    space; None where text keeps its line ends.
     """
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    newline: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,10 +54,19 @@ class PackedIds:
         return [self.ids[start:stop] for start, stop in pairwise(bounds)]
 
 
+class TextStream(Protocol):
+    """Text of a sequence of ids that grows."""
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        """Return the text that is sure once ``ids`` follow what was pushed before: never a part of
+        a character. final: nothing follows; return all that was held back.
+        """
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """Read by preprocessing, evaluation and generation. Framing is not added by ``encode*``:
-    whoever builds documents adds it.
+    whoever builds documents adds it (``common.tokenizer.lines`` for line ends).
     """
 
     @property
@@ -73,6 +86,12 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     @property
+    def unknown_id(self) -> int | None:
+        """The id of text that the vocabulary lacks, never to be generated; None where every text
+        has ids.
+        """
+
+    @property
     def framing(self) -> Framing: ...
     @property
     def sha256(self) -> str:
@@ -84,6 +103,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: TokenIds) -> str: ...
     def decode_bytes(self, ids: TokenIds) -> bytes: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Decode ids that follow ``after`` (a prompt's) as they come."""
 
 
 class TokenizerLoader(Protocol):

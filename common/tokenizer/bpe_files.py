@@ -15,13 +15,12 @@ from pathlib import Path
 
 from common.errors import TokenizerError
 from common.structured_files import (
-    MAX_JSON_BYTES,
     DuplicateKeyError,
     MalformedError,
     parse_json,
-    read_bytes,
     shown,
 )
+from common.tokenizer.text_files import read_vocabulary_text
 
 END_OF_TEXT = "<|endoftext|>"
 # Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
@@ -88,25 +87,7 @@ def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str
 
 
 def _read_text(path: Path, what: str) -> str:
-    try:
-        raw = read_bytes(path, limit=MAX_JSON_BYTES, error=TokenizerError)
-    except TokenizerError as error:
-        raise TokenizerError(f"{error}; expected the {what} of a GPT-2 tokenizer") from None
-    if not raw.strip():
-        raise TokenizerError(
-            f"{path}: is empty ({len(raw)} bytes); expected the {what} of a GPT-2 tokenizer; fetch"
-            " the file again"
-        )
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        column = error.start - raw.rfind(b"\n", 0, error.start)
-        raise TokenizerError(
-            f"{path}: line {line}, byte {column} of the line: 0x{raw[error.start]:02x} is not UTF-8"
-            f" ({error.reason}); expected the {what} of a GPT-2 tokenizer as UTF-8 text; fetch the"
-            " file again"
-        ) from None
+    return read_vocabulary_text(path, f"{what} of a GPT-2 tokenizer")
 
 
 def _place(text: str, token: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -18,23 +17,30 @@ from common.errors import TokenizerError
 from common.tokenizer.base import Framing, Ids, PackedIds, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import END_OF_TEXT, read_vocabulary
-
-_FILE_NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+from common.tokenizer.checks import (
+    checked_ids,
+    checked_text,
+    checked_texts,
+    decoded_texts,
+    refuse_surrogate,
+)
+from common.tokenizer.recognise import BPE_FILES
+from common.tokenizer.streams import ByteStream
 
 
 def files_in(folder: Path) -> tuple[Path, Path]:
     """Vocabulary and merges of a folder, under Hugging Face's names or OpenAI's. Raises
     TokenizerError.
     """
-    for vocab_name, merge_name in _FILE_NAMES:
+    for vocab_name, merge_name in BPE_FILES:
         if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
             return folder / vocab_name, folder / merge_name
     if not folder.is_dir():
         raise TokenizerError(
             f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path"
         )
-    present = [name for pair in _FILE_NAMES for name in pair if (folder / name).is_file()]
-    pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in _FILE_NAMES)
+    present = [name for pair in BPE_FILES for name in pair if (folder / name).is_file()]
+    pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in BPE_FILES)
     raise TokenizerError(
         f"{folder}: no GPT-2 vocabulary: looked for {pairs}, found"
         f" {', '.join(present) or 'none of them'}; copy the missing file there, or name both files"
@@ -97,6 +103,10 @@ class GPT2BPETokenizer:
         return self._eod_id
 
     @property
+    def unknown_id(self) -> None:
+        return None
+
+    @property
     def framing(self) -> Framing:
         return Framing(suffix=(self._eod_id,))
 
@@ -113,17 +123,13 @@ class GPT2BPETokenizer:
 
         Raises TokenizerError for a lone surrogate, with its position.
         """
-        if not isinstance(text, str):
-            raise TokenizerError(
-                f"encode: found {type(text).__name__}; expected str; use encode_batch for several"
-                " texts"
-            )
+        checked_text(text)
         if allow_special and END_OF_TEXT in text:
             return self._encode_with_special(text)
         try:
             return self._backend.encode_one(text)
         except (TypeError, UnicodeError) as error:
-            _refuse(text, "the text", error)
+            refuse_surrogate([text], error)
 
     def _encode_with_special(self, text: str) -> Ids:
         end = np.array([self._eod_id], dtype=np.int32)
@@ -139,7 +145,7 @@ class GPT2BPETokenizer:
 
         Raises TokenizerError for a lone surrogate, with the text and the position.
         """
-        return self._encode_strings(_strings(texts)).rows()
+        return self._encode_strings(checked_texts(texts)).rows()
 
     def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
         """Encode as ``encode_batch``, into one buffer with offsets: what preprocessing writes, and
@@ -147,35 +153,13 @@ class GPT2BPETokenizer:
 
         Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
         """
-        if len(texts) and isinstance(texts[0], bytes):
-            return self._encode_utf8(texts)  # type: ignore[arg-type]
-        return self._encode_strings(_strings(texts))
+        return self._encode_strings(decoded_texts(texts))
 
     def _encode_strings(self, texts: list[str]) -> PackedIds:
         try:
             return self._backend.encode_many(texts)
         except (TypeError, UnicodeError) as error:
-            for number, text in enumerate(texts):
-                if any("\ud800" <= char <= "\udfff" for char in text):
-                    _refuse(text, f"text {number} of the batch", error)
-            raise
-
-    def _encode_utf8(self, texts: Sequence[bytes]) -> PackedIds:
-        if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
-            raise TokenizerError(
-                "encode_packed: expected a sequence of bytes or of str, not of both"
-            )
-        strings: list[str] = []
-        for number, text in enumerate(texts):
-            try:
-                strings.append(text.decode())
-            except UnicodeDecodeError as error:
-                raise TokenizerError(
-                    f"text {number} of the batch, byte {error.start}: 0x{text[error.start]:02x} is"
-                    f" not UTF-8 ({error.reason}); convert the source to UTF-8, or decode it with"
-                    " errors='replace'"
-                ) from None
-        return self._backend.encode_many(strings)
+            refuse_surrogate(texts, error)
 
     def decode(self, ids: TokenIds) -> str:
         """Text of ``ids``. Bytes that are not whole characters, as at a cut, become U+FFFD. Raises
@@ -187,29 +171,17 @@ class GPT2BPETokenizer:
         """Bytes of ``ids``, exactly. Raises TokenizerError for an id outside 0 .. vocab_size - 1,
         with its position.
         """
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
-        if array.size == 0:
-            return b""
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise TokenizerError(
-                f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of"
-                " integer ids"
-            )
-        wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
-        if wrong.size:
-            at = int(wrong[0])
-            raise TokenizerError(
-                f"decode: id {array[at]} at position {at} is outside 0..{self.vocab_size - 1}; were"
-                " these ids made by another tokenizer, or drawn from the padded part of the"
-                " vocabulary?"
-            )
-        return b"".join(map(self._token_bytes.__getitem__, array.tolist()))
+        found = checked_ids(ids, self.vocab_size)
+        return b"".join(map(self._token_bytes.__getitem__, found))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one id stands for. Raises TokenizerError when it is outside the
         vocabulary.
         """
         return self.decode_bytes([token_id])
+
+    def stream(self, after: Sequence[int] = ()) -> ByteStream:
+        return ByteStream(self.decode_bytes)
 
     def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path, str]]:
         return type(self), (self.vocab_file, self.merge_file, self.backend)
@@ -219,33 +191,3 @@ class GPT2BPETokenizer:
             f"GPT2BPETokenizer({self.vocab_size} ids, backend={self.backend},"
             f" vocab_file={str(self.vocab_file)!r})"
         )
-
-
-def _strings(texts: object) -> list[str]:
-    # the usual case, without a step of Python a text
-    if isinstance(texts, list) and set(map(type, texts)) <= {str}:
-        return texts
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TokenizerError(
-            f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use"
-            " encode for one text"
-        )
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TokenizerError(
-                f"encode_batch: text {number} is {type(text).__name__}; expected str; use"
-                " encode_packed for UTF-8 bytes"
-            )
-    return list(texts)
-
-
-def _refuse(text: str, name: str, error: Exception) -> NoReturn:
-    at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-    if at is None:
-        raise error
-    line = text.count("\n", 0, at) + 1
-    raise TokenizerError(
-        f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is half a"
-        " character and has no UTF-8; read the source with its right encoding, or replace it with"
-        " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-    ) from None

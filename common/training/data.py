@@ -246,7 +246,8 @@ def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
         raise ConfigError(
-            "data.tokenizer is not given; set it to the folder of vocab.json and merges.txt"
+            "data.tokenizer is not given; set it to the folder of vocab.json and merges.txt, or of"
+            " vocab.txt, a SentencePiece .model or tokenizer.json"
         )
     return wish, source
 

@@ -4,7 +4,6 @@ those beside the weights, or those of the run, where they are still there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,17 +12,20 @@ from typing import Any
 from common.errors import ConfigError, TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
+from common.systems.hugging_face.tokenizer_files import FileTokenizer, files_of
 from common.systems.weights import Weights
-from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary, read_vocabulary
+from common.tokenizer import TOKENIZERS, load_tokenizer
+from common.tokenizer.bpe_files import BPEVocabulary, read_vocabulary
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+from common.tokenizer.recognise import kind_of_files
 
 TOKENIZER_FILES = {
     "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # as OpenAI calls them
     **{
         name: name
         for name in (
-            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json",
-            "special_tokens_map.json",
+            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json",
         )
     },
@@ -39,26 +41,29 @@ def put_tokenizer(folder: Path, weights: Weights) -> None:
         content = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         with atomic_write(folder / name) as copy:
             copy.write(content)
-    vocabulary = _of_run(weights)
-    if isinstance(vocabulary, BPEVocabulary):
-        write_tokenizer(folder, vocabulary, weights.model.max_positions or weights.model.seq_length)
+    tokenizer = _of_run(weights)
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
+        positions = weights.model.max_positions or weights.model.seq_length
+        for name, content in files_of(tokenizer, positions).items():
+            with atomic_write(folder / name) as copy:
+                copy.write(content)
 
 
 def without_tokenizer(weights: Weights) -> dict[str, str]:
     """Why what is written lacks the tokenizer of the run, if it does."""
-    vocabulary = _of_run(weights)
+    tokenizer = _of_run(weights)
     return (
-        {"tokenizer": f"files of the tokenizer: {vocabulary}"}
-        if isinstance(vocabulary, TokenizerError)
+        {"tokenizer": f"files of the tokenizer: {tokenizer}"}
+        if isinstance(tokenizer, TokenizerError)
         else {}
     )
 
 
 def end_of_text(weights: Weights) -> int | None:
     """Its id, as far as it is known."""
-    vocabulary = _of_run(weights)
-    if isinstance(vocabulary, BPEVocabulary):
-        return vocabulary.eod_id
+    tokenizer = _of_run(weights)
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
+        return tokenizer.eod_id
     named = 50256 if weights.model.vocab_size == 50257 else None
     with suppress(ConfigError):  # not from transformers
         named = read_json_mapping(_folder_of(weights) / "config.json", finite=False).get(
@@ -81,7 +86,7 @@ def _beside(weights: Weights) -> dict[str, Path]:
     }
 
 
-def _of_run(weights: Weights) -> BPEVocabulary | TokenizerError | None:
+def _of_run(weights: Weights) -> BPEVocabulary | FileTokenizer | TokenizerError | None:
     """The tokenizer of the run, or why its files do not serve; None where there was none, or files
     lie beside the weights.
     """
@@ -93,50 +98,41 @@ def _of_run(weights: Weights) -> BPEVocabulary | TokenizerError | None:
         return error
 
 
-def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary:
+def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary | FileTokenizer:
     """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from
     here. Raises TokenizerError unless the files are there and their content is what the run was
     trained with.
     """
-    kind = record.get("kind", record.get("type"))
-    if kind != GPT2BPETokenizer.kind:
-        raise TokenizerError(
-            f"the run's tokenizer is {kind}; expected {GPT2BPETokenizer.kind}; copy its files there"
-            " yourself"
-        )
+    kind = record.get("kind") or record.get("type")
     source, merge_file = record.get("vocab_file") or record.get("folder"), record.get("merge_file")
     if not source:
         raise TokenizerError(
-            "data.tokenizer of the run's config names none; copy vocab.json and merges.txt there"
-            " yourself"
+            "data.tokenizer of the run's config names none; copy vocab.json and merges.txt, or what"
+            " else it was, there yourself"
         )
-    files = (
-        (Path(str(source)), Path(str(merge_file))) if merge_file else files_in(Path(str(source)))
-    )
-    vocabulary = read_vocabulary(*files)
-    if vocabulary.sha256 != record.get("sha256"):
+    path = Path(str(source))
+    kind = kind_of_files(kind, path, merge_file)
+    if kind not in TOKENIZERS:
         raise TokenizerError(
-            f"{files[0]}: its content (sha256 {vocabulary.sha256[:12]}) is not what the run"
-            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy the vocab.json and"
-            " merges.txt that it was trained with there yourself"
+            f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files"
+            " there yourself"
         )
-    return vocabulary
-
-
-def write_tokenizer(folder: Path, vocabulary: BPEVocabulary, positions: int) -> None:
-    """vocab.json, merges.txt with the header that some readers skip unseen, and
-    tokenizer_config.json. Raises StorageError.
-    """
-    config = {
-        "tokenizer_class": "GPT2Tokenizer", "model_max_length": positions,
-        "add_prefix_space": False, "clean_up_tokenization_spaces": False,
-        "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
-    }  # fmt: skip
-    merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)
-    for name, text in {
-        "vocab.json": json.dumps(vocabulary.ids, ensure_ascii=False),
-        "merges.txt": f"#version: 0.2\n{merges}",
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }.items():
-        with atomic_write(folder / name, "w") as file:
-            file.write(text)
+    tokenizer: BPEVocabulary | FileTokenizer
+    if kind == GPT2BPETokenizer.kind:
+        files = (path, Path(str(merge_file))) if merge_file else files_in(path)
+        path, tokenizer = files[0], read_vocabulary(*files)
+    else:
+        found = load_tokenizer(kind, path)
+        if not isinstance(found, FileTokenizer):
+            raise TokenizerError(
+                f"the run's tokenizer is {kind}, and {path} is {found.kind}; copy its files there"
+                " yourself"
+            )
+        path, tokenizer = found.file, found
+    if tokenizer.sha256 != record.get("sha256"):
+        raise TokenizerError(
+            f"{path}: its content (sha256 {tokenizer.sha256[:12]}) is not what the run"
+            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy what it was trained with"
+            " there yourself"
+        )
+    return tokenizer

@@ -2,16 +2,22 @@
 
 import numpy as np
 
-from common.tokenizer.base import Ids
+from common.tokenizer.base import Framing, Ids, PackedIds
 
 
 class Characters:
     kind, sha256, vocab_size, eod_id = "Characters", "0" * 64, 101, 100
+    framing, unknown_id = Framing(suffix=(100,)), None
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
         parts = text.split("<|endoftext|>") if allow_special else [text]
         ids = [[min(ord(character) - 9, 99) for character in part] for part in parts]
         return np.array([*ids[0], *(each for part in ids[1:] for each in (100, *part))], np.int32)
+
+    def encode_packed(self, texts: list[str]) -> PackedIds:
+        rows = self.encode_batch(texts)
+        offsets = np.cumsum([0, *map(len, rows)])
+        return PackedIds(ids=np.concatenate(rows), offsets=offsets)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         return [self.encode(text) for text in texts]

@@ -19,6 +19,7 @@ from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
+from common.tokenizer.streams import ByteStream
 
 END = 256
 
@@ -33,6 +34,9 @@ class Bytes:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
+
+    def stream(self, after: Sequence[int] = ()) -> ByteStream:
+        return ByteStream(self.decode_bytes)
 
 
 class Script:

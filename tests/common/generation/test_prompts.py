@@ -13,10 +13,13 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
 from common.generation.prompts import encode_prompts, read_prompts
 from common.resolve.derive import resolve_config
+from common.tokenizer import Framing
 
 
 class Letters:
     """A tokenizer of one id a byte."""
+
+    framing = Framing()
 
     def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

@@ -1,0 +1,100 @@
+"""BERT's tokenizer over vocab.txt: a character of Chinese is a token, other words are cut into
+pieces. The ids are those of transformers' BertTokenizer.
+
+Source of the algorithm: google-research/bert, tokenization.py. The frame of documents and the
+spelling of decoded text are those of GPT2-Chinese (train.py, generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from common.tokenizer.base import Framing, PackedIds, TokenIds
+from common.tokenizer.bert_files import CONTINUES, SPECIAL, BertVocabulary, read_bert_vocabulary
+from common.tokenizer.characters import CharacterEncoder, is_chinese
+from common.tokenizer.checks import checked_ids
+from common.tokenizer.text_tokenizer import TextTokenizer
+from common.tokenizer.words import WordLevelEncoder
+
+_SPOKEN = {"[MASK]": "", "[PAD]": "", "[CLS]": "\n\n", "[SEP]": "\n"}
+
+
+class BertTokenizer(TextTokenizer):
+    """Documents are ``[MASK] ... [CLS]``, with ``[SEP]`` between lines."""
+
+    def __init__(
+        self,
+        file: Path,
+        kind: str,
+        vocabulary: BertVocabulary,
+        encode_many: Callable[[list[str]], PackedIds],
+        backend: str,
+    ) -> None:
+        ids = vocabulary.ids
+        super().__init__(
+            file,
+            kind=kind,
+            backend=backend,
+            vocab_size=len(vocabulary.tokens),
+            sha256=vocabulary.sha256(kind),
+            special={token: ids[token] for token in SPECIAL},
+            framing=Framing(prefix=(ids["[MASK]"],), suffix=(ids["[CLS]"],), newline=ids["[SEP]"]),
+            unknown_id=ids["[UNK]"],
+        )
+        self.vocabulary = vocabulary
+        self._run = encode_many
+
+    @classmethod
+    def from_file(cls, file: Path, kind: str) -> Self:
+        """kind: BertWordPieceLowerCase, BertWordPieceCase or BertWordLevel."""
+        vocabulary = read_bert_vocabulary(file)
+        if kind == "BertWordLevel":
+            return cls(file, kind, vocabulary, WordLevelEncoder(vocabulary).encode_many, "rjieba")
+        characters = CharacterEncoder(vocabulary, lower_case=kind != "BertWordPieceCase")
+        return cls(file, kind, vocabulary, characters.encode_many, "tokenizers")
+
+    def _encode_many(self, texts: list[str]) -> PackedIds:
+        return self._run(texts)
+
+    def decode(self, ids: TokenIds) -> str:
+        return self.stream().push(checked_ids(ids, self.vocab_size), final=True)
+
+    def stream(self, after: Sequence[int] = ()) -> _Joiner:
+        return _Joiner(self.vocabulary.tokens, after)
+
+
+class _Joiner:
+    """Joins pieces into text: Chinese without spaces, words of letters and numbers with one
+    between them. No id is a part of a character, so nothing is held back.
+    """
+
+    def __init__(self, tokens: tuple[str, ...], after: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._last = tokens[after[-1]][-1:] if after else ""
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        spoken: list[str] = []
+        for token_id in checked_ids(ids, len(self._tokens)):
+            token = self._tokens[token_id]
+            if token.startswith(CONTINUES) and len(token) > len(CONTINUES):
+                token = token[len(CONTINUES) :]
+            elif _are_words(self._last, token[:1]):
+                spoken.append(" ")
+            spoken.append(_SPOKEN.get(token, token))
+            self._last = token[-1:]
+        return "".join(spoken)
+
+
+def _are_words(left: str, right: str) -> bool:
+    """Whether the last character of a token and the first one of the next belong to words that are
+    written apart; two numbers are not, since a word-level vocabulary has single digits.
+    """
+    return (
+        left.isalnum()
+        and right.isalnum()
+        and not (left.isdigit() and right.isdigit())
+        and not is_chinese(left)
+        and not is_chinese(right)
+    )

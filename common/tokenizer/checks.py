@@ -1,0 +1,101 @@
+"""What every tokenizer of a foreign library refuses in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from common.errors import TokenizerError
+from common.tokenizer.base import TokenIds
+
+
+def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
+    """Return ids to decode as a list. Raises TokenizerError for one outside 0 .. vocab_size - 1,
+    with its position.
+    """
+    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenizerError(
+            f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of"
+            " integer ids"
+        )
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if wrong.size:
+        at = int(wrong[0])
+        raise TokenizerError(
+            f"decode: id {array[at]} at position {at} is outside 0..{vocab_size - 1}; were"
+            " these ids made by another tokenizer, or drawn from the padded part of the"
+            " vocabulary?"
+        )
+    found: list[int] = array.tolist()
+    return found
+
+
+def checked_texts(texts: object) -> list[str]:
+    """Return texts to encode as a list. Raises TokenizerError for what is no sequence of str."""
+    # the usual case, without a step of Python a text
+    if isinstance(texts, list) and set(map(type, texts)) <= {str}:
+        return texts
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise TokenizerError(
+            f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use"
+            " encode for one text"
+        )
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TokenizerError(
+                f"encode_batch: text {number} is {type(text).__name__}; expected str; use"
+                " encode_packed for UTF-8 bytes"
+            )
+    return list(texts)
+
+
+def checked_text(text: object) -> str:
+    """Return a text to encode. Raises TokenizerError for what is no str."""
+    if not isinstance(text, str):
+        raise TokenizerError(
+            f"encode: found {type(text).__name__}; expected str; use encode_batch for several texts"
+        )
+    return text
+
+
+def decoded_texts(texts: Sequence[str] | Sequence[bytes]) -> list[str]:
+    """Return texts, or bytes as UTF-8. Raises TokenizerError with the text and the byte."""
+    if not len(texts) or not isinstance(texts[0], bytes):
+        return checked_texts(texts)
+    if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
+        raise TokenizerError("encode_packed: expected a sequence of bytes or of str, not of both")
+    strings: list[str] = []
+    for number, raw in enumerate(texts):
+        assert isinstance(raw, bytes)
+        try:
+            strings.append(raw.decode())
+        except UnicodeDecodeError as error:
+            raise TokenizerError(
+                f"text {number} of the batch, byte {error.start}: 0x{raw[error.start]:02x} is"
+                f" not UTF-8 ({error.reason}); convert the source to UTF-8, or decode it with"
+                " errors='replace'"
+            ) from None
+    return strings
+
+
+def refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
+    """Raise TokenizerError with the place of the lone surrogate that a library refused, or
+    ``error`` where there is none.
+    """
+    for number, text in enumerate(texts):
+        at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if at is None:
+            continue
+        name = "the text" if len(texts) == 1 else f"text {number} of the batch"
+        line = text.count("\n", 0, at) + 1
+        raise TokenizerError(
+            f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is"
+            " half a character and has no UTF-8; read the source with its right encoding, or"
+            " replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
+    raise error

@@ -1,0 +1,91 @@
+"""Which kind of tokenizer files are, and which file of a folder holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import TokenizerError
+from common.structured_files import read_json_mapping
+
+BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+"""Names of a GPT-2 vocabulary and its merges: Hugging Face's and OpenAI's."""
+_FILE_OF = {
+    "BertWordPieceLowerCase": "vocab.txt",
+    "BertWordPieceCase": "vocab.txt",
+    "BertWordLevel": "vocab.txt",
+    "SentencePieceTokenizer": "*.model",
+    "HuggingFaceTokenizer": "tokenizer.json",
+}
+"""Kind -> its one file, in a folder."""
+_EXPECTED = (
+    "vocab.json with merges.txt, encoder.json with vocab.bpe, vocab.txt, one SentencePiece .model"
+    " or tokenizer.json"
+)
+
+
+CONFIG = "tokenizer_config.json"
+WORDS = {"word_segmenter": "jieba"}
+"""Says in tokenizer_config.json that a vocab.txt is one of words."""
+_NAMES = ("vocab.txt", "*.model", "tokenizer.json")
+"""Files that hold a tokenizer whole, the one that is preferred first."""
+
+
+def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
+    """Return ``kind``, or where it is None the kind of the files. Raises TokenizerError for files
+    that are none.
+
+    source: the vocabulary, or the folder of the files.
+    """
+    if kind is not None:
+        return kind
+    if merge_file is not None:
+        return "GPT2BPETokenizer"
+    if source.is_dir():
+        if any(all((source / name).is_file() for name in pair) for pair in BPE_FILES):
+            return "GPT2BPETokenizer"
+        file = next(filter(None, (_only(source, name) for name in _NAMES)), None)
+        if file is None:
+            raise TokenizerError(
+                f"{source}: no vocabulary: looked for {_EXPECTED}; copy the missing file there, or"
+                " name the files"
+            )
+        source = file
+    if source.suffix == ".model":
+        return "SentencePieceTokenizer"
+    if source.name in ("vocab.json", "encoder.json"):
+        return "GPT2BPETokenizer"  # which asks for the merges
+    if source.suffix == ".json":
+        return "HuggingFaceTokenizer"
+    return _kind_of_vocab_txt(source)
+
+
+def _kind_of_vocab_txt(file: Path) -> str:
+    """Return what tokenizer_config.json beside a vocab.txt says; without one it is lower-cased, as
+    transformers' BertTokenizer does.
+    """
+    config = file.parent / CONFIG
+    settings = (
+        read_json_mapping(config, error=TokenizerError, finite=False) if config.is_file() else {}
+    )
+    if WORDS.items() <= settings.items():
+        return "BertWordLevel"
+    cased = settings.get("do_lower_case", True) is False
+    return "BertWordPieceCase" if cased else "BertWordPieceLowerCase"
+
+
+def file_in(source: Path, kind: str) -> Path:
+    """Return the file of a kind, in a folder or given itself. Raises TokenizerError."""
+    if not source.is_dir():
+        return source
+    if found := _only(source, _FILE_OF[kind]):
+        return found
+    present = sorted(entry.name for entry in source.iterdir() if entry.is_file())[:8]
+    raise TokenizerError(
+        f"{source}: {kind} needs {_FILE_OF[kind]} there, exactly one; found"
+        f" {', '.join(present) or 'no file'}; name the file"
+    )
+
+
+def _only(folder: Path, pattern: str) -> Path | None:
+    found = [path for path in folder.glob(pattern) if path.is_file()]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,85 @@
+"""SentencePiece models, by the library ``sentencepiece``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from common.errors import TokenizerError
+from common.structured_files import MAX_JSON_BYTES, read_bytes
+from common.tokenizer.base import PackedIds, TokenIds
+from common.tokenizer.checks import checked_ids
+from common.tokenizer.marks import framing_of
+from common.tokenizer.streams import WindowStream
+from common.tokenizer.text_tokenizer import TextTokenizer, pack
+
+
+class SentencePieceTokenizer(TextTokenizer):
+    """Documents end with the model's end of sequence, or have GPT2-Chinese's frame where the model
+    has its pieces ``[MASK] [CLS] [SEP]``.
+    """
+
+    def __init__(self, file: Path, kind: str, processor: Any, sha256: str) -> None:
+        self._processor = processor
+        special = {
+            processor.id_to_piece(number): number
+            for number in range(processor.get_piece_size())
+            if processor.is_control(number)
+        } | {
+            piece: processor.piece_to_id(piece)
+            for piece in ("[MASK]", "[CLS]", "[SEP]")
+            if processor.piece_to_id(piece) != processor.unk_id()
+        }
+        eos = processor.eos_id()
+        framing = framing_of(special, file, processor.id_to_piece(eos) if eos >= 0 else None)
+        super().__init__(
+            file,
+            kind=kind,
+            backend="sentencepiece",
+            vocab_size=processor.get_piece_size(),
+            sha256=sha256,
+            special=special,
+            framing=framing,
+            unknown_id=processor.unk_id(),
+        )
+
+    @classmethod
+    def from_file(cls, file: Path, kind: str) -> Self:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise TokenizerError(
+                f"{file}: a SentencePiece model needs sentencepiece, which is not installed"
+                f" ({error}); install it with: pip install sentencepiece (the extra 'chinese' of"
+                " this project)"
+            ) from None
+        raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.load_from_serialized_proto(raw)
+            pieces = processor.get_piece_size()
+        except (RuntimeError, OSError, ValueError) as error:
+            pieces = 0
+            reason = str(error).splitlines()[0][:200] if str(error) else "no reason given"
+        else:
+            reason = "it holds no pieces"
+        if not pieces:
+            raise TokenizerError(
+                f"{file}: is no SentencePiece model ({len(raw)} bytes; {reason}); expected the"
+                " .model that SentencePiece's trainer wrote; fetch the file again"
+            )
+        return cls(file, kind, processor, hashlib.sha256(raw).hexdigest())
+
+    def _encode_many(self, texts: list[str]) -> PackedIds:
+        for text in texts:
+            text.isascii() or text.encode()  # a lone surrogate raises here, before the library
+        return pack(self._processor.encode(texts, out_type=int, num_threads=1) if texts else [])
+
+    def decode(self, ids: TokenIds) -> str:
+        text: str = self._processor.decode(checked_ids(ids, self.vocab_size))
+        return text
+
+    def stream(self, after: Sequence[int] = ()) -> WindowStream:
+        return WindowStream(self.decode, after)

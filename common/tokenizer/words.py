@@ -1,0 +1,105 @@
+"""Words to the ids of their pieces, each once; and Chinese text to words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TokenizerError
+from common.tokenizer.base import Ids, PackedIds
+from common.tokenizer.bert_files import BertVocabulary
+
+_CACHED_WORDS = 1 << 18
+_CACHED_LENGTH = 32
+_FEW = 16
+
+
+class WordEncoder:
+    """WordPiece of runs of text, by the library ``tokenizers``; frequent runs are remembered.
+
+    split_chinese: make a word of each Chinese character, as BERT does.
+    """
+
+    def __init__(
+        self, vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool
+    ) -> None:
+        self.model = build_wordpiece(vocabulary, lower_case=lower_case, split_chinese=split_chinese)
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, words: Sequence[str]) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Ids of the words, one after another, and how many each has."""
+        known = self._cache
+        new = list({word: None for word in words if word not in known})
+        found = dict(zip(new, self._pieces(new), strict=True))
+        rows = [known[word] if word in known else found[word] for word in words]
+        short = {word: ids for word, ids in found.items() if len(word) <= _CACHED_LENGTH}
+        # one assignment, so that other threads find the old words or the new ones
+        self._cache = short if len(known) > _CACHED_WORDS else known | short if short else known
+        counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum()))
+        return flat, counts
+
+    def _pieces(self, words: list[str]) -> list[list[int]]:
+        if len(words) < _FEW:  # the library warns in every forked child once it has used threads
+            return [self.model.encode(word).ids for word in words]
+        return [encoding.ids for encoding in self.model.encode_batch_fast(words)]
+
+
+def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool) -> Any:
+    """A tokenizer of ``tokenizers`` with the settings of transformers' BertTokenizer and without
+    special tokens, which are ordinary text to it.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    model = Tokenizer(models.WordPiece(vocabulary.ids, unk_token="[UNK]"))  # noqa: S106
+    model.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=split_chinese,
+        strip_accents=None,
+        lowercase=lower_case,
+    )
+    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return model
+
+
+class WordLevelEncoder:
+    """Chinese words and their ids: text is cut by jieba's dictionary, digits stand alone, and a
+    word that the vocabulary lacks is cut into pieces or is ``[UNK]``.
+
+    Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which cuts by thulac.
+    """
+
+    def __init__(self, vocabulary: BertVocabulary) -> None:
+        try:
+            import rjieba
+        except ImportError as error:
+            raise TokenizerError(
+                f"BertWordLevel cuts Chinese into words with rjieba, which is not installed"
+                f" ({error}); install it with: pip install rjieba (the extra 'chinese' of this"
+                " project), or take the type BertWordPieceLowerCase"
+            ) from None
+        from tokenizers.normalizers import BertNormalizer
+
+        self._cut = rjieba.cut
+        self._clean = BertNormalizer(
+            clean_text=True, handle_chinese_chars=False, strip_accents=False, lowercase=False
+        ).normalize_str
+        self._words = WordEncoder(vocabulary, lower_case=True, split_chinese=False)
+
+    def encode_many(self, texts: list[str]) -> PackedIds:
+        words: list[str] = []
+        stops = [0]
+        for text in texts:
+            words += self._cut(_DIGIT.sub(r" \g<0> ", self._clean(text)))
+            stops.append(len(words))
+        ids, counts = self._words.encode(words)
+        offsets = np.concatenate([[0], np.cumsum(counts)])[stops]
+        return PackedIds(ids=ids, offsets=offsets.astype(np.int64))
+
+
+_DIGIT = re.compile(r"\d")
