@@ -5,6 +5,8 @@ into MindSpore's MindRecord.
             --vocab-file vocab.json --merge-file merges.txt
     ... --format fleetx
         PREFIX_{key}_document{_ids.npy,_idx.npz}, as PaddleFleetX reads
+    ... --format pieces --num-pieces 100
+        PREFIX_{0 ... 99}.txt of ids, as GPT2-Chinese reads; --input-format ids reads them
     ... --format mindrecord --seq-length 1024 [--num-splits N]
         PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
 
@@ -32,6 +34,7 @@ if __name__ == "__main__":
 
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
+from common.dataset.encodings import checked_encoding
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
@@ -43,6 +46,7 @@ from common.log import progress_bar
 from common.tokenizer import TOKENIZERS
 
 DEFAULT_SEQ_LENGTH = 1024
+DEFAULT_PIECES = 100
 _SEPARATORS = {
     DocumentRule.BLANK_LINE: "each blank line ended a document",
     DocumentRule.LINE: "each line was a document",
@@ -72,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             result = preprocess(options, display)
             endings = "_ids.npy/_idx.npz" if arguments.format == "fleetx" else ".bin/.idx"
             pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
+            if arguments.format == "pieces":
+                pairs = f"{options.output_prefix}_{{0 ... {options.pieces - 1}}}.txt"
             files = f"{pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
     except GPT2Error as error:
         display.close()
@@ -96,8 +102,9 @@ def _set(found: RecordSet, seq_length: int) -> str:
 
 
 def _counts(done: Progress) -> str:
+    short = f", {done.short} short ones" if done.short else ""
     return (
-        f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents"
+        f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents{short}"
         f" skipped, {done.seconds:.1f} s ({done.rates()})"
     )
 
@@ -133,12 +140,26 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help=".txt, .jsonl, .json (array), each also .gz",
+        help=".txt, .jsonl, .json (array), each also .gz; with --input-format ids also a folder",
     )
     group.add_argument(
         "--input-format",
         choices=[item.value for item in CorpusFormat],
         help="do not judge the format by content",
+    )
+    group.add_argument(
+        "--encoding",
+        default="utf-8",
+        metavar="NAME",
+        help="of the input, such as gbk, big5 or utf-16 (default: utf-8)",
+    )
+    group.add_argument(
+        "--min-length",
+        "--min_length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out documents of N characters or fewer (default: 0)",
     )
     group.add_argument(
         "--json-keys",
@@ -176,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tokenizer-type",
         metavar="KIND",
-        help=f"kind of tokenizer: {', '.join(sorted(TOKENIZERS))}, or the name that Megatron or"
+        help=f"kind of tokenizer: {', '.join(TOKENIZERS)}, or the name that Megatron or"
         " transformers has for it; told from the files when left out",
     )
     group.add_argument(
@@ -207,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
     group.add_argument(
         "--format",
-        choices=("indexed", "fleetx", "mindrecord"),
+        choices=("indexed", "fleetx", "pieces", "mindrecord"),
         default="indexed",
         help="default: indexed, a .bin/.idx pair",
     )
@@ -222,6 +243,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="mindrecord: files to spread the rows over (default: 1)",
+    )
+    group.add_argument(
+        "--num-pieces",
+        "--num_pieces",
+        type=int,
+        metavar="N",
+        help="pieces: files to divide the documents over (default: 100)",
     )
     group.add_argument(
         "--dataset-impl",
@@ -250,7 +278,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
     mindrecord = args.format == "mindrecord"
     small = [
         name
-        for name in ("seq_length", "num_splits")
+        for name in ("seq_length", "num_splits", "num_pieces")
         if (value := getattr(args, name)) is not None and value < 1
     ]
     refusals = (
@@ -274,11 +302,19 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             " leave one of them out",
         ),
         (
-            mindrecord and small,
+            bool(small),
             "".join(
                 f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more"
                 for name in small[:1]
             ),
+        ),
+        (
+            args.num_pieces is not None and args.format != "pieces",
+            "--num-pieces only means something with --format pieces",
+        ),
+        (
+            args.min_length < 0,
+            f"--min-length={args.min_length}: expected 0 or more",
         ),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),
@@ -299,7 +335,10 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             backend=args.tokenizer_backend,
         ),
         json_keys=tuple(args.json_keys),
-        format="fleetx" if args.format == "fleetx" else "indexed",
+        encoding=checked_encoding(args.encoding),
+        min_length=args.min_length,
+        format=args.format if args.format in ("fleetx", "pieces") else "indexed",
+        pieces=args.num_pieces or DEFAULT_PIECES,
         input_format=CorpusFormat(args.input_format) if args.input_format else None,
         documents=DocumentRule(args.documents),
         append_eod=args.append_eod,

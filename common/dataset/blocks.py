@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,9 +72,10 @@ def read_blocks(
     keys: tuple[str, ...],
     block_bytes: int = BLOCK_BYTES,
     document_bytes: int = DOCUMENT_BYTES,
+    end_id: int | None = None,
 ) -> Iterator[Block]:
     """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``:
-    always the whole file).
+    always the whole file). end_id: ends the documents of a file of ids.
 
     Raises DataError for a broken array, an item without its key (MissingKeyError), a broken gzip
     stream, and where a document has more than ``document_bytes``.
@@ -83,7 +85,13 @@ def read_blocks(
         if corpus.format is CorpusFormat.ARRAY:
             pieces = _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
         else:
-            last_border = _LAST_BORDER[rule] if corpus.format is CorpusFormat.TEXT else _after_line
+            last_border = (
+                _LAST_BORDER[rule]
+                if corpus.format is CorpusFormat.TEXT
+                else partial(_after_mark, f" {end_id} ".encode())
+                if corpus.format is CorpusFormat.IDS
+                else _after_line
+            )
             pieces = _byte_blocks(file, last_border, block_bytes, document_bytes)
         line, offset, read = 1, 0, 0
         try:
@@ -217,8 +225,7 @@ def _after_blank_line(buffer: bytes) -> int:
     return border
 
 
-def _after_end_of_text(buffer: bytes) -> int:
-    mark = END_OF_TEXT.encode()
+def _after_mark(mark: bytes, buffer: bytes) -> int:
     at = buffer.rfind(mark)
     return at + len(mark) if at >= 0 else 0
 
@@ -231,5 +238,5 @@ _LAST_BORDER: dict[DocumentRule, Callable[[bytes], int]] = {
     DocumentRule.BLANK_LINE: _after_blank_line,
     DocumentRule.LINE: _after_line,
     DocumentRule.FILE: _never,
-    DocumentRule.EOT: _after_end_of_text,
+    DocumentRule.EOT: partial(_after_mark, END_OF_TEXT.encode()),
 }

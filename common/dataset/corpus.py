@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from common.dataset.encodings import Recoded
 from common.errors import DataError
 from common.files import open_input, reading
 from common.paths import looked_in
@@ -21,6 +22,7 @@ from common.structured_files import MalformedError, parse_json_item, parse_json_
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
+UTF_8 = "utf-8"
 _JSON_NAMES = (".json", ".jsonl", ".ndjson")
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -29,23 +31,28 @@ class CorpusFormat(enum.Enum):
     TEXT = "text"
     JSONL = "jsonl"
     ARRAY = "array"
+    IDS = "ids"
 
 
 _WORDS = {
     CorpusFormat.TEXT: "plain text",
     CorpusFormat.JSONL: "JSON Lines (one object per line)",
     CorpusFormat.ARRAY: "a JSON array",
+    CorpusFormat.IDS: "ids",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """One input file. size: bytes on disk (compressed, when it is gzipped)."""
+    """One input file. size: bytes on disk (compressed, when it is gzipped). encoding: a codec of
+    Python; blocks are UTF-8 whatever it is.
+    """
 
     path: Path
     format: CorpusFormat
     size: int
     gzipped: bool
+    encoding: str = UTF_8
 
     @contextmanager
     def open(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
@@ -55,12 +62,15 @@ class Corpus:
         Raises DataError when the gzip stream breaks inside the block.
         """
         with open_input(self.path, DataError) as raw, _readable(self.path):
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw, raw
+            file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw
+            if self.encoding != UTF_8:
+                file = cast(BinaryIO, Recoded(file, self.path, self.encoding))
+            yield file, raw
 
 
-def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
+def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = UTF_8) -> Corpus:
     """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the
-    judgement.
+    judgement. encoding: of the text, as ``encodings.checked_encoding`` names it.
 
     Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list
     of texts.
@@ -78,16 +88,16 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
         raw.seek(0)
         head = (gzip.GzipFile(fileobj=raw) if gzipped else raw).read(_HEAD_BYTES)
     complete = len(head) < _HEAD_BYTES
-    if complete and not head.strip():
+    if complete and not head.strip() and forced is not CorpusFormat.IDS:
         raise DataError(f"{path}: is empty; a corpus needs text")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if encoding == UTF_8 and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
-            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; convert it:"
-            " iconv -f UTF-16 -t UTF-8"
+            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; say"
+            " --encoding utf-16, or convert it: iconv -f UTF-16 -t UTF-8"
         )
     name = path.with_suffix("") if path.suffix == ".gz" else path
     chosen = forced or _judge(
-        path, head.decode("utf-8", "ignore"), complete, name.suffix.lower() in _JSON_NAMES
+        path, head.decode(encoding, "ignore"), complete, name.suffix.lower() in _JSON_NAMES
     )
     why = "as asked" if forced else "by content"
     if not forced and (chosen is CorpusFormat.TEXT) == (name.suffix.lower() in _JSON_NAMES):
@@ -101,7 +111,9 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None) -> Corpus:
         _log.info(
             "%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else ""
         )
-    return Corpus(path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped)
+    return Corpus(
+        path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped, encoding=encoding
+    )
 
 
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:

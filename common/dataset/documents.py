@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
 from common.dataset.corpus import CorpusFormat
+from common.dataset.encodings import advice
 from common.dataset.limits import check_words
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
@@ -17,11 +18,12 @@ _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """texts: those that hold more than white space, in order. empty: how many did not. size: bytes
-    of text.
+    """texts: those that hold more than white space, in order. places: of these among all documents
+    of the block. empty: how many did not. size: bytes of text.
     """
 
     texts: list[str]
+    places: list[int]
     empty: int
     size: int
 
@@ -59,9 +61,16 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
         if _SPACES_ONLY.search(data):
             text = _BLANK_LINES.sub("\n\n", text)
         pieces = [part.strip("\n") for part in text.split("\n\n")]
-    texts = [piece for piece in pieces if piece and not piece.isspace()]
-    empty = 0 if rule is DocumentRule.BLANK_LINE else len(pieces) - len(texts)
-    return Documents(texts=texts, empty=empty, size=len(data))
+    if rule is DocumentRule.BLANK_LINE:  # nothing between two borders is no document
+        pieces = [piece for piece in pieces if piece and not piece.isspace()]
+    texts, places = _kept(pieces)
+    return Documents(texts=texts, places=places, empty=len(pieces) - len(texts), size=len(data))
+
+
+def _kept(texts: list[str]) -> tuple[list[str], list[int]]:
+    """Return the texts that hold more than white space, and their places."""
+    places = [place for place, text in enumerate(texts) if text and not text.isspace()]
+    return texts if len(places) == len(texts) else [texts[place] for place in places], places
 
 
 def _place(block: Block, word: str) -> str:
@@ -71,7 +80,7 @@ def _place(block: Block, word: str) -> str:
 
 
 def _from_strings(texts: list[str]) -> Documents:
-    kept = [text for text in texts if text and not text.isspace()]
+    kept, places = _kept(texts)
     try:
         size = len("".join(kept).encode())
     except UnicodeEncodeError:
@@ -79,7 +88,7 @@ def _from_strings(texts: list[str]) -> Documents:
         # as a decoder would do.
         kept = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in kept]
         size = len("".join(kept).encode())
-    return Documents(texts=kept, empty=len(texts) - len(kept), size=size)
+    return Documents(texts=kept, places=places, empty=len(texts) - len(kept), size=size)
 
 
 def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -108,6 +117,5 @@ def _decode(block: Block, data: bytes) -> str:
         column = len(data[line_start : error.start].decode()) + 1
         raise DataError(
             f"{block.path}: line {line}, column {column}: byte {block.offset + error.start} is not"
-            f" UTF-8 (0x{data[error.start]:02x}, {error.reason}); convert the file, for example:"
-            " iconv -f GB18030 -t UTF-8"
+            f" UTF-8 (0x{data[error.start]:02x}, {error.reason}); {advice(data)}"
         ) from None

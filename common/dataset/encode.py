@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.blocks import Block
+from common.dataset.corpus import CorpusFormat
 from common.dataset.documents import Documents, documents_of
+from common.dataset.id_files import parse_ids
 from common.dataset.sentences import split_sentences
 from common.tokenizer import Framing, Tokenizer
 from common.tokenizer.lines import encode_documents
@@ -22,13 +24,16 @@ _Sizes = npt.NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True)
 class EncodingRules:
     """keys: the JSON keys, one output each. frame: put the tokenizer's document frame (GPT-2:
-    end-of-text behind) around documents.
+    end-of-text behind) around documents. min_length: characters that a document must have more of.
+    count_dropped: documents that are left out stand in ``EncodedBlock.documents``, with 0.
     """
 
     keys: tuple[str, ...]
     frame: bool
     sentences: bool
     keep_newlines: bool
+    min_length: int = 0
+    count_dropped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +41,15 @@ class EncodedBlock:
     """tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,)
     sequences of each.
 
-    empty: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from disk.
+    empty, short: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from
+    disk.
     """
 
     tokens: npt.NDArray[np.int32]
     sizes: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int64]
     empty: int
+    short: int
     text_bytes: int
     read_bytes: int
 
@@ -52,6 +59,8 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
 
     Raises DataError naming file, line and column.
     """
+    if block.format is CorpusFormat.IDS:
+        return [_of_ids(block, tokenizer)]
     return [
         _encode(documents, tokenizer, rules, block.read_bytes)
         for documents in documents_of(block, rules.keys)
@@ -61,30 +70,67 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
 def _encode(
     documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int
 ) -> EncodedBlock:
-    texts, counts = documents.texts, np.ones(len(documents.texts), dtype=np.int64)
+    texts, places = documents.texts, documents.places
+    if rules.min_length:
+        texts, places = _long_ones(documents, rules.min_length, tokenizer.framing)
+    short = len(documents.texts) - len(texts)
+    counts = np.ones(len(texts), dtype=np.int64)
     if rules.sentences:
-        texts, counts = _sentences_of(documents, rules.keep_newlines)
+        texts, counts = _sentences_of(texts, rules.keep_newlines)
     packed = encode_documents(tokenizer, texts)
     ids, sizes = packed.ids, packed.lengths
     if rules.frame and len(counts):
         ids, sizes = _frame(ids, sizes, counts, tokenizer.framing)
+    if rules.count_dropped:
+        every = np.zeros(len(documents.texts) + documents.empty, dtype=np.int64)
+        every[places] = counts
+        counts = every
     return EncodedBlock(
         tokens=ids,
         sizes=sizes,
         documents=counts,
         empty=documents.empty,
+        short=short,
         text_bytes=documents.size,
         read_bytes=read_bytes,
     )
 
 
-def _sentences_of(
-    documents: Documents, keep_newlines: bool
-) -> tuple[list[str], npt.NDArray[np.int64]]:
+def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
+    assert isinstance(block.data, bytes)
+    ids, sizes = parse_ids(
+        block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id
+    )
+    return EncodedBlock(
+        tokens=ids,
+        sizes=sizes,
+        documents=np.ones(len(sizes), dtype=np.int64),
+        empty=0,
+        short=0,
+        text_bytes=len(block.data),
+        read_bytes=block.read_bytes,
+    )
+
+
+def _long_ones(documents: Documents, least: int, framing: Framing) -> tuple[list[str], list[int]]:
+    """Return the texts of more than ``least`` characters, and their places.
+
+    GPT2-Chinese counts after it has written `` [SEP] `` for each line end, and this does, too.
+    """
+    line_end = 0 if framing.newline is None else len(" [SEP] ") - 1
+    kept = [
+        (text, place)
+        for text, place in zip(documents.texts, documents.places, strict=True)
+        if len(text) + line_end * text.count("\n") > least
+    ]
+    return [text for text, _ in kept], [place for _, place in kept]
+
+
+def _sentences_of(texts: list[str], keep_newlines: bool) -> tuple[list[str], npt.NDArray[np.int64]]:
     """The sentences of all documents, and how many each document has."""
     sentences: list[str] = []
     counts = []
-    for text in documents.texts:
+    for text in texts:
         found = split_sentences(text, keep_newlines=keep_newlines)
         sentences.extend(found)
         counts.append(len(found))

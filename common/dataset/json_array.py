@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from common.dataset.encodings import advice
 from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_item
@@ -140,8 +141,7 @@ class JsonArrayReader:
             raise self._error(
                 len(self._buffer),
                 f"byte {self._bytes_read + len(data) - len(error.object) + error.start} is not"
-                f" UTF-8 ({error.reason}); convert the file, for example: iconv -f GB18030 -t"
-                " UTF-8",
+                f" UTF-8 ({error.reason}); {advice(data)}",
             ) from None
         if self._bytes_read == 0:
             text = text.removeprefix("\ufeff")

@@ -17,6 +17,7 @@ from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
 from common.dataset.corpus import Corpus, CorpusFormat, open_corpus
 from common.dataset.encode import EncodingRules
 from common.dataset.fleetx import IDS, INDEX, FleetXWriter, fleetx_dtype
+from common.dataset.id_files import PiecesWriter, numbered_files
 from common.dataset.indexed import token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.limits import DOCUMENT_BYTES
@@ -37,8 +38,10 @@ class PreprocessOptions:
 
     json_keys: one output for each; a corpus without keys (text, an array of strings) has the one
     key ``text``.
-    format: of the outputs, a .bin/.idx pair or FleetX's files. append_eod: put the tokenizer's
-    document frame around each document. block_bytes: text per step and worker.
+    format: of the outputs, a .bin/.idx pair, FleetX's files or GPT2-Chinese's, ``pieces`` of them.
+    min_length: characters that a document must have more of. encoding: of the inputs.
+    append_eod: put the tokenizer's document frame around each document. block_bytes: text per
+    step and worker.
     document_bytes: of the largest document, which is in memory whole.
     Raises ConfigError or DataError for an output's name that no file can have.
     """
@@ -49,7 +52,10 @@ class PreprocessOptions:
     json_keys: tuple[str, ...] = ("text",)
     input_format: CorpusFormat | None = None
     documents: DocumentRule = DocumentRule.BLANK_LINE
-    format: Literal["indexed", "fleetx"] = "indexed"
+    encoding: str = "utf-8"
+    min_length: int = 0
+    format: Literal["indexed", "fleetx", "pieces"] = "indexed"
+    pieces: int = 100
     append_eod: bool = True
     split_sentences: bool = False
     keep_newlines: bool = False
@@ -72,6 +78,8 @@ class PreprocessOptions:
 
     def prefix_of(self, key: str) -> Path:
         """What the names of the files for a key begin with."""
+        if self.format == "pieces":
+            return self.output_prefix
         level = "sentence" if self.split_sentences else "document"
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_{level}")
 
@@ -83,12 +91,13 @@ class PreprocessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts so far, summed over the keys; read_bytes of total_bytes are taken from disk; seconds
-    since the start.
+    """Counts so far, summed over the keys; empty and short: documents left out; read_bytes of
+    total_bytes are taken from disk; seconds since the start.
     """
 
     documents: int = 0
     empty: int = 0
+    short: int = 0
     tokens: int = 0
     text_bytes: int = 0
     read_bytes: int = 0
@@ -120,35 +129,39 @@ def preprocess(
     if options.workers < 1:
         raise ConfigError(f"--workers={options.workers}: expected 1 or more")
     started = time.monotonic()
-    corpora = [open_corpus(path, options.input_format) for path in options.inputs]
-    if not corpora:
-        raise DataError("no input files; name at least one with --input")
+    corpora = _open(options)
     keys = _keys(options.json_keys, corpora)
+    if options.format == "pieces" and len(keys) > 1:
+        raise ConfigError(
+            f"--json-keys {' '.join(keys)}: pieces have one key; run once for each, with another"
+            " --output-prefix"
+        )
     tokenizer = options.tokenizer.load()
     rules = EncodingRules(
         keys=keys,
         frame=options.append_eod,
         sentences=options.split_sentences,
         keep_newlines=options.keep_newlines,
+        min_length=options.min_length,
+        count_dropped=options.format == "pieces",
     )
     prefixes = tuple(map(options.prefix_of, keys))
-    extensions = (
-        *((IDS, INDEX) if options.format == "fleetx" else (".bin", ".idx")),
-        METADATA_EXTENSION,
-    )
+    extensions = (*_EXTENSIONS[options.format], METADATA_EXTENSION)
     options.keep_inputs(
         with_extension(prefix, extension) for prefix in prefixes for extension in extensions
     )
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
-    empty = [0] * len(keys)
+    empty, short = [0] * len(keys), [0] * len(keys)
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
+        if isinstance(writers[0], PiecesWriter):
+            options.keep_inputs(map(writers[0].path, range(options.pieces)))
         for writer in writers:
             stack.enter_context(writer)
         # closing: a failure must end the worker processes before the error is reported
         stream = closing(
             encode_blocks(
-                _blocks(corpora, options, keys),
+                _blocks(corpora, options, keys, tokenizer.eod_id),
                 tokenizer,
                 options.tokenizer,
                 rules,
@@ -159,10 +172,12 @@ def preprocess(
             for n, part in enumerate(encoded):
                 writers[n].append(part.tokens, part.sizes, part.documents)
                 empty[n] += part.empty
+                short[n] += part.short
             progress = replace(
                 progress,
                 documents=sum(writer.document_count for writer in writers),
                 empty=sum(empty),
+                short=sum(short),
                 tokens=sum(writer.token_count for writer in writers),
                 text_bytes=progress.text_bytes + sum(part.text_bytes for part in encoded),
                 read_bytes=progress.read_bytes + encoded[0].read_bytes,
@@ -172,6 +187,11 @@ def preprocess(
         for n, writer in enumerate(writers):
             if writer.document_count == 0:
                 names = ", ".join(str(path) for path in options.inputs)
+                if short[n]:
+                    raise DataError(
+                        f"{names}: none of the {short[n]} documents has more than"
+                        f" {options.min_length} characters, nothing to write; lower --min-length"
+                    )
                 raise DataError(
                     f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to"
                     " write; check the input and --json-keys"
@@ -186,9 +206,23 @@ def preprocess(
     )
 
 
+_EXTENSIONS = {"indexed": (".bin", ".idx"), "fleetx": (IDS, INDEX), "pieces": ()}
+
+
+def _open(options: PreprocessOptions) -> list[Corpus]:
+    inputs = list(options.inputs)
+    if options.input_format is CorpusFormat.IDS:
+        inputs = [file for path in inputs for file in numbered_files(path)]
+    if not inputs:
+        raise DataError("no input files; name at least one with --input")
+    return [open_corpus(path, options.input_format, options.encoding) for path in inputs]
+
+
 def _writer(
     options: PreprocessOptions, prefix: Path, vocab_size: int
-) -> IndexedWriter | FleetXWriter:
+) -> IndexedWriter | FleetXWriter | PiecesWriter:
+    if options.format == "pieces":
+        return PiecesWriter(prefix, options.pieces)
     if options.format == "fleetx":
         return FleetXWriter(prefix, fleetx_dtype(vocab_size))
     return IndexedWriter(prefix, token_dtype(vocab_size))
@@ -218,11 +252,11 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
 
 
 def _blocks(
-    corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...]
+    corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...], end_id: int
 ) -> Iterator[Block]:
     for corpus in corpora:
         yield from read_blocks(
-            corpus, options.documents, keys, options.block_bytes, options.document_bytes
+            corpus, options.documents, keys, options.block_bytes, options.document_bytes, end_id
         )
 
 
@@ -230,7 +264,7 @@ def _metadata(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     corpora: list[Corpus],
-    writer: IndexedWriter | FleetXWriter,
+    writer: IndexedWriter | FleetXWriter | PiecesWriter,
     key: str,
     empty: int,
 ) -> Metadata:
@@ -253,5 +287,6 @@ def _metadata(
             "append_eod": options.append_eod,
             "split_sentences": options.split_sentences,
             "keep_newlines": options.keep_newlines,
+            **({"min_length": str(options.min_length)} if options.min_length else {}),
         },
     )

@@ -115,7 +115,7 @@ def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary | FileTokenizer:
     if kind not in TOKENIZERS:
         raise TokenizerError(
             f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files"
-            " there yourself"
+            " with there yourself"
         )
     tokenizer: BPEVocabulary | FileTokenizer
     if kind == GPT2BPETokenizer.kind:
@@ -132,7 +132,7 @@ def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary | FileTokenizer:
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(
             f"{path}: its content (sha256 {tokenizer.sha256[:12]}) is not what the run"
-            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy what it was trained with"
-            " there yourself"
+            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy what it was trained"
+            " with there yourself"
         )
     return tokenizer

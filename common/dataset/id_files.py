@@ -1,0 +1,146 @@
+"""Files of ids as text, separated by spaces: GPT2-Chinese's tokenized_train_{i}.txt, whose number i
+is a share of the corpus.
+
+Source of the format: GPT2-Chinese, build_files of train.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import ConfigError, DataError
+from common.files import atomic_write, reading, temporary_folder
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"tokenized_train_(\d+)\.txt")
+
+
+def numbered_files(path: Path) -> list[Path]:
+    """Return the tokenized_train_{i}.txt of a folder in the order of their numbers; a file is
+    returned as it is. Raises DataError where a number is missing.
+    """
+    if not path.is_dir():
+        return [path]
+    with reading(path, DataError):
+        names = [match for entry in path.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    found = {int(match[1]): path / match[0] for match in names}
+    missing = next((number for number in range(len(found)) if number not in found), None)
+    if missing is not None or not found:
+        raise DataError(
+            f"{path}: tokenized_train_{missing or 0}.txt is not there, {len(found)} others are;"
+            " write them again with --format pieces, or name the files that you mean"
+        )
+    return [found[number] for number in range(len(found))]
+
+
+def parse_ids(
+    data: bytes, where: str, offset: int, vocab_size: int, end_id: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return the ids of a text, and how many each document has: one ends behind each ``end_id``.
+
+    offset: bytes before ``data``, for messages. Raises DataError for what is no id.
+    """
+    words = data.split()
+    try:
+        ids = np.array(words, dtype=np.bytes_).astype(np.int64) if words else np.zeros(0, np.int64)
+    except (ValueError, OverflowError):
+        wrong = next(word for word in words if not re.fullmatch(rb"\d{1,18}", word))
+        place = offset + data.find(wrong)
+        raise DataError(
+            f"{where}: byte {place}: found {wrong[:20].decode(errors='replace')!r}, expected ids"
+            " separated by spaces; leave --input-format out for text"
+        ) from None
+    beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if beyond.size:
+        raise DataError(
+            f"{where}: id {ids[beyond[0]]} (number {beyond[0] + 1} from byte {offset}) is beyond"
+            f" the {vocab_size} tokens of the vocabulary; give the vocabulary that these ids were"
+            " made with"
+        )
+    stops = np.flatnonzero(ids == end_id) + 1
+    if len(ids) and (not len(stops) or stops[-1] < len(ids)):
+        stops = np.append(stops, len(ids))
+    return ids.astype(np.int32), np.diff(stops, prepend=0)
+
+
+class PiecesWriter:
+    """A context manager that writes PREFIX_{i}.txt for i of ``pieces`` shares of equal numbers of
+    documents, the rest in the last one. Leaving it by an exception leaves nothing.
+
+    Raises ConfigError where earlier pieces of higher numbers would stay beside the new ones, and
+    StorageError when the disk refuses.
+    """
+
+    def __init__(self, prefix: Path, pieces: int) -> None:
+        self.prefix = prefix
+        self._pieces = pieces
+        self.token_count = self.sequence_count = self.document_count = 0
+        self._lengths: list[npt.NDArray[np.int64]] = []
+        self._stack = ExitStack()
+        self._spool: IO[bytes]
+        if (later := self.path(pieces)).exists():
+            raise ConfigError(
+                f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
+                " choose another --output-prefix"
+            )
+
+    def path(self, number: int) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}_{number}.txt")
+
+    def __enter__(self) -> PiecesWriter:
+        folder = self.prefix.with_name(f"{self.prefix.name}.spool")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        spool = self._stack.enter_context(temporary_folder(folder)) / "ids"
+        self._spool = self._stack.enter_context(spool.open("w+b"))
+        return self
+
+    def append(
+        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
+    ) -> None:
+        """Append whole documents. documents: sequences of each, 0 for one that was left out, which
+        counts when the corpus is divided.
+        """
+        ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(documents)]
+        self._lengths.append(np.diff(ends, prepend=0))
+        self._spool.write(np.ascontiguousarray(tokens, dtype="<i4").data)
+        self.token_count += len(tokens)
+        self.sequence_count += len(sizes)
+        self.document_count += int(np.count_nonzero(documents))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and self.document_count:
+                self._write()
+        finally:
+            self._stack.close()
+
+    def _write(self) -> None:
+        lengths = np.concatenate(self._lengths)
+        share = len(lengths) // self._pieces
+        if not share:
+            _log.warning(
+                "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
+                *(self._pieces, len(lengths)),
+            )
+        tokens = np.concatenate([[0], np.cumsum(lengths)])
+        borders = [int(tokens[share * number]) for number in range(self._pieces)]
+        self._spool.seek(0)
+        for number, (start, stop) in enumerate(
+            zip(borders, [*borders[1:], self.token_count], strict=True)
+        ):
+            ids = np.frombuffer(self._spool.read(4 * (stop - start)), dtype="<i4")
+            with atomic_write(self.path(number), "w") as file:
+                file.write(" ".join(map(str, ids.tolist())) + " " * bool(len(ids)))
