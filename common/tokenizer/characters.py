@@ -4,6 +4,8 @@ looked up in a table, and what lies between them goes to the library ``tokenizer
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,7 +25,11 @@ _SIGNS = (
     "‐–—―‘’“”…·、。〈〉《》「」『』【】〔〕〖〗！（），．：；？［］｛｝"
 )
 """Frequent punctuation."""
-_SPACES = " \t\n\r\u3000\xa0"
+SPACES = " \t\n\r\u3000\xa0"
+ALONE = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNCHANGED) + re.escape(_SIGNS)
+"""Characters that are a token of their own whatever is beside them, inside the brackets of a
+regular expression.
+"""
 _SEPARATES, _IN_WORD = -1, -2
 
 
@@ -48,7 +54,7 @@ class CharacterEncoder:
             ]
         for sign in _SIGNS:
             self._table[ord(sign)] = vocabulary.ids.get(sign, unknown)
-        for space in _SPACES:
+        for space in SPACES:
             self._table[ord(space)] = _SEPARATES
 
     def encode_many(self, texts: list[str]) -> PackedIds:

@@ -47,14 +47,7 @@ class SentencePieceTokenizer(TextTokenizer):
 
     @classmethod
     def from_file(cls, file: Path, kind: str) -> Self:
-        try:
-            import sentencepiece
-        except ImportError as error:
-            raise TokenizerError(
-                f"{file}: a SentencePiece model needs sentencepiece, which is not installed"
-                f" ({error}); install it with: pip install sentencepiece (the extra 'chinese' of"
-                " this project)"
-            ) from None
+        sentencepiece = import_sentencepiece(f"{file}: a SentencePiece model")
         raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -83,3 +76,15 @@ class SentencePieceTokenizer(TextTokenizer):
 
     def stream(self, after: Sequence[int] = ()) -> WindowStream:
         return WindowStream(self.decode, after)
+
+
+def import_sentencepiece(purpose: str) -> Any:
+    """Return the library. Raises TokenizerError where it is not installed."""
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise TokenizerError(
+            f"{purpose} needs sentencepiece, which is not installed ({error}); install it with:"
+            " pip install sentencepiece (the extra 'chinese' of this project)"
+        ) from None
+    return sentencepiece

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -54,27 +54,40 @@ def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chine
     """A tokenizer of ``tokenizers`` with the settings of transformers' BertTokenizer and without
     special tokens, which are ordinary text to it.
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, models
 
     model = Tokenizer(models.WordPiece(vocabulary.ids, unk_token="[UNK]"))  # noqa: S106
-    model.normalizer = normalizers.BertNormalizer(
+    model.normalizer, model.pre_tokenizer = bert_steps(lower_case, split_chinese)
+    return model
+
+
+def bert_words(*, lower_case: bool, split_chinese: bool) -> Callable[[str], list[str]]:
+    """Return what cuts text into the words that BERT's tokenizer cuts into pieces."""
+    normalizer, pre_tokenizer = bert_steps(lower_case, split_chinese)
+    return lambda text: [
+        word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))
+    ]
+
+
+def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:
+    """Return normalizer and pre-tokenizer with the settings of transformers' BertTokenizer."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    return normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=split_chinese,
         strip_accents=None,
         lowercase=lower_case,
-    )
-    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return model
+    ), pre_tokenizers.BertPreTokenizer()
 
 
-class WordLevelEncoder:
-    """Chinese words and their ids: text is cut by jieba's dictionary, digits stand alone, and a
-    word that the vocabulary lacks is cut into pieces or is ``[UNK]``.
+class Segmenter:
+    """Cuts Chinese text into words by jieba's dictionary; digits stand alone.
 
     Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which cuts by thulac.
     """
 
-    def __init__(self, vocabulary: BertVocabulary) -> None:
+    def __init__(self) -> None:
         try:
             import rjieba
         except ImportError as error:
@@ -89,13 +102,26 @@ class WordLevelEncoder:
         self._clean = BertNormalizer(
             clean_text=True, handle_chinese_chars=False, strip_accents=False, lowercase=False
         ).normalize_str
+
+    def cut(self, text: str) -> list[str]:
+        words: list[str] = self._cut(_DIGIT.sub(r" \g<0> ", self._clean(text)))
+        return words
+
+
+class WordLevelEncoder:
+    """Chinese words and their ids; a word that the vocabulary lacks is cut into pieces or is
+    ``[UNK]``.
+    """
+
+    def __init__(self, vocabulary: BertVocabulary) -> None:
+        self._segmenter = Segmenter()
         self._words = WordEncoder(vocabulary, lower_case=True, split_chinese=False)
 
     def encode_many(self, texts: list[str]) -> PackedIds:
         words: list[str] = []
         stops = [0]
         for text in texts:
-            words += self._cut(_DIGIT.sub(r" \g<0> ", self._clean(text)))
+            words += self._segmenter.cut(text)
             stops.append(len(words))
         ids, counts = self._words.encode(words)
         offsets = np.concatenate([[0], np.cumsum(counts)])[stops]

@@ -1,0 +1,121 @@
+"""Tokenizers trained on own text. The same text gives the same files, whatever the machine."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from common.errors import ConfigError
+from common.structured_files import parse_json
+from common.tokenizer.bert_files import CONTINUES
+from common.tokenizer.bpe_files import END_OF_TEXT
+from common.tokenizer.counting import FIRST, count_characters
+from common.tokenizer.sentencepiece_model import import_sentencepiece
+from common.tokenizer.words import bert_steps
+
+_CHUNK = 1000
+"""Characters: longer lines are cut for SentencePiece, which leaves out what is longer than its
+buffer.
+"""
+Texts = Callable[[], Iterable[str]]
+Trainer = Callable[[Texts, int], dict[str, bytes]]
+
+
+def _train_bpe(texts: Texts, size: int) -> dict[str, bytes]:
+    """Byte-level BPE as GPT-2's: 256 bytes, merges, and the end of text as the last id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, initial_alphabet=alphabet, min_frequency=2, show_progress=True
+    )
+    model.train_from_iterator(texts(), trainer)
+    content = parse_json(model.to_str())["model"]
+    ids = content["vocab"] | {END_OF_TEXT: len(content["vocab"])}
+    merges = "".join(f"{left} {right}\n" for left, right in content["merges"])
+    return {
+        "vocab.json": json.dumps(ids, ensure_ascii=False).encode(),
+        "merges.txt": f"#version: 0.2\n{merges}".encode(),
+    }
+
+
+def _train_wordpiece(texts: Texts, size: int, *, lower_case: bool) -> dict[str, bytes]:
+    """vocab.txt: special tokens, the characters, then pieces of words. Chinese characters stay
+    tokens of their own.
+    """
+    from tokenizers import Tokenizer, models, trainers
+
+    counts = count_characters(texts(), lower_case=lower_case)
+    letters = sorted(counts, key=lambda token: (-counts[token], token))
+    first = [*FIRST, *(token for token in letters if token not in FIRST)]
+    if len(first) >= size:
+        return {"vocab.txt": _lines(first[:size])}
+    model = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106
+    model.normalizer, model.pre_tokenizer = bert_steps(lower_case, split_chinese=True)
+    # The library would number the letters in the order of a hash table, another one in each run;
+    # what is given as special has the ids that it is given in.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=first,
+        continuing_subword_prefix=CONTINUES,
+        min_frequency=2,
+        show_progress=True,
+    )
+    model.train_from_iterator(texts(), trainer)
+    ids = model.get_vocab()
+    return {"vocab.txt": _lines(sorted(ids, key=ids.__getitem__))}
+
+
+def _lines(tokens: Iterable[str]) -> bytes:
+    return "".join(f"{token}\n" for token in tokens).encode()
+
+
+def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, bytes]:
+    """tokenizer.model. Text stays as it is written: SentencePiece's own NFKC would make half-width
+    signs of Chinese punctuation, and line ends spaces. Rare characters become bytes.
+    """
+    sentencepiece = import_sentencepiece("training a SentencePiece model")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts()),
+            model_writer=model,
+            vocab_size=size,
+            model_type=kind,
+            byte_fallback=True,
+            character_coverage=0.9998,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            num_threads=2,  # not the machine's: their number decides the order of sums
+            train_extremely_large_corpus=True,
+            minloglevel=2,
+        )
+    except RuntimeError as error:  # the library's own words: the size is too large or too small
+        reason = str(error).rsplit("] ", 1)[-1].strip()
+        raise ConfigError(f"--vocab-size={size}: SentencePiece says: {reason}") from None
+    return {"tokenizer.model": model.getvalue()}
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            for at in range(0, len(line), _CHUNK):
+                yield line[at : at + _CHUNK]
+
+
+TRAINERS: dict[str, Trainer] = {
+    "GPT2BPETokenizer": _train_bpe,
+    "BertWordPieceLowerCase": partial(_train_wordpiece, lower_case=True),
+    "BertWordPieceCase": partial(_train_wordpiece, lower_case=False),
+    "SentencePieceTokenizer": partial(_train_sentencepiece, kind="unigram"),
+    "SentencePieceTokenizer/bpe": partial(_train_sentencepiece, kind="bpe"),
+}
+"""Kind -> its training: texts to be read once or more, and the size of the vocabulary, into the
+content of its files. Raises ConfigError for a size that cannot be.
+"""
+LEAST = {"GPT2BPETokenizer": 257, "BertWordPieceLowerCase": 6, "BertWordPieceCase": 6}
+"""Kind -> tokens that it has before any training."""

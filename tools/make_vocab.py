@@ -1,0 +1,114 @@
+"""Write the vocabulary of a Chinese corpus, one token a line: [SEP] [CLS] [MASK] [PAD] [UNK], then
+its characters, the most frequent ones first.
+
+    python tools/make_vocab.py --raw_data_path data/train.json --vocab_file cache/vocab_user.txt \\
+            --vocab_size 50000
+
+The file has --vocab_size lines and five more, fewer where the corpus has not so many characters.
+Letters within words stand there as ##a too, so that no text of the corpus becomes [UNK].
+
+Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
+Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.interrupts import end_at_interrupts, run_script
+
+if __name__ == "__main__":
+    end_at_interrupts()
+
+from common.dataset.encodings import checked_encoding
+from common.dataset.texts import read_texts
+from common.errors import ConfigError, GPT2Error
+from common.files import atomic_write, refuse_to_overwrite
+from common.log import progress_bar
+from common.tokenizer.counting import FIRST, count_characters, count_words, most_frequent
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        print(_make(arguments), file=sys.stderr)
+    except GPT2Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _make(arguments: argparse.Namespace) -> str:
+    if arguments.vocab_size < 1:
+        raise ConfigError(f"--vocab_size={arguments.vocab_size}: expected 1 or more")
+    target = arguments.vocab_file
+    encoding = checked_encoding(arguments.encoding)
+    refuse_to_overwrite(arguments.raw_data_path, [target], "choose another --vocab_file")
+    size = sum(path.stat().st_size for path in arguments.raw_data_path if path.is_file())
+    with progress_bar(total=size, unit="B") as bar:
+        texts = read_texts(arguments.raw_data_path, encoding=encoding, on_bytes=bar.update)
+        counts = (
+            count_words(texts)
+            if arguments.segment
+            else count_characters(texts, lower_case=not arguments.cased)
+        )
+    tokens = most_frequent(counts, arguments.vocab_size)
+    with atomic_write(target, "w") as file:
+        file.write("".join(f"{token}\n" for token in tokens))
+    share = sum(counts[token] for token in tokens) / max(1, counts.total())
+    return (
+        f"wrote {target}: {len(tokens)} lines, {len(FIRST)} special tokens and"
+        f" {len(tokens) - len(FIRST)} of {len(counts)} tokens found, which are {share:.2%} of the"
+        f" corpus; set model.vocab_size={len(tokens)}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--raw_data_path",
+        "--raw-data-path",
+        nargs="+",
+        type=Path,
+        default=[Path("data/train.json")],
+        metavar="FILE",
+        help=".json (array of texts), .jsonl or .txt, each also .gz (default: data/train.json)",
+    )
+    parser.add_argument(
+        "--vocab_file",
+        "--vocab-file",
+        type=Path,
+        default=Path("vocab_processed.txt"),
+        metavar="FILE",
+        help="to write (default: vocab_processed.txt)",
+    )
+    parser.add_argument(
+        "--vocab_size",
+        "--vocab-size",
+        type=int,
+        default=50000,
+        metavar="N",
+        help="tokens to keep, without the special ones (default: 50000)",
+    )
+    parser.add_argument(
+        "--segment", action="store_true", help="words instead of characters, for BertWordLevel"
+    )
+    parser.add_argument(
+        "--cased", action="store_true", help="keep upper case, for BertWordPieceCase"
+    )
+    parser.add_argument(
+        "--encoding", default="utf-8", metavar="NAME", help="of the corpus (default: utf-8)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    run_script(main)
