@@ -58,6 +58,9 @@ class BertTokenizer(TextTokenizer):
     def _encode_many(self, texts: list[str]) -> PackedIds:
         return self._run(texts)
 
+    def piece(self, token_id: int) -> str:
+        return self.vocabulary.tokens[token_id]
+
     def decode(self, ids: TokenIds) -> str:
         return self.stream().push(checked_ids(ids, self.vocab_size), final=True)
 

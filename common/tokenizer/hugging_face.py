@@ -71,6 +71,10 @@ class HuggingFaceTokenizer(TextTokenizer):
         encode = self._model.encode_batch_fast
         return pack([encoding.ids for encoding in encode(texts, add_special_tokens=False)])
 
+    def piece(self, token_id: int) -> str:
+        text: str = self._model.id_to_token(token_id)
+        return text
+
     def decode(self, ids: TokenIds) -> str:
         found = checked_ids(ids, self.vocab_size)
         text: str = self._model.decode(found, skip_special_tokens=False)

@@ -70,6 +70,10 @@ class SentencePieceTokenizer(TextTokenizer):
             text.isascii() or text.encode()  # a lone surrogate raises here, before the library
         return pack(self._processor.encode(texts, out_type=int, num_threads=1) if texts else [])
 
+    def piece(self, token_id: int) -> str:
+        text: str = self._processor.id_to_piece(token_id)
+        return text
+
     def decode(self, ids: TokenIds) -> str:
         text: str = self._processor.decode(checked_ids(ids, self.vocab_size))
         return text

@@ -48,6 +48,10 @@ class TextTokenizer(ABC):
         """Encode ordinary text. Raises TypeError or UnicodeError for a lone surrogate."""
 
     @abstractmethod
+    def piece(self, token_id: int) -> str:
+        """Return how the vocabulary spells an id."""
+
+    @abstractmethod
     def decode(self, ids: TokenIds) -> str:
         """Text of ``ids``. Raises TokenizerError for an id outside the vocabulary."""
 

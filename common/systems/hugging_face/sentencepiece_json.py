@@ -24,7 +24,7 @@ def tokenizer_json(model: bytes) -> str:
     """Return a tokenizer.json with the ids of a SentencePiece model. Raises TokenizerError for the
     models that ``tokenizers`` has no equal of.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     pieces, trainer, normalizer = _read(model)
     kind = trainer.get(3, _UNIGRAM)
@@ -57,18 +57,16 @@ def tokenizer_json(model: bytes) -> str:
         from tokenizers import Regex
 
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if steps:
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if normalizer.get(3, 1) else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=_SPACE, prepend_scheme=scheme, split=False
-    )
+    has_prefix = bool(normalizer.get(3, 1))
+    # not Metaspace, which puts no space before a text that begins with one
+    steps += [normalizers.Prepend(_SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace(_SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if scheme == "always" else []),
+            *([decoders.Strip(" ", 1, 0)] if has_prefix else []),
         ]
     )
     _add_marks(tokenizer, pieces)

@@ -72,12 +72,9 @@ def _of_json(tokenizer: FileTokenizer, content: bytes) -> dict[str, Any]:
 
 
 def _fast(tokenizer: FileTokenizer) -> dict[str, Any]:
-    texts = {number: text for text, number in tokenizer.special.items()}
     marks = {"eos_token": tokenizer.eod_id, "unk_token": tokenizer.unknown_id}
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
-        name: texts.get(number) or tokenizer.decode([number])
-        for name, number in marks.items()
-        if number is not None
+        name: tokenizer.piece(number) for name, number in marks.items() if number is not None
     }
 
 

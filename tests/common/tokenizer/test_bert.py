@@ -1,0 +1,238 @@
+"""BERT's tokenizer: ids equal to those of transformers' BertTokenizer, and the text of ids equal to
+what GPT2-Chinese's generate.py prints.
+"""
+
+import json
+import pickle
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import TokenizerError
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.bert_files import SPECIAL
+from common.tokenizer.lines import encode_documents, encode_prompt
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = [
+    *SPECIAL, *"她说你好，。：！a1", "hello", "world", "un", "##aff", "##able", "##ing", "play",
+    "é", "naive", "##e", "[", "]",
+]  # fmt: skip
+TEXTS = [
+    "", " ", "她说：你好。", "她 说\t你\u3000好", "Hello WORLD, playing", "naïve Naive é e\u0301",
+    "unaffable她unaffable", "\u00a0a\u200bb\u0000c\ufffd", "她\u0301说", "ＡＢＣ１２３", "豈更車",
+    "한국어 カタカナ", "[CLS] 她[SEP]", "İstanbul ẞ ſ", "a" * 101 + " " + "a" * 99,
+    "\u2028her\u2029", "Ǆ ﬁ ½ ①", "\U00020000\U0002ceaf\U0002ebf0", "😀她", "0x12，3.14%",
+    "\r\n\x0b\x0c\x85",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    path.write_text("\n".join(TOKENS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(shared_data: Path) -> Path:
+    """GPT2-Chinese's vocab_small.txt."""
+    return shared_data / "vocab" / "gpt2-chinese" / "vocab_small.txt"
+
+
+def slow(file: Path, lower_case: bool) -> Callable[[str], list[int]]:
+    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+    tokenizer = BertTokenizerLegacy(str(file), do_lower_case=lower_case)
+    return lambda text: tokenizer.convert_tokens_to_ids(
+        [
+            piece
+            for word in tokenizer.basic_tokenizer.tokenize(text)
+            for piece in tokenizer.wordpiece_tokenizer.tokenize(word)
+        ]
+    )
+
+
+def fast(file: Path, lower_case: bool) -> Any:
+    """Its backend, in which marks that text spells are text, as in ours."""
+    backend = transformers.BertTokenizer(str(file), do_lower_case=lower_case).backend_tokenizer
+    backend.encode_special_tokens = True
+    return backend
+
+
+def ids_of(backend: Any, texts: list[str]) -> list[list[int]]:
+    return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("lower_case", [True, False])
+def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
+    tokenizer = load_tokenizer(_kind(lower_case), vocabulary)
+    theirs, python = fast(vocabulary, lower_case), slow(vocabulary, lower_case)
+    for repeated in (TEXTS, TEXTS[::-1]):  # the second time from the memory of words
+        rows = [row.tolist() for row in tokenizer.encode_batch(repeated)]
+        assert rows == ids_of(theirs, repeated)
+    assert [tokenizer.encode(text).tolist() for text in TEXTS] == ids_of(theirs, TEXTS)
+    # the class in Python composes accents, which the one of today leaves as they are
+    plain = [text for text in TEXTS[:7] if "\u0301" not in text]
+    assert [python(text) for text in plain] == ids_of(theirs, plain)
+    spelled = "[CLS]她[SEP]说[MASK]"
+    marked = transformers.BertTokenizer(str(vocabulary))(spelled, add_special_tokens=False)
+    assert tokenizer.encode(spelled, allow_special=True).tolist() == marked["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("lower_case", "forms", "step"),
+    [
+        (True, ["a{}中b{}d"], 50),
+        pytest.param(True, [" {} ", "a{}中b{}d"], 1, marks=pytest.mark.long),
+        pytest.param(False, [" {} ", "a{}中b{}d"], 1, marks=pytest.mark.long),
+    ],
+)
+def test_ids_of_every_code_point(
+    small: Path, lower_case: bool, forms: list[str], step: int
+) -> None:
+    """Alone, and between a letter, a Chinese character and a space. step: of those that are no
+    character, or one of the two large blocks whose characters are alike.
+    """
+    tokenizer = load_tokenizer(_kind(lower_case), small)
+    theirs = fast(small, lower_case)
+    points = [
+        chr(point)
+        for point in range(0x110000)
+        if not 0xD800 <= point < 0xE000 and (point % step == 0 or not _is_alike(point))
+    ]
+    step = 64
+    for form in forms:
+        texts = [
+            " ".join(form.replace("{}", each) for each in points[first : first + step])
+            for first in range(0, len(points), step)
+        ]
+        wrong = [
+            text
+            for text, ours, expected in zip(
+                texts, tokenizer.encode_batch(texts), ids_of(theirs, texts), strict=True
+            )
+            if ours.tolist() != expected
+        ]
+        assert not wrong, [hex(ord(char)) for char in wrong[0]][:80]
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "vocab_all.txt", "vocab_guwen.txt", "vocab_small.txt"]
+)
+def test_ids_of_a_novel(shared_data: Path, name: str) -> None:
+    chapters = json.loads((shared_data / "corpora/zh/train.json").read_text("utf-8"))[::12]
+    file = shared_data / "vocab" / "gpt2-chinese" / name
+    tokenizer = load_tokenizer("BertTokenizer", file)
+    rows = [row.tolist() for row in tokenizer.encode_batch(chapters)]
+    assert rows == ids_of(fast(file, True), chapters)
+    assert rows[0] == slow(file, True)(chapters[0])
+
+
+def _is_alike(point: int) -> bool:
+    ranges = ((0x3500, 0x9F00), (0xAC10, 0xD700), (0x20010, 0x2A600))
+    return unicodedata.category(chr(point)) in ("Cn", "Co") or any(
+        first <= point < last for first, last in ranges
+    )
+
+
+def _kind(lower_case: bool) -> str:
+    return "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+
+
+def spoken(tokens: list[str]) -> str:
+    """GPT2-Chinese's generate.py: spaces between words of Latin letters, marks as line ends."""
+    words = [
+        f"{token} " if _is_word(token) and _is_word(following) else token
+        for token, following in zip(tokens, [*tokens[1:], ""], strict=True)
+    ]
+    marks = {"[MASK]": "", "[CLS]": "\n\n", "[SEP]": "\n"}
+    return "".join(marks.get(word, word) for word in words).replace("##", "")
+
+
+def _is_word(token: str) -> bool:
+    return bool(re.fullmatch("[a-z]+", token))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[MASK] 她 说 ： 你 好 。 [SEP] 你 hello world ， [CLS] 她",
+        "un ##aff ##able 她 play ##ing 她 hello [SEP] hello",
+        "play hello [CLS] hello",
+    ],
+)
+def test_text_of_ids_is_that_of_generate(vocabulary: Path, words: str) -> None:
+    tokenizer = load_tokenizer(None, vocabulary)
+    tokens = words.split()
+    ids = [TOKENS.index(token) for token in tokens]
+    expected = spoken(tokens)
+    assert tokenizer.decode(ids) == expected
+    for cut in range(len(ids)):  # as it comes, behind any prompt
+        stream = tokenizer.stream(ids[:cut])
+        parts = [stream.push([each]) for each in ids[cut:]]
+        whole = tokenizer.stream(ids[:cut])
+        assert "".join(parts) == whole.push(ids[cut:], final=True)
+        assert expected.endswith("".join(parts).lstrip(" "))
+
+
+def test_english_keeps_its_spaces_and_parts_of_words_have_none(vocabulary: Path) -> None:
+    tokenizer = load_tokenizer(None, vocabulary)
+    assert tokenizer.decode(tokenizer.encode("hello unaffable world, playing 她 说 1 a")) == (
+        "hello unaffable world，playing她说1 a".replace("，", "[UNK]")
+    )
+
+
+def test_line_ends_are_marks_in_documents_and_prompts(vocabulary: Path) -> None:
+    tokenizer = load_tokenizer(None, vocabulary)
+    texts = ["她\n说\n", "", "\n", "你好", "a\n\nb"]
+    theirs = transformers.BertTokenizer(str(vocabulary))
+    expected = [
+        theirs(text.replace("\n", " [SEP] "), add_special_tokens=False)["input_ids"]
+        for text in texts
+    ]
+    assert [row.tolist() for row in encode_documents(tokenizer, texts).rows()] == expected
+    assert [encode_prompt(tokenizer, text).tolist() for text in texts] == expected
+    assert encode_prompt(tokenizer, "[MASK]她\n").tolist() == [4, TOKENS.index("她"), 3]
+    assert (tokenizer.framing.prefix, tokenizer.framing.suffix) == ((4,), (2,))
+    assert tokenizer.eod_id == 2 and tokenizer.unknown_id == 1
+
+
+def test_it_is_a_tokenizer_that_workers_can_build(vocabulary: Path) -> None:
+    tokenizer = load_tokenizer("BertTokenizerFast", vocabulary)
+    assert isinstance(tokenizer, Tokenizer)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.sha256 == tokenizer.sha256 and again.encode("她说").tolist() == [5, 6]
+    with pytest.raises(TokenizerError, match=r"text 1 of the batch, character 1 .* U\+D83D"):
+        tokenizer.encode_batch(["她", "她\ud83d"])
+    with pytest.raises(TokenizerError, match=f"id {len(TOKENS)} at position 1 is outside"):
+        tokenizer.decode([0, len(TOKENS)])
+    cased = load_tokenizer("BertWordPieceCase", vocabulary)
+    assert cased.sha256 != tokenizer.sha256, "other ids for the same text"
+    crlf = vocabulary.with_name("crlf.txt")
+    crlf.write_bytes("\r\n".join(TOKENS).encode("utf-8-sig"))
+    assert load_tokenizer(None, crlf).sha256 == tokenizer.sha256
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        ("她\n说\n".encode(), r"its 2 lines lack the special tokens \[PAD\] \[UNK\]"),
+        ("\n".join([*TOKENS, "她"]).encode(), r"line 28: the token '她' stands on line 6 already"),
+        ("\n".join([*TOKENS, "她们", "他们"]).encode("gbk", "ignore"), "it may be GBK, convert it"),
+        (b'{"a": 1}', "is JSON, expected one token a line"),
+    ],
+)
+def test_a_broken_vocabulary_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_bytes(content)
+    with pytest.raises(TokenizerError, match=message) as caught:
+        load_tokenizer("BertTokenizer", file)
+    assert str(file) in str(caught.value) and caught.value.exit_code == 2

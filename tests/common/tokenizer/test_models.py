@@ -1,0 +1,254 @@
+"""SentencePiece models, tokenizer.json and words against their libraries; how kinds are told from
+files; what opens in transformers.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.tokenizer_kinds import kind_named
+from common.errors import TokenizerError
+from common.files import atomic_write
+from common.systems.hugging_face.tokenizer import read_tokenizer
+from common.systems.hugging_face.tokenizer_files import files_of
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.bert_files import SPECIAL
+from common.tokenizer.lines import encode_prompt
+from common.tokenizer.training import TRAINERS
+
+TEXTS = [
+    "她说：你好，world！ 世界。", "第二行，2019年３月。", 
+    "黛玉道：“宝玉，你来了？”宝玉笑道：“来了，来了。”",
+    "To be, or not to be: that is the question.", "寒来暑往，秋收冬藏；闰余成岁，律吕调阳。",
+]  # fmt: skip
+ODD = ["", " ", "  a  b ", "a\nb\tc", "龘😀\U00020000", "①２ﬁ", "<unk>x", "她" * 50]
+
+
+@pytest.fixture(scope="module", params=sorted({*TRAINERS, "tokenizer.json", "words"}))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of each kind, trained on the texts."""
+    folder, kind = tmp_path_factory.mktemp("kind"), request.param
+    if kind == "tokenizer.json":
+        write_json(folder)
+        return folder
+    if kind == "words":
+        pytest.importorskip("rjieba", reason="the extra chinese is not installed")
+        words = [
+            *SPECIAL,
+            "宝玉",
+            "来",
+            "了",
+            "黛玉",
+            "world",
+            "她",
+            "说",
+            "：",
+            "，",
+            "##ld",
+            "wor",
+            "2",
+        ]
+        (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text('{"word_segmenter": "jieba"}')
+        return folder
+    if "Sentence" in kind:
+        pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
+    for name, content in TRAINERS[kind](lambda: TEXTS * 3, 330).items():
+        (folder / name).write_bytes(content)
+    if kind == "BertWordPieceCase":
+        (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    return folder
+
+
+def write_json(folder: Path) -> None:
+    from tokenizers import Tokenizer as Model, decoders, models, pre_tokenizers, trainers
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|im_end|>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}'
+    )
+
+
+def library_ids(folder: Path, kind: str, text: str) -> list[int]:
+    """Ids by the library that the kind is of, with none of our code."""
+    if (folder / "tokenizer.model").exists():
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return model.encode(text)
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer as Model
+
+        model = Model.from_file(str(folder / "tokenizer.json"))
+        model.encode_special_tokens = True
+        return model.encode(text, add_special_tokens=False).ids
+    if (folder / "merges.txt").exists():
+        from tokenizers import ByteLevelBPETokenizer
+
+        names = ("vocab.json", "merges.txt")
+        return ByteLevelBPETokenizer(*(str(folder / name) for name in names)).encode(text).ids
+    transformers = pytest.importorskip("transformers")
+    if kind == "BertWordLevel":  # GPT2-Chinese's steps, with the other library that cuts words
+        import rjieba
+
+        text = "".join(f" {char} " if char.isdigit() else char for char in text)
+        words = " ".join(word.strip() for word in rjieba.cut(text))
+        settings: dict[str, Any] = {"tokenize_chinese_chars": False}
+        text = words
+    else:
+        settings = {"do_lower_case": kind == "BertWordPieceLowerCase"}
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"), **settings)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_ids_and_text_are_those_of_the_library(folder: Path) -> None:
+    tokenizer = load_tokenizer("AutoTokenizer", folder)
+    assert isinstance(tokenizer, Tokenizer)
+    rows = [row.tolist() for row in tokenizer.encode_batch([*TEXTS, *ODD])]
+    assert rows == [library_ids(folder, tokenizer.kind, text) for text in [*TEXTS, *ODD]]
+    assert rows == [tokenizer.encode(text).tolist() for text in [*TEXTS, *ODD]]
+    packed = tokenizer.encode_packed([text.encode() for text in [*TEXTS, *ODD]])
+    assert [row.tolist() for row in packed.rows()] == rows
+    if not tokenizer.kind.startswith("Bert"):  # which changes white space and case
+        assert [tokenizer.decode(row) for row in rows] == [*TEXTS, *ODD]
+    with pytest.raises(TokenizerError, match="is outside 0"):
+        tokenizer.decode([tokenizer.vocab_size])
+    with pytest.raises(TokenizerError, match=r"character 1 .line 1.: the lone surrogate"):
+        tokenizer.encode("她\udc00")
+
+
+def test_text_comes_in_whole_characters(folder: Path) -> None:
+    """One id at a time, behind each prompt: never a part of a character, and all of the text."""
+    tokenizer = load_tokenizer(None, folder)
+    for text in (TEXTS[0], "龘😀\U00020000她x", "a  b"):
+        ids = tokenizer.encode(text).tolist()
+        whole = tokenizer.decode(ids)
+        for cut in range(len(ids)):
+            stream = tokenizer.stream(ids[:cut])
+            parts = [stream.push([each]) for each in ids[cut:]] + [stream.push([], final=True)]
+            behind = "".join(parts)
+            if "\ufffd" not in tokenizer.decode(ids[:cut]):
+                assert tokenizer.decode(ids[:cut]) + behind == whole
+                assert not any("\ufffd" in part for part in parts)
+        halves = tokenizer.stream()
+        assert halves.push(ids, final=True) == whole
+
+
+def test_marks_in_a_prompt_are_tokens_and_in_a_corpus_are_text(folder: Path) -> None:
+    tokenizer = load_tokenizer(None, folder)
+    mark = {"BertWordLevel": "[CLS]"}.get(tokenizer.kind) or (
+        "[CLS]"
+        if tokenizer.kind.startswith("Bert")
+        else {"SentencePieceTokenizer": "</s>", "HuggingFaceTokenizer": "<|im_end|>"}.get(
+            tokenizer.kind, "<|endoftext|>"
+        )
+    )
+    assert tokenizer.eod_id in encode_prompt(tokenizer, f"她{mark}说").tolist()
+    assert tokenizer.eod_id not in tokenizer.encode(f"她{mark}说").tolist()
+
+
+def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(None, folder)
+    record = {"folder": str(folder), "kind": tokenizer.kind, "sha256": tokenizer.sha256}
+    for name, content in files_of(read_tokenizer(record), 1024).items():
+        with atomic_write(tmp_path / name) as file:
+            file.write(content)
+    again = load_tokenizer(None, tmp_path)
+    assert (again.kind, again.sha256) == (tokenizer.kind, tokenizer.sha256)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.model_max_length == 1024 and len(theirs) == tokenizer.vocab_size
+    for text in [*TEXTS, "  a  b ", "龘😀"]:
+        if tokenizer.kind == "BertWordLevel":  # it has no words: they are given apart
+            import rjieba
+
+            shown = " ".join(rjieba.cut("".join(f" {c} " if c.isdigit() else c for c in text)))
+        else:
+            shown = text
+        ids = theirs(shown, add_special_tokens=False)["input_ids"]
+        assert ids == tokenizer.encode(text).tolist()
+    (folder / "later").mkdir(exist_ok=True)
+    with pytest.raises(TokenizerError, match="is not what the run recorded"):
+        read_tokenizer(record | {"sha256": "0" * 64})
+
+
+WITHOUT_END = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+
+
+def kinds_and_files() -> Sequence[tuple[str, str]]:
+    return (
+        ("GPT2Tokenizer", "GPT2BPETokenizer"), ("BertTokenizer", "BertWordPieceLowerCase"),
+        ("BertWordPieceCase", "BertWordPieceCase"), ("LlamaTokenizer", "SentencePieceTokenizer"),
+        ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
+        ("PreTrainedTokenizerFast", "HuggingFaceTokenizer"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), kinds_and_files())
+def test_names_of_other_systems(name: str, kind: str) -> None:
+    assert kind_named(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"readme.md": "x"}, "no vocabulary: looked for vocab.json with merges.txt"),
+        ({"tokenizer.json": "{}"}, "is no tokenizer.json"),
+        ({"tokenizer.json": "她"}, "is no JSON"),
+        ({"x.model": "no model"}, "is no SentencePiece model"),
+        ({"tokenizer.json": WITHOUT_END}, "has no token that ends a document"),
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    if "x.model" in files:
+        pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("library", "kind", "name"),
+    [
+        ("sentencepiece", "SentencePieceTokenizer", "a.model"),
+        ("rjieba", "BertWordLevel", "vocab.txt"),
+    ],
+)
+def test_a_library_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, kind: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / name).write_text("\n".join(SPECIAL))
+    with pytest.raises(TokenizerError, match=f"install it with: pip install {library} "):
+        load_tokenizer(kind, tmp_path)
+
+
+def test_a_kind_and_files_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(SPECIAL))
+    with pytest.raises(TokenizerError, match=r"HuggingFaceTokenizer needs tokenizer\.json there"):
+        load_tokenizer("HuggingFaceTokenizer", tmp_path)
+    with pytest.raises(TokenizerError, match="'Bert' is not known; did you mean Bert"):
+        load_tokenizer("Bert", tmp_path)
+    with pytest.raises(TokenizerError, match="has no merges"):
+        load_tokenizer("BertTokenizer", tmp_path / "vocab.txt", tmp_path / "vocab.txt")
+    settings = {"do_lower_case": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(None, tmp_path).kind == "BertWordPieceCase"
