@@ -148,11 +148,15 @@ SOURCES: dict[str, dict[str, Any]] = {
     "chinese": {
         "backend": "torch", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1,
         "model.hidden_dropout": 0.1,
-        "train.recompute": "none", "data.tokenizer": None, "optimizer.name": "adamw",
-        "optimizer.schedule": "linear",
+        "train.recompute": "none",
+        "optimizer.name": "adamw", "optimizer.schedule": "linear",
         "optimizer.warmup_steps": 2000, "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0,
         "optimizer.clip_grad": 1.0,
     },
+}  # fmt: skip
+
+CHARACTERS = {
+    "type": "BertWordPieceLowerCase", "folder": None, "merge_file": None, "backend": "auto",
 }  # fmt: skip
 
 # Where presets of one source differ, apart from batch, layout and learning rate.
@@ -194,8 +198,14 @@ OWN: dict[str, dict[str, Any]] = {
         "train.recompute_slice_activation": False,
         "context.max_device_memory": "30GB",
     },
-    "run_gpt2_chinese_106m": {"precision": MIXED, "train.max_epochs": 800.0},
-    "run_gpt2_chinese_82m": {"precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0},
+    "run_gpt2_chinese_106m": {
+        "precision": MIXED, "train.max_epochs": 800.0,
+        "data.tokenizer": CHARACTERS | {"vocab_file": "cache/vocab_user.txt"},
+    },
+    "run_gpt2_chinese_82m": {
+        "precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0,
+        "data.tokenizer": CHARACTERS | {"vocab_file": "cache/vocab_small.txt"},
+    },
 }  # fmt: skip
 
 
