@@ -173,7 +173,6 @@ HERE: dict[str, str] = {
     "tokenizer_model": "data.tokenizer.vocab_file",
     "tokenizer_name": "data.tokenizer",
     "vocab_file": "data.tokenizer.vocab_file",
-    "tokenizer_model": "data.tokenizer.vocab_file",
     "vocab_path": "data.tokenizer.vocab_file",
     "encoder_json": "data.tokenizer.vocab_file",
     "merge_file": "data.tokenizer.merge_file",
