@@ -7,6 +7,7 @@ import os
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
+from common.conversion.export import export_program
 from common.errors import ConfigError, RunError
 from common.inputs import check_inputs
 from common.interrupts import ending_at_interrupts
@@ -45,6 +46,10 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
     if run_mode == "export" and export_format(config) == "safetensors":
         check_inputs(run_mode, config)
         export(config)
+        return
+    if run_mode == "export" and export_format(config) in ("onnx", "gguf"):
+        check_inputs(run_mode, config)
+        export_program(config)
         return
     check_here(config)
     if run_mode in ("eval", "predict"):

@@ -34,7 +34,7 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
-from common.training.export import export_folder
+from common.training.export import export_folder, refuse_to_replace
 from common.training.foreign import manifest_of
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
@@ -47,6 +47,8 @@ TOLERANCE = 1e-6
 
 
 def export(config: ResolvedRun, process: Process = ALONE) -> None:
+    folder = Path(config.output_dir) / "export"
+    refuse_to_replace(folder, config)
     device = open_device(config, process)
     check_memory(config, process, device)
     checkpoint = weights_to_use(config, None, export=True)
@@ -61,7 +63,6 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
         checkpoint,
     )
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
-    folder = Path(config.output_dir) / "export"
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         graphs = {}
         for graph in _graphs(config):

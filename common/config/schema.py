@@ -640,10 +640,19 @@ class EvaluationConfig(Section):
 class ExportConfig(Section):
     """What --run_mode export writes of a checkpoint."""
 
-    format: Literal["safetensors", "mindir"] | None = None
-    """safetensors: its weights as one file, whichever ranks wrote it, on either backend; mindir: a
-    program, on MindSpore. When left out, mindir on mindspore and safetensors on torch.
+    format: Literal["safetensors", "mindir", "onnx", "gguf"] | None = None
+    """safetensors: its weights as one file, whichever ranks wrote it; onnx: for onnxruntime and
+    optimum; gguf: for llama.cpp; these on either backend. mindir: a program, on MindSpore. When
+    left out, mindir on mindspore and safetensors on torch.
     """
+    weights: Literal["float32", "float16", "int8", "int4"] = "float32"
+    """Of onnx and gguf: the type of the weights. int8 and int4 share a scale in blocks of 32."""
+    cache: bool = True
+    """Of onnx: the graph takes and returns keys and values, so that a step computes one token."""
+    check: bool = True
+    """Of onnx: compare the file with the backend's model before the folder gets its name."""
+    overwrite: bool = False
+    """Replace an older export of this format in output_dir."""
     batch_size: Annotated[Count | None, MINDSPORE] = None
     """Of mindir: sequences at once that the files take; any number when left out."""
 

@@ -71,7 +71,7 @@ def compare_logits(
         0, source.model.vocab_size, (2, min(source.model.max_positions, 32))
     )
     expected, found = (
-        _run(runners, format, weights, ids)
+        run_logits(runners, format, weights, ids)
         for format, weights in ((source_format, source), (target_format, target))
     )
     if not np.isfinite(expected).all():
@@ -98,9 +98,12 @@ def _why_not(format: str) -> str:
     return f"nothing computes the logits of {format}: the tensors alone were compared"
 
 
-def _run(
+def run_logits(
     runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]
 ) -> NDArray[np.float32]:
+    """Return the logits (B, T, vocab_size) of ids (B, T). Raises CheckpointError where the program
+    that runs the format fails.
+    """
     try:
         return runners[format](weights.path, weights.model, ids)
     except GPT2Error:

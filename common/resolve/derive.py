@@ -115,14 +115,26 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     )
 
 
+def _check_export(config: RunConfig) -> None:
+    export, format = config.export, config.export.format or "the backend's own"
+    if export.batch_size is not None and export.format not in (None, "mindir"):
+        raise ConfigError(
+            f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with"
+            f" {format}"
+        )
+    if export.weights != "float32" and export.format not in ("onnx", "gguf"):
+        raise ConfigError(
+            f"export.weights={export.weights} is for export.format=onnx and gguf, not {format};"
+            " leave it out, or set export.format"
+        )
+    if not export.cache and export.format != "onnx":
+        raise ConfigError("export.cache=false is for export.format=onnx; leave it out")
+
+
 def _check_backend(config: RunConfig) -> None:
     """Refuse what the backend cannot honour whatever the device."""
     context, train = config.context, config.train
-    if config.export.batch_size is not None and config.export.format == "safetensors":
-        raise ConfigError(
-            f"export.batch_size={config.export.batch_size} is for export.format=mindir; leave it"
-            " out with safetensors"
-        )
+    _check_export(config)
     check_device_id(config, config.device)
     if config.backend == "mindspore":
         if train.compile:
@@ -154,8 +166,8 @@ def _check_backend(config: RunConfig) -> None:
         return
     if config.export.format == "mindir":
         raise ConfigError(
-            "export.format=mindir is for backend mindspore; set export.format=safetensors, or"
-            " backend=mindspore"
+            "export.format=mindir is for backend mindspore; set export.format=safetensors, onnx or"
+            " gguf, or backend=mindspore"
         )
     for section, values in config:
         for name in values.changed("backend") if isinstance(values, Section) else ():

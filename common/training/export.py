@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from common import run_folder
+from common.errors import ConfigError
 from common.files import atomic_write, whole_folder
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
@@ -39,6 +40,8 @@ def export(config: ResolvedRun) -> None:
     """Write ``weights`` in the run folder. Raises CheckpointError naming every tensor that is
     missing, unexpected or not whole, and StorageError; an older export is then untouched.
     """
+    folder = Path(config.output_dir) / "weights"
+    refuse_to_replace(folder, config)
     checkpoint = weights_to_use(config, None, export=True)
     manifest = manifest_of(checkpoint, config.model, checksums=False)
     config = resolve_vocabulary(
@@ -48,7 +51,6 @@ def export(config: ResolvedRun) -> None:
         name: TensorKind(dtype="float32", shape=shape)
         for name, shape in parameter_shapes(config.model).items()
     }
-    folder = Path(config.output_dir) / "weights"
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
         checksum = stream_safetensors(
@@ -104,6 +106,15 @@ def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
             " tokenizer, and generating with it needs one"
         )
     return found
+
+
+def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:
+    """Raise ConfigError where an export is there and export.overwrite is false."""
+    if folder.exists() and not config.export.overwrite:
+        raise ConfigError(
+            f"{folder}: an export is there; add export.overwrite=true to replace it, or choose"
+            " another output_dir with checkpoint.load"
+        )
 
 
 def export_folder(folder: Path) -> AbstractContextManager[Path]:

@@ -69,6 +69,7 @@ def make_config(folder: Path, **changes: Any) -> RunConfig:
         "train": {"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
         "logging": {"tensorboard": False, "plot": False},
+        "export": {"overwrite": True},
     }
     return resolve_config(build_config(changed(tree, changes)))
 

@@ -47,6 +47,7 @@ def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, 
         "model": model,
         "optimizer": optimizer,
         "train": {"max_steps": 1},
+        "export": {"overwrite": True},
         **more,
     }
 
