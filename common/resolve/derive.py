@@ -68,10 +68,11 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
 
 def written_ranks(config: RunConfig) -> int:
     """Return how many processes the layout of the files needs; a data_parallel that is left out
-    counts as 1.
+    counts as shard_size, or as 1.
     """
     parallel = config.parallel
-    return (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage
+    copies = parallel.data_parallel or parallel.shard_size or 1
+    return copies * parallel.model_parallel * parallel.pipeline_stage
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:

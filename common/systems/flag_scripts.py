@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str) -> int:
     """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
 
-    Words section.key=value among the flags are overrides, --show_config and --help are its own.
+    Words section.key=value among the flags are overrides; --run_mode (train where it is left out),
+    --show_config and --help are its own.
     """
     from common.config.hints import schema_keys  # not above: --help loads no library
 
+    mode, flags = _run_mode(flags)
     own = [word for word in flags if word in ("--show_config", "--help", "-h")]
     overrides = [
         word
@@ -28,6 +30,16 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     ) as file:
         file.write(shlex.join(theirs))
         file.flush()
-        return main(
-            ["--config", file.name, "--run_mode", "train", *own, *overrides], program=program
-        )
+        return main(["--config", file.name, "--run_mode", mode, *own, *overrides], program=program)
+
+
+def _run_mode(flags: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the run mode that the flags give, and the other flags."""
+    words, mode = list(flags), "train"
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--run_mode" and (equals or at + 1 < len(words)):
+            mode = value if equals else words[at + 1]
+            del words[at : at + (1 if equals else 2)]
+            break
+    return mode, words

@@ -70,8 +70,8 @@ TABLE: Table = {
     "Model.attention_probs_dropout_prob": To("model.attention_dropout"),
     "Model.max_position_embeddings": To("model.max_positions"),
     "Model.type_vocab_size": Without("GPT-2 has no token types"),
-    "Model.no_recompute_layers": Only(([],), "train.recompute is for all blocks; leave"
-        " no_recompute_layers empty"),
+    **{f"Model.{name}": Only(([],), f"train.recompute is for all blocks; leave {name} empty")
+       for name in ("no_recompute_layers", "recompute_layers")},
     **{f"Model.{name}": Without(_KERNELS) for name in ("fused_linear", "fuse_attn_qkv",
     "use_flash_attn", "fused_softmax_with_triangular")},
     "Model.scale_qk_by_layer_num": Without("it changes no result: what it divides by it multiplies"
@@ -308,3 +308,5 @@ def settle(ours: Translation) -> None:
     """Take away what has no effect on the backend that the run has in the end."""
     if ours.get("train.recompute") == "none":
         ours.drop("train.recompute", "nothing is recomputed")
+    if ours.get("evaluation.task") == "lambada":
+        ours.drop("evaluation.stride", "a cloze test scores passages, each by itself")

@@ -6,7 +6,7 @@
 # On several nodes start the same command on each, with ONEFLOW_GPT_NUM_NODES and ONEFLOW_GPT_NODE_IPS=IP,IP,...: a node finds its
 # place by its address. ONEFLOW_COMM_NET_IB_ENABLE=1: NCCL over InfiniBand or RoCE alone. Exit code: that of the run.
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
+root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 flags="$(mktemp --suffix=.flags)"
 trap 'rm -f "$flags"' EXIT
 devices="${ONEFLOW_GPT_NUM_GPUS_PER_NODE:-4}" nodes="${ONEFLOW_GPT_NUM_NODES:-1}"

@@ -1,0 +1,39 @@
+"""What PaddleFleetX's own files of runs say beyond the runs that are presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.config.schema import RunConfig
+from common.resolve.derive import written_ranks
+from common.systems.config import open_config
+
+ORIGINALS = Path(__file__).parents[1] / "originals" / "fleetx"
+
+
+def read(name: str, *words: str) -> RunConfig:
+    return open_config(ORIGINALS / f"pretrain_gpt_{name}.yaml", words).config
+
+
+@pytest.mark.parametrize(("size", "ranks"), [("6.7B_sharding16", 16), ("175B_mp8_pp16", 128)])
+def test_a_layout_without_dp_degree_needs_its_own_ranks(size: str, ranks: int) -> None:
+    """FleetX takes the number from its launcher; a plan without one takes sharding_degree."""
+    assert written_ranks(read(size)) == ranks
+
+
+def test_the_old_name_of_no_recompute_layers_may_be_empty() -> None:
+    """The file of 345M in eight tensor parallel ranks has it."""
+    assert read("345M_single_card", "Model.recompute_layers=None").train.recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("cloze", "task", "stride"), [("True", "lambada", None), ("False", "text", 32)]
+)
+def test_evaluation_on_lambada_and_on_wikitext(cloze: str, task: str, stride: int | None) -> None:
+    """The file of evaluation gives overlapping_eval in both cases."""
+    words = {"eval_path": "file", "cloze_eval": cloze, "overlapping_eval": "32"}
+    given = [f"Offline_Eval.{name}={value}" for name, value in words.items()]
+    found = read("345M_single_card", "Model.module=GPTEvalModule", *given).evaluation
+    assert (found.task, found.file, found.stride) == (task, "file", stride)
