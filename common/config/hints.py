@@ -74,8 +74,10 @@ def key_for_flag(name: str, value: str) -> str | None:
 
 def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
     """Name the arguments that nobody knows, and for each the key that it may mean, with the value
-    that was given.
+    that was given. argparse counts the words behind an unknown option among them; those that are
+    keys are left out.
     """
+    unknown = [word for word in unknown if word.partition("=")[0] not in schema_keys()]
     lines = [
         f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written"
         " section.key=value"

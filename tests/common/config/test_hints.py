@@ -10,7 +10,13 @@ import pytest
 from common.command_line import RUN_MODES, parse_arguments
 from common.config.explain import explain_key
 from common.config.foreign_names import ABSENT, HERE, HERE_IN
-from common.config.hints import hint, key_for_flag, nearest_keys, schema_keys
+from common.config.hints import (
+    hint,
+    key_for_flag,
+    nearest_keys,
+    schema_keys,
+    unknown_arguments,
+)
 from common.config.load import load_config
 from common.errors import ConfigError
 
@@ -193,3 +199,11 @@ def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
         parse_arguments(["--explain", "checkpoint"])
     assert stop.value.code == 0
     assert "checkpoint (a section)" in capsys.readouterr().out
+
+
+def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
+    """argparse returns them as unknown too, since the option may have had several values."""
+    words = ["--max_lr", "8", "train.max_steps=2", "data.tokenizer=vocab"]
+    first, *rest = unknown_arguments(words, ["--config", "a.yaml", *words]).splitlines()
+    assert first.startswith("unrecognized arguments: --max_lr 8; keys of the configuration")
+    assert rest == ["--max_lr: did you mean optimizer.learning_rate=8?"]
