@@ -58,12 +58,20 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
             "global_batch_size": batch.global_batch,
             "accumulation_steps": batch.accumulation,
         },
-        parallel={"data_parallel": data_parallel},
+        parallel={
+            "data_parallel": data_parallel,
+            "zero_stage": 0 if _has_nothing_to_split(config, world_size) else parallel.zero_stage,
+        },
         validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
         loss_scale={"mode": scale_mode},
     )
     check_engine(resolved)
     return resolved
+
+
+def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
+    """Return whether ZeRO has no effect, so that a config for many devices also runs on one."""
+    return world_size == 1 and config.engine == "native" and config.parallel.shard_size is None
 
 
 def written_ranks(config: RunConfig) -> int:

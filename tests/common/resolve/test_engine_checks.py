@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def resolved(**changes: Any) -> RunConfig:
+def resolved(world_size: int = 4, **changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "output_dir": "out",
         "engine": "deepspeed",
@@ -52,7 +52,7 @@ def resolved(**changes: Any) -> RunConfig:
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
         "optimizer": {"learning_rate": 0.1},
     }
-    return resolve_config(build_config(changed(tree, changes)), world_size=4)
+    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -368,6 +368,16 @@ def test_what_mindspore_does_not_run_is_refused_with_what_it_does(
 )
 def test_what_mindspore_runs(changes: dict[str, Any]) -> None:
     resolved(**MINDSPORE, **changes)
+
+
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+def test_zero_has_no_effect_on_one_process(backend: str) -> None:
+    """As MindFormers' enable_parallel_optimizer, which its files for one device have."""
+    plain, split = (
+        resolved(1, engine="native", backend=backend, parallel={"zero_stage": stage})
+        for stage in (0, 1)
+    )
+    assert split == plain
 
 
 def test_mindspore_zero_needs_replicas() -> None:
