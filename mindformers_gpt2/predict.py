@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
 from common.generation.generate import rows_at_once
@@ -39,19 +39,23 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
 
 class Decoder:
     """Implements ``common.generation.generate.Decoder`` with one graph, which takes one token of
-    each of ``rows`` rows.
+    each of ``rows`` rows, and one for prompts that nothing is added to, which takes them whole.
 
-    All shapes are fixed, so that it is compiled once: prompts go through it token by token too,
-    rows that nobody needs hold token 0.
+    All shapes are fixed, so that each is compiled once: other prompts go through the first token by
+    token too, and rows that nobody needs hold token 0.
     """
 
     def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
         self.rows = rows
         self._model = model
         self._decode = device.compile(model.decode)
+        self._follow = device.compile(_Following(model))
         self._last = model.config.max_positions - 1
+        self._width = 0
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
+        if room == 0:
+            return self._after(prompts)
         self._keys, self._values = self._model.new_caches(self.rows, self._last + 1)
         last = np.array([len(prompt) - 1 for prompt in prompts])
         # A row that has come to its prompt's end takes its last token again, at the same place,
@@ -77,6 +81,15 @@ class Decoder:
         )
         self._positions = self._positions[list(parents)]
 
+    def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
+        """Logits (B, vocab_size) after whole prompts."""
+        self._width = max(self._width, *map(len, prompts))  # another one is compiled anew
+        ids, last = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)], last[row] = prompt, row * self._width + len(prompt) - 1
+        result: Logits = self._follow(Tensor(ids), Tensor(last)).asnumpy()[: len(prompts)]
+        return result
+
     def _add(self, tokens: Sequence[int]) -> Logits:
         """Logits (B, vocab_size) after ``tokens`` at their rows' positions."""
         token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
@@ -86,3 +99,17 @@ class Decoder:
         )
         result: Logits = logits.asnumpy()[: len(tokens)]
         return result
+
+
+class _Following(nn.Cell):
+    """Token ids (B, T), and the places (B,) of the last ones among all B T -> logits (B,
+    vocab_size) of what follows these.
+    """
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+    def construct(self, ids: Tensor, last: Tensor) -> Tensor:
+        hidden = self.model.construct(ids)
+        return self.model.logits(ops.Gather()(hidden.reshape((-1, hidden.shape[-1])), last, 0))

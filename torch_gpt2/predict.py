@@ -67,7 +67,8 @@ class Decoder:
             longest + room,
             config.hidden_size // config.num_heads,
         )
-        for layer in self._layers:
+        self._remembers = room > 0
+        for layer in self._layers if room else ():
             layer.keys, layer.values = (
                 torch.zeros(shape, dtype=self._model.compute_dtype, device=self._device)
                 for _ in range(2)
@@ -136,7 +137,7 @@ class Decoder:
                 None if self._mask is None else self._mask[..., :end],
             )
         longest = k.shape[2]
-        for row, begin in enumerate(self._begins):
+        for row, begin in enumerate(self._begins) if self._remembers else ():
             layer.keys[row, :, begin:longest] = k[row, :, : longest - begin]
             layer.values[row, :, begin:longest] = v[row, :, : longest - begin]
         return k, v, None

@@ -68,6 +68,17 @@ PRECISION_PRESETS: dict[str, dict[str, str]] = {
         "layer_norm": "float32",
     },
 }
+PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
+PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(
+    ("softmax", "layer_norm"), "float16"
+)
+_PRECISION_NAMES = {
+    "fp32": "float32",
+    "O0": "float32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "O1": "fp16",
+}
 
 
 MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
@@ -99,8 +110,8 @@ FloatName = Annotated[Float, BeforeValidator(_float_name)]
 
 
 class PrecisionConfig(Section):
-    """Number types of the parts of a step. O1 is the preset fp16; O2 is fp16 with parameters
-    float16; pure fp16 is O2 with softmax and layer_norm float16 too.
+    """Number types of the parts of a step. O0 is float32, O1 the preset fp16; O2 is fp16 with
+    parameters float16; pure_fp16 is O2 with softmax and layer_norm float16 too.
     """
 
     parameters: FloatName = "float32"
@@ -325,6 +336,10 @@ class DataConfig(Section):
     """
     shuffle: bool = True
     """Shuffle documents and windows anew in every epoch."""
+    stride: Count | None = None
+    """Tokens between the starts of training windows: below model.seq_length they overlap, and the
+    last one ends with the last token of the epoch. model.seq_length (no overlap) when left out.
+    """
     index_cache: Text | None = None
     """Folder of cached sample indices; beside the data when left out."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
@@ -374,6 +389,10 @@ class StrategyFileConfig(Section):
     """Leave out the optimizer's state, so that the file does for weights alone."""
 
 
+_STRATEGY_NAMES = {"SPS": "parameter_server", "DPS": "ddp"}
+"""Of the study DistributedTrainingGPT2: single and distributed parameter server."""
+
+
 class ParallelConfig(Section):
     data_parallel: Count | None = None
     """Ranks that see different samples, ZeRO's included; derived from the number of processes when
@@ -405,7 +424,13 @@ class ParallelConfig(Section):
     """Data-parallel ranks over which zero_stage splits; copies in between (hybrid sharding). All of
     them when left out.
     """
-    strategy: Literal["ddp", "parameter_server", "horovod"] = "ddp"
+    strategy: Annotated[
+        Literal["ddp", "parameter_server", "horovod"],
+        BeforeValidator(
+            lambda value: _STRATEGY_NAMES.get(value, value) if isinstance(value, str) else value,
+            json_schema_input_type=Literal["ddp", "parameter_server", "horovod", "SPS", "DPS"],
+        ),
+    ] = "ddp"
     """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on
     one that updates and hands out the weights (DataParallel), horovod does as ddp with Horovod.
     """
@@ -559,7 +584,11 @@ class PredictConfig(Section):
     """The end-of-text token is not chosen before this many new tokens."""
     max_new_tokens: Count | None = None
     """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left
-    out.
+    out. Above model.max_positions the window slides: see window.
+    """
+    window: Count | None = None
+    """Let a text outgrow the model: each token is then chosen after the last window - 1 tokens,
+    which costs a whole pass for each. At most model.max_positions, which it is when left out.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
@@ -784,7 +813,7 @@ class RunConfig(Section):
             lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig
         ),
     ] = PrecisionConfig()
-    """float32, bf16, fp16, or a mapping of types."""
+    """float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
@@ -807,7 +836,10 @@ def expand_precision(value: Any) -> Any:
     """A preset's name becomes its mapping."""
     if not isinstance(value, str):
         return value
-    name = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
+    name = _PRECISION_NAMES.get(value, value)
     if name not in PRECISION_PRESETS:
-        raise ValueError(f"{value!r} is no preset; choose float32, bf16 or fp16, or give a mapping")
+        raise ValueError(
+            f"{value!r} is no preset; choose float32, bf16 or fp16, or give a mapping (O0, O1, O2"
+            " and pure_fp16 are understood too)"
+        )
     return PRECISION_PRESETS[name]

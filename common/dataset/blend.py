@@ -221,6 +221,7 @@ def open_samples(
     split: Split,
     seq_length: int,
     seed: int,
+    stride: int | None = None,
     split_weights: Sequence[float] = (949, 50, 1),
     shuffle: bool = True,
     cache_folder: Path | None = None,
@@ -233,6 +234,12 @@ def open_samples(
 
     def open_one(prefix: str) -> Samples:
         if is_mindrecord(prefix):
+            if stride not in (None, seq_length):
+                raise DataError(
+                    f"{prefix}: the rows of a MindRecord are windows already, which data.stride="
+                    f"{stride} cannot cut again; leave data.stride out, or train from a .bin/.idx"
+                    " pair"
+                )
             return MindRecordSamples(
                 prefix,
                 split=split,
@@ -246,6 +253,7 @@ def open_samples(
             split=split,
             seq_length=seq_length,
             seed=seed,
+            stride=stride,
             split_weights=split_weights,
             shuffle=shuffle,
             cache_folder=cache_folder,

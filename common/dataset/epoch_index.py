@@ -2,8 +2,9 @@
 windows shuffled.
 
 Window w of an epoch covers tokens w * seq_length ... (w + 1) * seq_length of the stream, both ends
-included: neighbours share a token, the last target of one being the first input of the next. The
-order is a pure function of (split, seed, epoch).
+included: neighbours share a token, the last target of one being the first input of the next. With
+a stride below seq_length, window w begins at token w * stride, and the last window ends with the
+stream. The order is a pure function of (split, seed, epoch).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class EpochIndex:
 
     sources: (d,) where piece i of the stream starts in the .bin, in tokens.
     stream: (d + 1,) where piece i starts in the stream, in tokens.
-    first_piece: (w + 1,) the piece that holds token w * seq_length of the stream.
+    first_piece: (w + 1,) the piece that holds the first token of each window; entry w is for what
+    follows the last one.
     shuffle: (w,) the window that is read as the i-th of the epoch; None: in order.
     """
 
@@ -41,7 +43,12 @@ class EpochIndex:
 
 
 def shuffled_epoch(
-    offsets: npt.NDArray[np.int64], seq_length: int, seed: int, epoch: int, split: str
+    offsets: npt.NDArray[np.int64],
+    seq_length: int,
+    seed: int,
+    epoch: int,
+    split: str,
+    stride: int | None = None,
 ) -> EpochIndex:
     """The shuffled order of one epoch.
 
@@ -54,8 +61,8 @@ def shuffled_epoch(
     np.cumsum(np.diff(offsets)[order], out=stream[1:])
     sources = offsets[:-1][order]
     del order
-    windows = window_count(int(stream[-1]), seq_length)
-    first_piece = _first_pieces(stream, windows, seq_length)
+    windows = window_count(int(stream[-1]), seq_length, stride)
+    first_piece = _first_pieces(stream, windows, seq_length, stride)
     return EpochIndex(
         sources=sources,
         stream=stream,
@@ -64,7 +71,7 @@ def shuffled_epoch(
     )
 
 
-def ordered_epoch(offsets: npt.NDArray[np.int64], seq_length: int) -> EpochIndex:
+def ordered_epoch(offsets: npt.NDArray[np.int64], windows: int) -> EpochIndex:
     """Documents and windows in file order: the stream is one piece, since documents lie one after
     the other in the .bin.
     """
@@ -72,12 +79,17 @@ def ordered_epoch(offsets: npt.NDArray[np.int64], seq_length: int) -> EpochIndex
     return EpochIndex(
         sources=np.array([first], dtype=np.int64),
         stream=np.array([0, total], dtype=np.int64),
-        first_piece=np.broadcast_to(np.int32(0), (window_count(total, seq_length) + 1,)),
+        first_piece=np.broadcast_to(np.int32(0), (windows + 1,)),
         shuffle=None,
     )
 
 
-def is_epoch_of(index: EpochIndex, offsets: npt.NDArray[np.int64], seq_length: int) -> bool:
+def is_epoch_of(
+    index: EpochIndex,
+    offsets: npt.NDArray[np.int64],
+    seq_length: int,
+    stride: int | None = None,
+) -> bool:
     """Whether a shuffled order that was read has the sizes of this split, and all that it points to
     lies within it.
 
@@ -85,7 +97,7 @@ def is_epoch_of(index: EpochIndex, offsets: npt.NDArray[np.int64], seq_length: i
     one.
     """
     first, end, documents = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
-    windows = window_count(end - first, seq_length)
+    windows = window_count(end - first, seq_length, stride)
     if index.shuffle is None:
         return False
     arrays = (index.sources, index.stream, index.first_piece, index.shuffle)
@@ -121,11 +133,22 @@ def _rises(values: npt.NDArray[Any]) -> bool:
     )
 
 
-def window_count(tokens: int, seq_length: int) -> int:
+def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:
     """Windows of seq_length + 1 tokens that overlap by one; a remainder of less than seq_length
-    tokens is left over.
+    tokens is left over. With a stride below seq_length nothing is.
     """
-    return max(0, (tokens - 1) // seq_length)
+    if stride is None or tokens <= seq_length:
+        return max(0, (tokens - 1) // seq_length)
+    return -(-(tokens - seq_length - 1) // stride) + 1
+
+
+def window_begins(
+    windows: npt.NDArray[np.int64], tokens: int, seq_length: int, stride: int | None
+) -> npt.NDArray[np.int64]:
+    """(n,) numbers of windows -> (n,) where each begins in a stream of ``tokens`` tokens."""
+    if stride is None:
+        return windows * seq_length
+    return np.minimum(windows * stride, tokens - seq_length - 1)
 
 
 def permutation(n: int, purpose: str) -> _Index:
@@ -150,12 +173,15 @@ def narrow(values: npt.NDArray[np.intp]) -> _Index:
     return small
 
 
-def _first_pieces(stream: npt.NDArray[np.int64], windows: int, seq_length: int) -> _Index:
+def _first_pieces(
+    stream: npt.NDArray[np.int64], windows: int, seq_length: int, stride: int | None
+) -> _Index:
     pieces: _Index = np.empty(
         windows + 1, dtype=np.int32 if len(stream) <= _INT32_MAX else np.int64
     )
     # in parts: the positions need not exist all at once
     for start in range(0, windows + 1, _CHUNK):
-        positions = np.arange(start, min(start + _CHUNK, windows + 1), dtype=np.int64) * seq_length
+        part = np.arange(start, min(start + _CHUNK, windows + 1), dtype=np.int64)
+        positions = window_begins(part, int(stream[-1]), seq_length, stride)
         pieces[start : start + _CHUNK] = np.searchsorted(stream, positions, side="right") - 1
     return pieces

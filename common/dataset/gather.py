@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.epoch_index import EpochIndex
+from common.dataset.epoch_index import EpochIndex, window_begins
 
 # Tokens per round: the position arrays then stay in the processor's cache (8 bytes per token each).
 _ROUND = 1 << 16
@@ -21,29 +21,35 @@ def gather_windows(
     windows: npt.NDArray[np.int64],
     seq_length: int,
     out: npt.NDArray[np.int32],
+    stride: int | None = None,
 ) -> None:
     """Fill ``out``, (n, seq_length + 1), with the tokens of ``windows``, (n,) window numbers of the
-    epoch.
+    epoch. stride: of the epoch, below seq_length; None: seq_length.
     """
     width = seq_length + 1
     step = max(1, _ROUND // width)
     for start in range(0, len(windows), step):
         part = windows[start : start + step]
-        out[start : start + step] = tokens[_positions(index, part, seq_length)].reshape(
+        out[start : start + step] = tokens[_positions(index, part, seq_length, stride)].reshape(
             len(part), width
         )
 
 
 def _positions(
-    index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int
+    index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int, stride: int | None
 ) -> npt.NDArray[np.int64]:
     """(n * (seq_length + 1),): where in the .bin each token of the windows lies."""
     width = seq_length + 1
-    begin = windows * seq_length
+    begin = window_begins(windows, int(index.stream[-1]), seq_length, stride)
     first = index.first_piece[windows].astype(np.int64)
-    # The window's last token is the first one of the next window, so that one's piece ends the list
-    # of pieces.
-    counts = index.first_piece[windows + 1] - first + 1
+    # Without a stride, the window's last token is the first one of the next window, so that one's
+    # piece ends the list of pieces.
+    last = (
+        index.first_piece[windows + 1]
+        if stride is None
+        else np.searchsorted(index.stream, begin + seq_length, side="right") - 1
+    )
+    counts = last - first + 1
     ends = np.cumsum(counts)
     local = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
     pieces = np.repeat(first, counts) + local

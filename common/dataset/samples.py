@@ -64,7 +64,8 @@ class GPTDataset:
     """Windows over the shuffled documents of one split; each epoch has its own order.
 
     prefix: of a .bin/.idx pair, or opened token files of any format. split_weights: of train, valid
-    and test, over documents (in ``_sentence`` pairs too). shuffle=False: documents and windows in
+    and test, over documents (in ``_sentence`` pairs too). stride: tokens between the starts of
+    windows; seq_length when left out. shuffle=False: documents and windows in
     file order, every epoch alike, for validation.
     cache_folder: where orders of large data sets are kept; None: PREFIX.index-cache. cache_minimum:
     see CACHE_MINIMUM.
@@ -78,6 +79,7 @@ class GPTDataset:
         split: Split,
         seq_length: int,
         seed: int,
+        stride: int | None = None,
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
         cache_folder: Path | None = None,
@@ -88,15 +90,18 @@ class GPTDataset:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         if seq_length < 1:
             raise DataError(f"seq_length={seq_length}: expected 1 or more")
+        if stride is not None and not 1 <= stride <= seq_length:
+            raise DataError(f"stride={stride}: expected 1 to seq_length={seq_length}")
         self.split = split
         self.seq_length = seq_length
+        self.stride = None if stride == seq_length else stride
         self.seed = seed
         self.shuffle = shuffle
         self.split_weights = check_weights(split_weights)
         first, end = document_range(split, self.split_weights, self.data.document_count)
         self._offsets = self.data.document_offsets()[first : end + 1].copy()
         self.token_count = int(self._offsets[-1] - self._offsets[0])
-        self.samples_per_epoch = window_count(self.token_count, seq_length)
+        self.samples_per_epoch = window_count(self.token_count, seq_length, self.stride)
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
             raise DataError(
@@ -121,15 +126,11 @@ class GPTDataset:
         for epoch in np.unique(epochs):
             mine = np.flatnonzero(epochs == epoch)
             windows = self._windows(int(epoch), ids[mine] % self.samples_per_epoch)
-            if len(mine) == len(ids):
-                gather_windows(
-                    self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, out
-                )
-            else:
-                rows = np.empty((len(mine), self.seq_length + 1), dtype=np.int32)
-                gather_windows(
-                    self.data.tokens, self._epoch(int(epoch)), windows, self.seq_length, rows
-                )
+            whole = len(mine) == len(ids)
+            rows = out if whole else np.empty((len(mine), self.seq_length + 1), dtype=np.int32)
+            index = self._epoch(int(epoch))
+            gather_windows(self.data.tokens, index, windows, self.seq_length, rows, self.stride)
+            if not whole:
                 out[mine] = rows
         return out
 
@@ -171,16 +172,18 @@ class GPTDataset:
 
     def _make_epoch(self, epoch: int) -> EpochIndex:
         if not self.shuffle:
-            return ordered_epoch(self._offsets, self.seq_length)
+            return ordered_epoch(self._offsets, self.samples_per_epoch)
 
         def build() -> EpochIndex:
-            return shuffled_epoch(self._offsets, self.seq_length, self.seed, epoch, self.split)
+            return shuffled_epoch(
+                self._offsets, self.seq_length, self.seed, epoch, self.split, self.stride
+            )
 
         if len(self._offsets) + self.samples_per_epoch < self._cache_minimum:
             return build()
 
         def fits(index: EpochIndex) -> bool:
-            return is_epoch_of(index, self._offsets, self.seq_length)
+            return is_epoch_of(index, self._offsets, self.seq_length, self.stride)
 
         return cached_epoch(self._cache_folder, self._digest(f"epoch {epoch}"), build, fits=fits)
 
@@ -193,5 +196,6 @@ class GPTDataset:
             self.seq_length,
             self.seed if self.shuffle else None,
             purpose,
+            *(() if self.stride is None else ("stride", self.stride)),
         )
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -25,7 +25,7 @@ class Decoder(Protocol):
     def rows(self) -> int: ...
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
         """Forget what was, take these prompts in, with room for so many more tokens; logits (B,
-        vocab_size) of what follows each.
+        vocab_size) of what follows each. With room 0 there is no step after it.
         """
 
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -60,6 +60,17 @@ def rows_at_once(settings: PredictConfig, prompts: int) -> int:
         return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
     return min(settings.batch_size, prompts * settings.num_sequences)
 
+    def context(self, window: int | None) -> list[int]:
+        """The tokens after which the next one is chosen."""
+        ids = self.prompt.ids + self.tokens
+        return ids if window is None else ids[1 - window :]
+
+    def room(self, window: int | None) -> int:
+        """How many tokens can be added before the length or the window ends it."""
+        left = self.prompt.new_tokens - len(self.tokens)
+        length = len(self.prompt.ids) + len(self.tokens)
+        return left if window is None else min(left, max(0, window - length))
+
 
 def generate(
     decoder: Decoder,
@@ -69,13 +80,16 @@ def generate(
     seed: int,
     end_of_text: int,
     vocab_size: int | None = None,
+    window: int | None = None,
     on_token: Callable[[Continuation], None] | None = None,
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
     Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor
-    its neighbours change what it says. vocab_size: ids from here on are not chosen. on_token:
-    called with a sequence that has grown, while it is the only one at work.
+    its neighbours change what it says. vocab_size: ids from here on are not chosen. window: a
+    sequence that outgrows it is followed by its last window - 1 tokens, taken in anew for each
+    token; None: none does. on_token: called with a sequence that has grown, while it is the only
+    one at work.
     """
     waiting = [
         Continuation(
@@ -86,21 +100,27 @@ def generate(
     ]
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
+        at_work = batch
         logits = decoder.start(
-            [each.prompt.ids for each in batch], max(each.prompt.new_tokens for each in batch)
+            [each.context(window) for each in batch], max(each.room(window) for each in batch)
         )
         while True:
-            for each, row in zip(batch, logits, strict=True):
+            for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
                     _grow(each, row[:vocab_size], settings, end_of_text)
             if on_token is not None and len(batch) == 1 and batch[0].tokens:
                 on_token(batch[0])
-            if all(each.finish_reason for each in batch):
+            growing = [each for each in batch if each.finish_reason is None]
+            if not growing:
                 break
             beat(first, "generating")
-            logits = decoder.step(
-                [each.tokens[-1] if each.tokens else end_of_text for each in batch]
-            )
+            if at_work is not batch or any(each.room(window) == 0 for each in growing):
+                at_work = growing
+                logits = decoder.start([each.context(window) for each in growing], 0)
+            else:
+                logits = decoder.step(
+                    [each.tokens[-1] if each.tokens else end_of_text for each in batch]
+                )
         yield from batch
 
 

@@ -15,7 +15,7 @@ from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, generate
-from common.generation.prompts import Prompt
+from common.generation.prompts import Prompt, sliding_window
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
@@ -45,6 +45,12 @@ def write_continuations(
         )
     if remark := unused_by_greedy(settings):
         LOG.warning(remark)
+    window = sliding_window(config)
+    if window and any(len(each.ids) + each.new_tokens > window for each in prompts):
+        LOG.warning(
+            f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
+            f" last {window - 1}, and costs a pass over all of them"
+        )
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
     printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
     with ExitStack() as stack:
@@ -62,6 +68,7 @@ def write_continuations(
                 prompts,
                 settings,
                 seed=config.seed if settings.seed is None else settings.seed,
+                window=window,
                 on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
                 **limits,
             )

@@ -25,7 +25,7 @@ class Prompt:
 
 def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model
-    together with what is to be added.
+    together with what is to be added, unless the window slides.
 
     Raises ConfigError or DataError, with the line of a file.
     """
@@ -33,6 +33,16 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     return [
         _encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)
     ]
+
+
+def sliding_window(config: ResolvedRun) -> int | None:
+    """Return predict.window, or the positions where max_new_tokens is above them; None: a text
+    stays within the positions.
+    """
+    settings, positions = config.predict, config.model.max_positions
+    if settings.window is None and (settings.max_new_tokens or 0) <= positions:
+        return None
+    return settings.window or positions
 
 
 def given_prompts(config: ResolvedRun) -> list[tuple[str, str]]:
@@ -116,6 +126,8 @@ def _encode(
         config.predict.min_new_tokens,
     )
     wanted = most or max(least, 1)
+    if sliding_window(config) is not None:
+        return Prompt(text=text, ids=ids, new_tokens=most or max(least, DEFAULT_NEW_TOKENS))
     if room < wanted:
         key = "max_new_tokens" if most else "min_new_tokens"
         place = "" if where == "predict.prompt" else f"{where}: "
@@ -123,5 +135,6 @@ def _encode(
             f"{place}a prompt of {len(ids)} tokens and {wanted} to add go beyond the model's"
             f" {positions} positions; shorten the"
             f" prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
+            f"{f'; with predict.window={positions} the window slides' if most else ''}"
         )
     return Prompt(text=text, ids=ids, new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))

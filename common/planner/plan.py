@@ -106,6 +106,7 @@ def describe_plan(
     lines = [
         f"world: {topology}",
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
+        *_window_lines(config),
         f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
         f" {config.vocab_rows}",
     ]
@@ -128,6 +129,15 @@ def describe_plan(
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _window_lines(config: ResolvedRun) -> Iterable[str]:
+    window, stride = config.model.seq_length, config.data.stride
+    if stride is not None and stride < window:
+        yield (
+            f"windows: {window} tokens, one every {stride}: an epoch takes {window / stride:.2f}"
+            " times the steps that it takes without overlap"
+        )
 
 
 def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:

@@ -24,6 +24,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     fix.
     """
     _check_model(config)
+    _check_data(config)
     _check_optimizer(config)
     _check_length(config)
     _check_precision(config)
@@ -92,6 +93,8 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
+    if run_mode == "export":
+        _check_export(config)
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
     shared = (
         run_mode == "eval"
@@ -184,6 +187,20 @@ def _check_backend(config: RunConfig) -> None:
                 f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out"
                 " with backend torch"
             )
+
+
+def _check_export(config: RunConfig) -> None:
+    predict = config.predict
+    positions = config.model.max_positions or config.model.seq_length
+    if export_format(config) == "mindir" and (
+        predict.window is not None or (predict.max_new_tokens or 0) > positions
+    ):
+        raise ConfigError(
+            "predict.window and predict.max_new_tokens above the positions let the window slide,"
+            " which export.format=mindir cannot: the cache of decode.mindir has the fixed shape of"
+            f" {positions} positions; leave them out, and let the program that runs the files give"
+            " model.mindir the last tokens"
+        )
 
 
 def _check_observation(config: RunConfig) -> None:
@@ -292,6 +309,20 @@ def _check_model(config: RunConfig) -> None:
             f"model.seq_length={model.seq_length} is longer than"
             f" model.max_positions={model.max_positions}; shorten the window or leave max_positions"
             " out"
+        )
+    window, positions = config.predict.window, model.max_positions or model.seq_length
+    if window is not None and not 2 <= window <= positions:
+        raise ConfigError(
+            f"predict.window={window}: expected 2 to {positions}, the model's positions"
+        )
+
+
+def _check_data(config: RunConfig) -> None:
+    stride, window = config.data.stride, config.model.seq_length
+    if stride is not None and stride > window:
+        raise ConfigError(
+            f"data.stride={stride} is above model.seq_length={window}: the tokens in between would"
+            f" never be read; set data.stride={window} or lower"
         )
 
 

@@ -129,7 +129,13 @@ def open_data(
     sampler = None
     if training:
         require_length(config)
-        samples = _open(config, config.data.train, "train", shuffle=config.data.shuffle)
+        samples = _open(
+            config,
+            config.data.train,
+            "train",
+            shuffle=config.data.shuffle,
+            stride=config.data.stride,
+        )
         config = resolve_length(config, samples.samples_per_epoch)
         sampler = ShardedSampler(
             samples,
@@ -161,7 +167,7 @@ def open_data(
 
 def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
-    samples = _open(
+    samples = _open(  # without data.stride: a token is scored once
         config,
         config.data.validation if whole else config.data.train,
         "train" if whole else "valid",
@@ -180,7 +186,12 @@ def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iter
 
 
 def _open(
-    config: ResolvedRun, entries: list[str | float] | None, split: Split, *, shuffle: bool = False
+    config: ResolvedRun,
+    entries: list[str | float] | None,
+    split: Split,
+    *,
+    shuffle: bool = False,
+    stride: int | None = None,
 ) -> Samples:
     return open_samples(
         [str(entry) for entry in require_entries(entries)],
@@ -190,6 +201,7 @@ def _open(
         else parse_split(config.data.split),
         seq_length=config.model.seq_length,
         seed=config.seed,
+        stride=stride,
         shuffle=shuffle,
         cache_folder=Path(config.data.index_cache) if config.data.index_cache else None,
     )

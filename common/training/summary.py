@@ -36,10 +36,12 @@ def announce(
         f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
         f" {batch * model.seq_length:,} tokens a step"
     )
+    stride = config.data.stride or model.seq_length
+    overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
     epochs = (train.max_steps or 0) * batch / data.samples_per_epoch
     LOG.info(
         f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
-        f" samples; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"
+        f" samples{overlap}; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"
         f" {optimizer.warmup_steps}"
     )
     LOG.info(

@@ -66,6 +66,27 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("window", [POSITIONS, 10])
+def test_a_sliding_window_gives_equal_tokens(decoders: dict[str, Any], window: int) -> None:
+    """Two lengths of the positions, from prompts below and above the window; one row ends early."""
+    random = np.random.default_rng(4)
+    prompts = [
+        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new)
+        for n, new in ((1, 2 * POSITIONS), (12, 40), (30, 3))
+    ]
+    found = {
+        name: [
+            each.tokens
+            for each in generate(
+                one, prompts, PredictConfig(), seed=5, end_of_text=-1, window=window
+            )
+        ]
+        for name, one in decoders.items()
+    }
+    assert [len(tokens) for tokens in found["torch 1"]] == [2 * POSITIONS, 40, 3]
+    assert all(tokens == found["torch 1"] for tokens in found.values()), found
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -120,7 +120,7 @@ def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
         ("predict", ["predict.prompt="], "predict.prompt is empty"),
         (
             "predict",
-            ["predict.prompt=Hello", "predict.max_new_tokens=100"],
+            ["predict.prompt=Hello", "predict.max_new_tokens=32"],
             "beyond the model's 32 positions; shorten the prompt or ask for"
             " predict.max_new_tokens=31",
         ),

@@ -59,6 +59,7 @@ def ours(
     batch: int = 1,
     new_tokens: int = 30,
     end: int = -1,
+    window: int | None = None,
     **settings: Any,
 ) -> list[list[int]]:
     given = [Prompt(text="", ids=ids, new_tokens=new_tokens) for ids in rows]
@@ -66,7 +67,12 @@ def ours(
     return [
         each.tokens
         for each in generate(
-            decoder, given, PredictConfig.model_validate(settings), seed=0, end_of_text=end
+            decoder,
+            given,
+            PredictConfig.model_validate(settings),
+            seed=0,
+            end_of_text=end,
+            window=window,
         )
     ]
 
@@ -99,6 +105,29 @@ def test_greedy_equals_transformers_token_for_token(
     ]
     assert ours(model, prompts(), batch, repetition_penalty=penalty) == expected
     assert min(len(set(row)) for row in expected) > 3
+
+
+@pytest.mark.parametrize(("batch", "window"), [(1, 48), (3, 16), (8, 16), (8, 2)])
+def test_a_sliding_window_equals_a_loop_over_transformers(
+    model: GPT2, batch: int, window: int
+) -> None:
+    """Each token follows the last window - 1 ones, as GPT2-Chinese's generate.py takes them;
+    prompts of 18, 1, 7 and 12 tokens, one of which is above 16 from the start.
+    """
+    reference = hugging_face_model(MODEL, dict(model.named_parameters()))
+    expected = []
+    for prompt in prompts():
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(60):
+                context = torch.tensor([ids[-(window - 1) :]])
+                ids.append(int(reference(context).logits[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert ours(model, prompts(), batch, new_tokens=60, window=window) == expected
+    end = expected[1][25]
+    cut = [row[: row.index(end)] if end in row else row for row in expected]
+    assert ours(model, prompts(), batch, new_tokens=60, window=window, end=end) == cut
+    assert len({len(row) for row in cut}) > 1 or window == 2
 
 
 @pytest.mark.parametrize("least", [0, 3, 20])

@@ -271,6 +271,31 @@ def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Pat
     assert load_config(config_file, ["train.max_epochs=null"]).train.max_steps is not None
 
 
+@pytest.mark.parametrize(
+    ("word", "same"),
+    [
+        ("O0", "float32"),
+        ("O1", "fp16"),
+        ("O2", "{parameters: float16, compute: float16}"),
+        (
+            "pure_fp16",
+            "{parameters: float16, compute: float16, softmax: float16, layer_norm: float16}",
+        ),
+    ],
+)
+def test_apexs_words_for_precision(config_file: Path, word: str, same: str) -> None:
+    found, expected = (
+        load_config(config_file, [f"precision={text}"]).precision for text in (word, same)
+    )
+    assert found == expected
+
+
+def test_the_studys_words_for_strategies(config_file: Path) -> None:
+    for word, same in (("SPS", "parameter_server"), ("DPS", "ddp")):
+        config = load_config(config_file, [f"parallel.strategy={word}"])
+        assert config.parallel.strategy == same
+
+
 def test_presets_find_data_of_the_projects_folder(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,6 +316,13 @@ def test_a_blend_of_a_pair_and_a_mindrecord(tmp_path: Path, write_pair: Any) -> 
     assert {blend.source(n).name for n in range(8)} == {"data", "data.mindrecord"}
 
 
+def test_a_stride_cannot_cut_rows_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.mindrecord", tokens_of(20, 9))
+    with pytest.raises(DataError, match=r"windows already, which data\.stride=4 cannot cut again"):
+        open_samples([str(path)], seq_length=8, stride=4, **WHOLE)
+    assert open_samples([str(path)], seq_length=8, stride=8, **WHOLE).samples_per_epoch == 20
+
+
 def test_where_the_metadata_lies(tmp_path: Path) -> None:
     write(tmp_path / "data.mindrecord", tokens_of(20, 9), shards=2)
     assert tmp_path / "data.mindrecord.meta.json" in metadata_paths(tmp_path / "data.mindrecord1")

@@ -95,6 +95,65 @@ def test_the_order_is_frozen(write_pair) -> None:
     assert dataset.read(np.arange(3)).tolist() == FROZEN_ROWS
 
 
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lengths=LENGTHS,
+    seq_length=st.integers(1, 12),
+    stride=st.integers(1, 12),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_windows_overlap_by_the_stride(
+    write_pair, lengths, seq_length, stride, shuffle, epoch
+) -> None:
+    """Windows begin every ``stride`` tokens until one would reach the end; the last ends there."""
+    total, width = sum(lengths), seq_length + 1
+    if total < width or stride >= seq_length:
+        return
+    data = IndexedDataset(write_pair(lengths))
+    dataset = open_all(data, seq_length, stride=stride, shuffle=shuffle)
+    order = (
+        permutation(len(lengths), f"documents/train/7/{epoch}")
+        if shuffle
+        else np.arange(len(lengths))
+    )
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    stream = np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in order])
+    expected, start = [], 0
+    while start < total - width:
+        expected.append(stream[start : start + width].tolist())
+        start += stride
+    expected.append(stream[total - width :].tolist())
+    n = dataset.samples_per_epoch
+    assert n == len(expected)
+    ids = np.arange(n) + epoch * n
+    windows = dataset.identities(ids)[:, 1] - epoch * n
+    assert dataset.read(ids)[np.argsort(windows)].tolist() == expected
+    assert sorted(windows.tolist()) == list(range(n))
+
+
+def test_the_stride_is_part_of_what_a_data_set_is(write_pair, tmp_path) -> None:
+    """A stride of seq_length is none; another one has other orders in the cache and another
+    fingerprint.
+    """
+    prefix = write_pair([11] * 40)
+    plain = cached(prefix)
+    rows = plain.read(np.arange(9))
+    same, other = cached(prefix, stride=4), cached(prefix, stride=3)
+    assert same.fingerprint == plain.fingerprint != other.fingerprint
+    assert (same.read(np.arange(9)) == rows).all()
+    before = {path.name for path in (tmp_path / "data.index-cache").iterdir()}
+    far = other.read(np.arange(9) + other.samples_per_epoch)
+    assert len({path.name for path in (tmp_path / "data.index-cache").iterdir()} - before) == 1
+    again = cached(prefix, stride=3)
+    assert (again.read(np.arange(9) + other.samples_per_epoch) == far).all()
+    for stride in (0, 5):
+        with pytest.raises(DataError, match=f"stride={stride}: expected 1 to seq_length=4"):
+            open_all(prefix, 4, stride=stride)
+
+
 def test_splits_cut_at_documents_also_in_sentence_files(write_pair) -> None:
     lengths = [4] * 60
     prefix = write_pair(lengths, documents=[3] * 20)

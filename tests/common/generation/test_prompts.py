@@ -11,8 +11,8 @@ import pytest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
-from common.generation.prompts import encode_prompts, read_prompts
-from common.resolve.derive import resolve_config
+from common.generation.prompts import encode_prompts, read_prompts, sliding_window
+from common.resolve.derive import resolve_config, resolve_mode
 from common.tokenizer import Framing
 
 
@@ -72,6 +72,37 @@ def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
 )
 def test_how_many_tokens_may_follow(words: dict[str, Any], expected: int) -> None:
     assert read(prompt="abc", **words)[0].new_tokens == expected
+
+
+def test_the_window_slides_for_more_tokens_than_positions() -> None:
+    """Also where asked to, and then for any prompt; a number that only does not fit is refused."""
+    long = read(prompt="x" * 40, max_new_tokens=17)[0]
+    assert (len(long.ids), long.new_tokens) == (40, 17)
+    assert [sliding_window(config(max_new_tokens=n)) for n in (16, 17)] == [None, 16]
+    asked = config(window=9, max_new_tokens=14)
+    assert sliding_window(asked) == 9
+    assert encode_prompts(config(prompt="x" * 40, window=9), Letters())[0].new_tokens == 100  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"=13; with predict\.window=16 the window slides$"):
+        read(prompt="abc", max_new_tokens=14)
+    for window in (1, 17):
+        with pytest.raises(ConfigError, match=rf"predict\.window={window}: expected 2 to 16"):
+            config(window=window)
+
+
+def test_an_exported_program_cannot_slide() -> None:
+    tree = {
+        "output_dir": "out",
+        "backend": "mindspore",
+        "model": {
+            "num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": 256,
+        },
+        "optimizer": {"learning_rate": 1.0},
+    }  # fmt: skip
+    for words in ({"window": 16}, {"max_new_tokens": 17}):
+        made = build_config(tree | {"predict": words})
+        with pytest.raises(ConfigError, match="has the fixed shape of 16 positions"):
+            resolve_mode(made, "export", world_size=1)
+        resolve_mode(made, "predict", world_size=1)
 
 
 @pytest.mark.parametrize(
