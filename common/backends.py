@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import nullcontext
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
+from common.conversion.epoch_models import written_after_epochs
 from common.conversion.export import export_program
 from common.errors import ConfigError, RunError
 from common.inputs import check_inputs
@@ -69,7 +71,8 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
             ) from None
         entry = getattr(importlib.import_module(f"{_PACKAGES[config.backend]}.{name}"), name)
     try:
-        entry(config, process)
+        with written_after_epochs() if config.checkpoint.epoch_models else nullcontext():
+            entry(config, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         training = name == "train"
         message = out_of_memory(error, config, rank=process.rank % ranks, training=training)

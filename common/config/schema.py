@@ -519,6 +519,10 @@ class CheckpointConfig(Section):
     """
     asynchronous: bool = True
     """Write checkpoints from a thread while training goes on."""
+    epoch_models: bool = False
+    """Also save at the end of each epoch, and write the weights in GPT2-Chinese's folders of
+    output_dir, for transformers: model_epoch{n} after an epoch, final_model after the last step.
+    """
 
 
 def _strategy(value: Any) -> Any:
@@ -545,6 +549,10 @@ class PredictConfig(Section):
     output_file: Text | None = None
     """Also write the results here: plain text, with an empty line after each, where the name ends
     in .txt; else one JSON object a line.
+    """
+    output_folder: Text | None = None
+    """Write each text into a file of its own here, {i}-{j}.txt for continuation j of prompt i, both
+    from 0. What is there already is kept: a run that was stopped goes on.
     """
     stream: bool = True
     """Print tokens as they come, where standard output is a terminal and one sequence is generated
@@ -693,12 +701,12 @@ class LoggingConfig(Section):
     """Steps between log lines with the hash of all samples read so far, equal under every layout
     and on both frameworks; 0: none. metrics.jsonl has it for every step.
     """
-    style: Literal["gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal"] = (
-        "gpt2"
-    )
+    style: Literal[
+        "gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal", "gpt2-chinese"
+    ] = "gpt2"
     """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's,
-    PaddleFleetX's, MindFormers' or OneFlow's, as a table or as plain lines; metrics.jsonl is the
-    same in all.
+    PaddleFleetX's, MindFormers', OneFlow's, as a table or as plain lines, or GPT2-Chinese's, which
+    has its own for generated texts too; metrics.jsonl is the same in all.
     """
     outlier_deviations: NonNegative32 = 0.0
     """Warn when a loss or gradient norm lies this many standard deviations above the mean of the

@@ -29,15 +29,19 @@ def search_beams(
     *,
     end_of_text: int,
     vocab_size: int | None = None,
+    unknown: int | None = None,
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from here on are not chosen. Raises RunError when logits are not finite.
+    vocab_size: ids from here on are not chosen, nor is unknown. Raises RunError when logits are not
+    finite.
     """
     beams = settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
-        batch = [_Search(prompt, settings, end_of_text) for prompt in prompts[first:][:at_once]]
+        batch = [
+            _Search(prompt, settings, end_of_text, unknown) for prompt in prompts[first:][:at_once]
+        ]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
         while True:
@@ -63,8 +67,11 @@ def search_beams(
 class _Search:
     """The search for continuations of one prompt: one group of beams, or several."""
 
-    def __init__(self, prompt: Prompt, settings: PredictConfig, end_of_text: int) -> None:
+    def __init__(
+        self, prompt: Prompt, settings: PredictConfig, end_of_text: int, unknown: int | None
+    ) -> None:
         self.prompt = prompt
+        self._unknown = unknown
         self._settings = settings
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
@@ -122,6 +129,8 @@ class _Search:
                 row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
         if group.length < settings.min_new_tokens:
             scores[:, end_of_text] = -np.inf
+        if self._unknown is not None:
+            scores[:, self._unknown] = -np.inf
         return scores
 
     def results(self, index: int, end_of_text: int) -> Iterator[Continuation]:
@@ -131,6 +140,7 @@ class _Search:
             ended = self._end is not None and tokens[-1:] == [end_of_text]
             yield Continuation(
                 prompt=self.prompt,
+                index=index,
                 number=number,
                 generator=np.random.default_rng((0, index, number)),
                 tokens=tokens[:-1] if ended else tokens,

@@ -4,7 +4,7 @@ both backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -39,26 +39,18 @@ class Decoder(Protocol):
 
 @dataclass(kw_only=True)
 class Continuation:
-    """One sequence that grows; ``number`` counts those of one prompt from 0. End-of-text is not
-    among its tokens.
+    """One sequence that grows; ``number`` counts those of one prompt from 0, and ``index`` the
+    prompts. End-of-text is not among its tokens.
     """
 
     prompt: Prompt
+    index: int
     number: int
     generator: np.random.Generator = field(repr=False)
     tokens: list[int] = field(default_factory=list)
     finish_reason: Literal["length", "end_of_text"] | None = None
     score: float | None = None
     """Of beam search: the sum of the tokens' log-probabilities / length ** length_penalty."""
-
-
-def rows_at_once(settings: PredictConfig, prompts: int) -> int:
-    """Return how many rows a decoder needs for so many prompts, in batches of batch_size: a row for
-    each sequence, or for each beam.
-    """
-    if settings.strategy == "beam_search":
-        return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
-    return min(settings.batch_size, prompts * settings.num_sequences)
 
     def context(self, window: int | None) -> list[int]:
         """The tokens after which the next one is chosen."""
@@ -72,6 +64,15 @@ def rows_at_once(settings: PredictConfig, prompts: int) -> int:
         return left if window is None else min(left, max(0, window - length))
 
 
+def rows_at_once(settings: PredictConfig, prompts: int) -> int:
+    """Return how many rows a decoder needs for so many prompts, in batches of batch_size: a row for
+    each sequence, or for each beam.
+    """
+    if settings.strategy == "beam_search":
+        return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
+    return min(settings.batch_size, prompts * settings.num_sequences)
+
+
 def generate(
     decoder: Decoder,
     prompts: Sequence[Prompt],
@@ -80,23 +81,30 @@ def generate(
     seed: int,
     end_of_text: int,
     vocab_size: int | None = None,
+    unknown: int | None = None,
     window: int | None = None,
     on_token: Callable[[Continuation], None] | None = None,
+    done: Container[tuple[int, int]] = (),
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
     Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor
-    its neighbours change what it says. vocab_size: ids from here on are not chosen. window: a
-    sequence that outgrows it is followed by its last window - 1 tokens, taken in anew for each
-    token; None: none does. on_token: called with a sequence that has grown, while it is the only
-    one at work.
+    its neighbours change what it says. vocab_size: ids from here on are not chosen, nor is unknown,
+    the id of text that the vocabulary lacks. window: a sequence that outgrows it is followed by its
+    last window - 1 tokens, taken in anew for each token; None: none does. on_token: called with a
+    sequence that has grown, while it is the only one at work. done: index and number of those that
+    are left out.
     """
     waiting = [
         Continuation(
-            prompt=prompt, number=number, generator=np.random.default_rng((seed, index, number))
+            prompt=prompt,
+            index=index,
+            number=number,
+            generator=np.random.default_rng((seed, index, number)),
         )
         for index, prompt in enumerate(prompts)
         for number in range(settings.num_sequences)
+        if (index, number) not in done
     ]
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
@@ -107,7 +115,7 @@ def generate(
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
-                    _grow(each, row[:vocab_size], settings, end_of_text)
+                    _grow(each, row[:vocab_size], settings, end_of_text, unknown)
             if on_token is not None and len(batch) == 1 and batch[0].tokens:
                 on_token(batch[0])
             growing = [each for each in batch if each.finish_reason is None]
@@ -125,11 +133,16 @@ def generate(
 
 
 def _grow(
-    sequence: Continuation, logits: Logits, settings: PredictConfig, end_of_text: int
+    sequence: Continuation,
+    logits: Logits,
+    settings: PredictConfig,
+    end_of_text: int,
+    unknown: int | None,
 ) -> None:
     tokens, prompt = sequence.tokens, sequence.prompt
     seen = prompt.ids + tokens if settings.repetition_penalty != 1.0 else []
-    forbidden = end_of_text if len(tokens) < settings.min_new_tokens else -1
+    too_early = end_of_text if len(tokens) < settings.min_new_tokens else None
+    forbidden = {token for token in (too_early, unknown) if token is not None and token >= 0}
     token = choose_token(logits, seen, settings, sequence.generator, forbidden)
     if settings.stop_at_end_of_text and token == end_of_text:
         sequence.finish_reason = "end_of_text"

@@ -1,5 +1,5 @@
-"""Continuations on standard output, as they come where one is generated at a time, and in a file of
-JSON lines or of plain text.
+"""Continuations on standard output, as they come where one is generated at a time, in a file of
+JSON lines or of plain text, and in a folder with a file each.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
+from common.generation.articles import ArticleFolder
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, generate
 from common.generation.prompts import Prompt, sliding_window
@@ -46,20 +48,38 @@ def write_continuations(
     if remark := unused_by_greedy(settings):
         LOG.warning(remark)
     window = sliding_window(config)
+    if window and settings.strategy == "beam_search":
+        raise ConfigError(
+            f"predict.strategy=beam_search: sequences stay within {config.model.max_positions}"
+            " positions; leave predict.window out and lower predict.max_new_tokens, or set"
+            " predict.strategy=sampling"
+        )
     if window and any(len(each.ids) + each.new_tokens > window for each in prompts):
         LOG.warning(
             f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
             f" last {window - 1}, and costs a pass over all of them"
         )
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
-    printer = Printer(tokenizer, numbered=settings.num_sequences > 1)
+    kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
+    printer = kind(tokenizer, numbered=settings.num_sequences > 1)
+    folder = (
+        ArticleFolder(Path(settings.output_folder), prompts, config)
+        if settings.output_folder
+        else None
+    )
+    if folder and folder.done:
+        LOG.info(f"{settings.output_folder}: {len(folder.done)} texts are there already")
     with ExitStack() as stack:
         file = (
             stack.enter_context(atomic_write(Path(settings.output_file), "w"))
             if settings.output_file
             else None
         )
-        limits = {"end_of_text": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
+        limits: dict[str, Any] = {
+            "end_of_text": tokenizer.eod_id,
+            "vocab_size": tokenizer.vocab_size,
+            "unknown": tokenizer.unknown_id,
+        }
         found = (
             search_beams(decoder, prompts, settings, **limits)
             if settings.strategy == "beam_search"
@@ -69,15 +89,23 @@ def write_continuations(
                 settings,
                 seed=config.seed if settings.seed is None else settings.seed,
                 window=window,
+                done=folder.done if folder else (),
                 on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
                 **limits,
             )
         )
         for each in found:
+            if folder and (each.index, each.number) in folder.done:
+                continue
             printer.finish(each, last=each.number == settings.num_sequences - 1)
-            if file is not None:
-                text = tokenizer.stream(each.prompt.ids).push(each.tokens, final=True)
+            text = tokenizer.stream(each.prompt.ids).push(each.tokens, final=True)
+            if file is not None and as_text and printer.head:
+                file.write(f"{printer.head}{(each.prompt.text + text).strip()}\n{'=' * 90}\n\n")
+            elif file is not None:
                 file.write(f"{each.prompt.text}{text}\n\n" if as_text else _json_line(each, text))
+            if folder is not None:
+                folder.write(each, text)
+        printer.close()
 
 
 def unused_by_greedy(settings: PredictConfig) -> str | None:
@@ -118,6 +146,8 @@ class Printer:
     def __init__(self, tokenizer: Tokenizer, *, numbered: bool) -> None:
         self._tokenizer = tokenizer
         self._numbered = numbered
+        self.head = ""
+        """The banner of the present sequence, which a file of plain text has too."""
         self._shown: int | None = None
         """Tokens of the present sequence that are out; None before its first line."""
 
@@ -127,22 +157,42 @@ class Printer:
         if self._shown is None:
             self._shown = 0
             self._stream = self._tokenizer.stream(sequence.prompt.ids)
-            text = f"Prompt: {sequence.prompt.text}\n" if sequence.number == 0 else ""
-            text += (
-                f"Generation{f' {sequence.number + 1}' if self._numbered else ''}:"
-                f" {sequence.prompt.text}"
-            )
+            text = self.begin(sequence)
         text += self._stream.push(sequence.tokens[self._shown :], final)
         self._shown = len(sequence.tokens)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
         _say(text.encode(encoding, "replace").decode(encoding))
 
+    def begin(self, sequence: Continuation) -> str:
+        """Return what stands before its first token."""
+        prompt = sequence.prompt.text
+        number = f" {sequence.number + 1}" if self._numbered else ""
+        title = f"Prompt: {prompt}\n" if sequence.number == 0 else ""
+        return f"{title}Generation{number}: {prompt}"
+
     def finish(self, sequence: Continuation, *, last: bool) -> None:
         """Print the rest of ``sequence`` and end its line; ``last``: of its prompt."""
         self.show(sequence, final=True)
         _say("\n\n" if last else "\n")
         self._shown = None
+
+    def close(self) -> None:
+        """Print what stands behind the last sequence."""
+
+
+class SamplePrinter(Printer):
+    """Writes the banners of GPT2-Chinese's generate.py, and counts the samples of all prompts."""
+
+    _samples = 0
+
+    def begin(self, sequence: Continuation) -> str:
+        self._samples += 1
+        self.head = f"{'=' * 40} SAMPLE {self._samples} {'=' * 40}\n"
+        return f"{self.head}\n{sequence.prompt.text.lstrip()}"
+
+    def close(self) -> None:
+        _say("=" * 80 + "\n")
 
 
 def _say(text: str) -> None:

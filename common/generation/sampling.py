@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,22 +22,22 @@ def choose_token(
     seen: list[int],
     settings: PredictConfig,
     generator: np.random.Generator,
-    forbidden: int = -1,
+    forbidden: Collection[int] = (),
 ) -> int:
     """The next token of one sequence.
 
     logits: (vocab_size,) float32, of the true vocabulary; seen: ids already in the sequence, the
-    prompt's included; forbidden: an id that is not chosen, -1 for none. Order as in transformers:
+    prompt's included; forbidden: ids that are not chosen. Order as in transformers:
     repetition penalty (Keskar et al. 2019), forbidden, temperature, top-k, top-p (Holtzman et al.
     2020), draw. Raises RunError when the logits are not finite.
     """
-    if settings.repetition_penalty != 1.0 or forbidden >= 0:
+    if settings.repetition_penalty != 1.0 or forbidden:
         logits = logits.copy()
     if settings.repetition_penalty != 1.0:
         penalised, penalty = logits[seen], np.float32(settings.repetition_penalty)
         logits[seen] = np.where(penalised > 0, penalised / penalty, penalised * penalty)
-    if forbidden >= 0:
-        logits[forbidden] = -np.inf
+    if forbidden:
+        logits[list(forbidden)] = -np.inf
     best = int(logits.argmax())  # a nan, if there is one
     if not np.isfinite(logits[best]):
         raise RunError(

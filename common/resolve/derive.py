@@ -94,7 +94,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
     if run_mode == "export":
-        _check_export(config)
+        _check_window(config)
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
     shared = (
         run_mode == "eval"
@@ -189,7 +189,7 @@ def _check_backend(config: RunConfig) -> None:
             )
 
 
-def _check_export(config: RunConfig) -> None:
+def _check_window(config: RunConfig) -> None:
     predict = config.predict
     positions = config.model.max_positions or config.model.seq_length
     if export_format(config) == "mindir" and (

@@ -50,6 +50,11 @@ from common.training.manifest import MANIFEST, write_manifest
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 
+after_saving: list[Callable[[Path], None]] = []
+"""Called on rank 0 with the folder of each checkpoint that is whole, before the next one begins. An
+entry script adds what higher layers write.
+"""
+
 PATIENCE_AFTER_FAILURE = 60.0
 """Seconds that rank 0 waits for the parts of others once its own run has failed: they may be
 dead.
@@ -236,6 +241,9 @@ class CheckpointWriter:
         if snapshot.also_write is not None:
             self._await_whole(temporary, target)
             snapshot.also_write(target)
+        if snapshot.part is None or snapshot.part.rank == 0:
+            for write in after_saving:
+                write(target)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part

@@ -22,6 +22,7 @@ from common.parallel.resolved_run import TrainingRun
 from common.processes.heartbeat import beat
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.engine import Engine
+from common.training.epochs import epochs_done
 from common.training.metrics import MetricsWriter, flops_per_token
 from common.training.outliers import NO_LIMITS, limits_of, record_outlier
 from common.training.profile import ProfileWindow
@@ -105,7 +106,11 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
             if (
                 not stopping
                 and state.step < last_step
-                and (saver.is_postponed or _due(config.checkpoint.interval, state.step))
+                and (
+                    saver.is_postponed
+                    or _due(config.checkpoint.interval, state.step)
+                    or _ends_epoch(run, state.step)
+                )
             ):
                 saver.save_unless_diverging(state)
             was_validated = run.validation is None or not _validation_due(config, state.step)
@@ -276,9 +281,22 @@ def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
     stops = [
         last_step,
         *((step // n + 1) * n for n in intervals if n),
+        *_epoch_ends_after(run, step),
         *(run.profile.boundaries if run.profile else ()),
     ]
     return min(run.engine.steps_per_run, min(stop for stop in stops if stop > step) - step)
+
+
+def _epoch_ends_after(run: Run, step: int) -> list[int]:
+    """Return the step of the next end of an epoch, where weights are written there."""
+    samples, batch = run.samples_per_epoch, run.config.train.global_batch_size
+    if not (run.config.checkpoint.epoch_models and samples):
+        return []
+    return [(epochs_done(step, batch, samples) + 1) * samples // batch]
+
+
+def _ends_epoch(run: Run, step: int) -> bool:
+    return _epoch_ends_after(run, step - 1) == [step]
 
 
 def _due(interval: int, step: int) -> bool:

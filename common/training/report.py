@@ -1,9 +1,9 @@
 """What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is
 the same in all of them.
 
-Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX, MindFormers or OneFlow read these
-lines too, so they follow those systems' format strings character by character, and come without a
-time in front where theirs do.
+Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX, MindFormers, OneFlow or
+GPT2-Chinese read these lines too, so they follow those systems' format strings character by
+character, and come without a time in front where theirs do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from common.accelerators import GIB
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
+from common.training.epochs import epochs_done
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]
@@ -312,6 +313,40 @@ class OneFlowPlainReport(OneFlowReport):
         ]
 
 
+class GPT2ChineseReport(Report):
+    """The lines that GPT2-Chinese's train.py and eval.py print. Windows of the whole corpus are
+    shuffled together here, so that an epoch has one piece, and its steps count on through it.
+    """
+
+    prefix = logging.Formatter("%(message)s")
+    line_for_every_skip = False
+
+    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+        super().__init__(config, samples_per_epoch)
+        self._samples = samples_per_epoch or self.last_step * self.batch
+
+    def epoch_and_step(self, step: int) -> tuple[int, int]:
+        """Both from 0; the last step of an epoch is the one after which its model is written."""
+        epoch = epochs_done(step - 1, self.batch, self._samples)
+        return epoch, step - 1 - epoch * self._samples // self.batch
+
+    def step_lines(self, rows: list[Row]) -> list[str]:
+        """The loss is the mean of the steps since the line before, as train.py's is meant to be:
+        it divides the first sum by one step too many.
+        """
+        epoch, step = self.epoch_and_step(rows[-1]["step"])
+        loss = _mean([row for row in rows if not row["skipped"]] or rows, "loss")
+        return [f"{self._step_of_piece(step)} of epoch {epoch + 1}, loss {loss}"]
+
+    def validation_lines(self, row: Row) -> list[str]:
+        step = self.epoch_and_step(row["step"])[1]
+        return [f"{self._step_of_piece(step)}, ppl {row['validation_perplexity']}"]
+
+    def _step_of_piece(self, step: int) -> str:
+        now = datetime.now()
+        return f"now time: {now.hour}:{now.minute}. Step {step + 1} of piece 0"
+
+
 STYLES: dict[str, type[Report]] = {
     "gpt2": Report,
     "megatron": MegatronReport,
@@ -319,6 +354,7 @@ STYLES: dict[str, type[Report]] = {
     "mindformers": MindFormersReport,
     "oneflow": OneFlowReport,
     "oneflow-normal": OneFlowPlainReport,
+    "gpt2-chinese": GPT2ChineseReport,
 }
 
 

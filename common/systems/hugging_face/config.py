@@ -72,9 +72,15 @@ def read_config(path: Path) -> ResolvedModel:
     return checked_model(path, section)
 
 
-def write_config(path: Path, model: ResolvedModel, dtype: str, end_of_text: int | None) -> None:
+def write_config(
+    path: Path,
+    model: ResolvedModel,
+    dtype: str,
+    end_of_text: int | None,
+    window: int | None = None,
+) -> None:
     """Write config.json. end_of_text: of the tokenizer, as far as known; transformers would take
-    50256 for any vocabulary.
+    50256 for any vocabulary. window: n_ctx; the positions when left out.
     """
     fields = {
         "architectures": ["GPT2LMHeadModel"],
@@ -83,7 +89,7 @@ def write_config(path: Path, model: ResolvedModel, dtype: str, end_of_text: int 
         "tie_word_embeddings": True,
         **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
         "n_positions": model.max_positions,
-        "n_ctx": model.max_positions,
+        "n_ctx": window or model.max_positions,
         "n_inner": None
         if model.ffn_hidden_size == 4 * model.hidden_size
         else model.ffn_hidden_size,

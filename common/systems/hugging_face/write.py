@@ -1,5 +1,5 @@
 """Folders that transformers opens, written: config.json and safetensors, in shards where they are
-large.
+large; or as its versions before 4.0 wrote them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.hugging_face.tokenizer import end_of_text
 from common.systems.weights import Weights, arrays_of, export_names
 from common.tensor_files.safetensors_file import stream_shards
+from common.tensor_files.torch_writer import TensorLeaf, stream_torch
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -25,3 +26,24 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
         folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, end_of_text(weights)
     )
     return sums
+
+
+def write_with_pickle(folder: Path, weights: Weights) -> None:
+    """Write config.json and pytorch_model.bin into an empty folder, as save_pretrained of
+    transformers 2 did: the output layer is there beside the table that it is tied to, and n_ctx is
+    the window of training. OSError is left to the caller.
+    """
+    name_map = NAME_MAPS[0]
+    tensors = export_names(name_map, weights.tensors, weights.model, None)
+    tree = {
+        name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name)
+        for name, weight in tensors.items()
+    }
+    table = name_map.rows(0)[0].theirs
+    stream_torch(
+        folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors)
+    )
+    dtype = tensors[table].dtype
+    write_config(
+        folder / CONFIG, weights.model, dtype, end_of_text(weights), weights.model.seq_length
+    )

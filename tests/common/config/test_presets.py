@@ -148,7 +148,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "chinese": {
         "backend": "torch", "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1,
         "model.hidden_dropout": 0.1,
-        "train.recompute": "none",
+        "train.recompute": "none", "logging.style": "gpt2-chinese",
         "optimizer.name": "adamw", "optimizer.schedule": "linear",
         "optimizer.warmup_steps": 2000, "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0,
         "optimizer.clip_grad": 1.0,
@@ -205,6 +205,7 @@ OWN: dict[str, dict[str, Any]] = {
     "run_gpt2_chinese_82m": {
         "precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0,
         "data.tokenizer": CHARACTERS | {"vocab_file": "cache/vocab_small.txt"},
+        "data.stride": 768, "checkpoint.epoch_models": True,
     },
 }  # fmt: skip
 

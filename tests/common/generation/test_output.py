@@ -27,7 +27,7 @@ END = 256
 class Bytes:
     """A tokenizer of one id a byte."""
 
-    eod_id, vocab_size = END, 257
+    eod_id, vocab_size, unknown_id = END, 257, None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(ids)

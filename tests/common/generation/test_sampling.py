@@ -59,7 +59,7 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
     assert 4 not in ids
     draws = {
         choose_token(
-            logits, [], settings(temperature=9.0), np.random.default_rng(seed), forbidden=1
+            logits, [], settings(temperature=9.0), np.random.default_rng(seed), forbidden={1}
         )
         for seed in range(200)
     }

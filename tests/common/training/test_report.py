@@ -17,6 +17,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config, resolve_length
+from common.training.epochs import epochs_done
 from common.training.report import STYLES, make_report, use_style
 from tests.config_overrides import changed
 
@@ -204,6 +205,35 @@ def test_mindformers(lines: Any) -> None:
     ]
 
 
+def test_gpt2_chinese(lines: Any) -> None:
+    """The format strings of train.py and eval.py. Of 17 samples in batches of 4 an epoch has 4
+    steps, and the fourth one 5; the loss is the mean since the line before.
+    """
+    config = make_config(
+        "gpt2-chinese",
+        train__max_steps=17,
+        train__global_batch_size=4,
+        train__micro_batch_size=4,
+        logging__interval=2,
+        logging__hash_interval=0,
+    )
+    rows = [make_row(step, loss=float(step)) for step in range(1, 18)]
+    found = lines(config, rows, samples_per_epoch=17)
+    parts = re.compile(r"now time: (\d+):(\d+)\. Step (\d+) of piece 0 of epoch (\d+), loss (.+)")
+    numbers = [tuple(map(float, parts.fullmatch(line).groups()[2:])) for line in found]  # type: ignore[union-attr]
+    assert numbers == [
+        (2, 1, 1.5), (4, 1, 3.5), (2, 2, 5.5), (4, 2, 7.5), (2, 3, 9.5), (4, 3, 11.5),
+        (2, 4, 13.5), (4, 4, 15.5), (5, 4, 17.0),
+    ]  # fmt: skip
+    ends = [
+        step for step in range(1, 18) if epochs_done(step, 4, 17) > epochs_done(step - 1, 4, 17)
+    ]
+    assert ends == [17 * epoch // 4 for epoch in (1, 2, 3, 4)]
+    report = make_report(config, 17)
+    line = report.validation_lines({"step": 6, "validation_perplexity": 12.5})[0]
+    assert re.fullmatch(r"now time: \d+:\d+\. Step 2 of piece 0, ppl 12\.5", line)
+
+
 def test_mindformers_validation_is_the_line_of_mindspore(lines: Any) -> None:
     [line] = lines(
         make_config("mindformers"),
@@ -338,7 +368,7 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
     numbers = [
         int(match[1])
         for match in (
-            re.search(r"(?:step |iteration +|step:\[ *|^\| |^step=)(\d+)", line) for line in says
+            re.search(r"(?:[Ss]tep |iteration +|step:\[ *|^\| |^step=)(\d+)", line) for line in says
         )
         if match
     ]
@@ -354,6 +384,7 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
         ("mindformers", "2022-07-27 12:40:00,833 - mindformers - INFO - "),
         ("oneflow", ""),
         ("oneflow-normal", ""),
+        ("gpt2-chinese", ""),
     ],
 )
 def test_what_stands_in_front_of_a_line(

@@ -1,0 +1,78 @@
+"""A folder with a file for each generated text, which a run that was stopped goes on filling.
+
+{i}-{j}.txt          continuation j of prompt i, both from 0, as GPT2-Chinese's generate_texts.py
+                     names them: the prompt and what follows it
+generation.json      the weights, the settings and the prompts that the texts come from
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.files import atomic_write
+from common.generation.generate import Continuation
+from common.generation.prompts import Prompt
+from common.parallel.resolved_run import ResolvedRun
+from common.structured_files import read_json_mapping, shown
+from common.training.agreement import identity_of
+from common.training.start import checkpoint_to_use
+
+RECORD = "generation.json"
+_DECISIVE = (
+    "strategy", "min_new_tokens", "max_new_tokens", "window", "temperature", "top_k", "top_p",
+    "repetition_penalty", "stop_at_end_of_text",
+)  # fmt: skip
+"""Settings of predict on which a text depends. It does not on how many are asked for."""
+
+
+class ArticleFolder:
+    """``done``: index and number of the texts that are there."""
+
+    def __init__(self, folder: Path, prompts: Sequence[Prompt], config: ResolvedRun) -> None:
+        """Make the folder, or take it up again. Raises ConfigError where its texts come from other
+        weights, settings or prompts, and StorageError.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"predict.output_folder={folder}: is a file; name a folder")
+        self._folder = folder
+        settings = config.predict
+        record: dict[str, Any] = {
+            "checkpoint": identity_of(checkpoint_to_use(config)),
+            "seed": config.seed if settings.seed is None else settings.seed,
+            **{name: getattr(settings, name) for name in _DECISIVE},
+            "prompts": [prompt.text for prompt in prompts],
+        }
+        if (folder / RECORD).exists():
+            self._take_up(record)
+        with atomic_write(folder / RECORD, "w") as file:
+            json.dump(record, file, ensure_ascii=False, indent=1)
+        names = (re.fullmatch(r"(\d+)-(\d+)\.txt", path.name) for path in folder.iterdir())
+        self.done = {(int(found[1]), int(found[2])) for found in names if found}
+
+    def _take_up(self, record: dict[str, Any]) -> None:
+        """Prompts may be added at the end of those that were there, or left out there."""
+        before = read_json_mapping(self._folder / RECORD, finite=False)
+        pairs = [(key, before.get(key), value) for key, value in record.items() if key != "prompts"]
+        found = before.get("prompts")
+        prompts = found if isinstance(found, list) else []
+        for number, (old, new) in enumerate(zip(prompts, record["prompts"], strict=False)):
+            pairs.append((f"prompt {number}", old, new))
+        record["prompts"] += prompts[len(record["prompts"]) :]
+        for name, old, new in pairs:
+            if old != new:
+                raise ConfigError(
+                    f"predict.output_folder={self._folder}: its texts come from"
+                    f" {name}={shown(old)}, and now it is {shown(new)};"
+                    " choose another folder, or remove this one"
+                )
+
+    def write(self, sequence: Continuation, text: str) -> None:
+        """Write one file whole. Raises StorageError."""
+        path = self._folder / f"{sequence.index}-{sequence.number}.txt"
+        with atomic_write(path, "w") as file:
+            file.write(f"{(sequence.prompt.text + text).strip()}\n")
