@@ -21,15 +21,27 @@ from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation, has_rule
 from common.systems.flags import check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
+from common.systems.gpt2_chinese import (
+    config as gpt2_chinese,
+    eval_flags as gpt2_chinese_eval,
+    flags as gpt2_chinese_train,
+    generate_flags as gpt2_chinese_generate,
+)
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
 from common.systems.opened import Opened
 
-DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx)
-"""Systems with YAML files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
+DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx, gpt2_chinese)
+"""Systems with YAML or JSON files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
 
-COMMAND_LINES: dict[str, ModuleType] = {"megatron": megatron, "oneflow": oneflow}
+COMMAND_LINES: dict[str, ModuleType] = {
+    "megatron": megatron,
+    "oneflow": oneflow,
+    "gpt2_chinese": gpt2_chinese_train,
+    "gpt2_chinese_generate": gpt2_chinese_generate,
+    "gpt2_chinese_eval": gpt2_chinese_eval,
+}
 """Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE,
 FLAGS, translate and settle; PROGRAMS where several take the same flags; TEXTS for flags that are
 text; SWITCHES and VALUED for flags without a rule in TABLE, that take no value or need one.

@@ -1,0 +1,266 @@
+"""GPT2-Chinese's commands: their flags become a configuration of run_gpt2.py, with the data made
+before the run and the weights in this project's form.
+
+All ranks of a run come here. The first one does what there is to do; the others wait, and find it
+done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.cluster.environment import find_process
+from common.config.hints import schema_keys
+from common.conversion.convert import REPORT, convert
+from common.dataset.corpus import CorpusFormat
+from common.dataset.id_files import numbered_files
+from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.workers import TokenizerChoice
+from common.errors import ConfigError, DataError, GPT2Error
+from common.files import atomic_write
+from common.log import LOG, start_log
+from common.paths import looked_in
+from common.structured_files import read_json_mapping
+from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.flags import read_flags
+from common.systems.gpt2_chinese.shared import CONVERTED, TOKENS
+from common.systems.opened import Opened
+from common.tokenizer import require_files
+
+_COMMANDS = {
+    "train.py": ("gpt2_chinese", "train"),
+    "train_single.py": ("gpt2_chinese", "train"),
+    "generate.py": ("gpt2_chinese_generate", "predict"),
+    "generate_texts.py": ("gpt2_chinese_generate", "predict"),
+    "eval.py": ("gpt2_chinese_eval", "eval"),
+}
+"""Each command's key of COMMAND_LINES, and the run mode."""
+LONGEST_WAIT = 6 * 3600.0
+"""Seconds that a rank waits for the one that makes the data."""
+
+
+def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
+    """Start ``main`` of run_gpt2.py with what the flags of ``program`` become; returns its exit
+    code.
+
+    Words section.key=value are overrides; --show_config prints the YAML and starts nothing.
+    """
+    system, mode = _COMMANDS[program]
+    if {"--help", "-h"} & set(words):
+        sys.stdout.write(_help(program, COMMAND_LINES[system]))
+        return 0
+    try:
+        theirs, overrides = _split(words)
+        if program == "generate_texts.py":
+            theirs += _titles(theirs)
+        opened = open_flags(system, theirs, overrides)
+        if "--show_config" in words:
+            sys.stdout.write(opened.yaml)
+            return 0
+        rank = find_process(os.environ).rank
+        start_log(rank=rank)
+        flags = COMMAND_LINES[system].DEFAULTS | read_flags(theirs, "command line")[0]
+        if "device" in flags:
+            _choose_devices(str(flags["device"]))
+        if mode != "predict":
+            make_data(flags, opened, framed=program != "train_single.py")
+        for path in (opened.config.checkpoint.load, opened.config.checkpoint.init_from):
+            if path is not None and Path(path).name == CONVERTED:
+                convert_weights(Path(path))
+        return _run(main, program, mode, opened, rank)
+    except (GPT2Error, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return getattr(error, "exit_code", 1)
+
+
+def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank: int) -> int:
+    """Run the YAML that the flags became, which a training leaves in its folder."""
+    folder = Path(opened.config.output_dir)
+    with tempfile.TemporaryDirectory(prefix="gpt2-chinese-") as temporary:
+        file = Path(folder if mode == "train" else temporary) / f"{Path(program).stem}.yaml"
+        if mode != "train" or rank == 0:
+            with atomic_write(file, "w") as text:
+                text.write(opened.yaml)
+        if mode == "train":
+            LOG.info(
+                f"{program}: the flags became {file}; python run_gpt2.py --config {file}"
+                " --run_mode train does the same from here on"
+            )
+        else:
+            LOG.info(f"{program}: --show_config prints the YAML that the flags became")
+        source = _own_copy(opened, Path(temporary)) if mode == "train" and rank else file
+        code = main(["--config", str(source), "--run_mode", mode], program=program)
+    if mode == "eval" and code == 0 and rank == 0:
+        result = read_json_mapping(folder / "evaluation.json", error=DataError)
+        with atomic_write(folder / "result.txt", "w") as text:
+            text.write(f"{result['validation_perplexity']}\n")
+    return code
+
+
+def _own_copy(opened: Opened, folder: Path) -> Path:
+    file = folder / "train.yaml"
+    file.write_text(opened.yaml, encoding="utf-8")
+    return file
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return their flags, and overrides of ours among them."""
+    overrides = [
+        word
+        for word, before in zip(words, ["", *words], strict=False)
+        if before not in ("--prefix", "--titles")
+        and not word.startswith("-")
+        and word.partition("=")[1]
+        and word.partition("=")[0].partition(".")[0] in schema_keys()
+    ]
+    theirs = [word for word in words if word not in overrides and word != "--show_config"]
+    return theirs, overrides
+
+
+def _titles(words: Sequence[str]) -> list[str]:
+    """Return flags that make the command line one of titles, where nothing in it does."""
+    module = COMMAND_LINES["gpt2_chinese_generate"]
+    given = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
+    return [] if given & module.OF_TITLES.keys() else ["--titles", module.OF_TITLES["titles"]]
+
+
+def _choose_devices(devices: str) -> None:
+    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        os.environ.setdefault(name, devices)
+
+
+def _help(program: str, module: ModuleType) -> str:
+    lines = [f"usage: {program} FLAGS [section.key=value ...] [--show_config]", "", "flags:"]
+    defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
+    defaults |= getattr(module, "OF_TITLES", {})
+    for flag in sorted(module.FLAGS):
+        default = f" (default: {defaults[flag]})" if flag in defaults else ""
+        lines.append(f"  --{flag}{default}")
+    lines += ["", "--show_config prints the YAML that they become, and starts nothing.", ""]
+    return "\n".join(lines)
+
+
+def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None:
+    """Make the pieces of --tokenized_data_path, where --raw asks for it, and of them the .bin/.idx
+    pair that the run reads, unless both are there and are made of the same.
+
+    framed: put the tokenizer's frame around each text, which train_single.py does not.
+    Raises DataError, TokenizerError and StorageError.
+    """
+    folder = Path(str(flags["tokenized_data_path"]))
+    wish = opened.config.data.tokenizer
+    if wish is None or wish.vocab_file is None:
+        raise ConfigError("data.tokenizer.vocab_file is not given; name it with --tokenizer_path")
+    options = PreprocessOptions(
+        inputs=(folder,),
+        input_format=CorpusFormat.IDS,
+        output_prefix=folder / TOKENS,
+        tokenizer=TokenizerChoice(
+            kind=wish.type,
+            vocab_file=Path(wish.vocab_file),
+            merge_file=None if wish.merge_file is None else Path(wish.merge_file),
+            backend=wish.backend,
+        ),
+    )
+    if not flags.get("raw") and not any(folder.glob(f"{TOKENS}_*")):
+        raise DataError(
+            f"{folder}: no {TOKENS}_0.txt{looked_in(folder)}; add --raw, which makes the pieces of"
+            " --raw_data_path"
+        )
+    with one_at_a_time(folder):
+        if flags.get("raw"):
+            raw = Path(str(flags["raw_data_path"]))
+            min_length = int(flags.get("min_length", 0)) if framed else 0
+            pieces = int(flags["num_pieces"])
+            made_of = {"framed": framed, "min_length": min_length, "pieces": pieces}
+            of_raw = replace(
+                options,
+                inputs=(raw,),
+                input_format=CorpusFormat.ARRAY,
+                format="pieces",
+                pieces=pieces,
+                min_length=min_length,
+                append_eod=framed,
+            )
+            _once(folder / ".pieces.json", made_of, of_raw, (raw,))
+        if (folder / f"{TOKENS}_0.txt").is_file():
+            _once(folder / ".pair.json", {}, options, numbered_files(folder))
+
+
+def _once(
+    stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]
+) -> None:
+    """Preprocess, unless ``stamp`` says that it was done with the same files and settings."""
+    tokenizer = options.tokenizer
+    files = [*inputs, tokenizer.vocab_file, *filter(None, (tokenizer.merge_file,))]
+    require_files(tokenizer.vocab_file, tokenizer.merge_file)
+    states = {str(file): file.stat() for file in files if file.exists()}
+    made_of["tokenizer"] = tokenizer.kind
+    made_of["files"] = {name: [each.st_size, each.st_mtime_ns] for name, each in states.items()}
+    if stamp.is_file() and read_json_mapping(stamp, error=DataError) == made_of:
+        return
+    done = preprocess(options, lambda progress: None).progress
+    with atomic_write(stamp, "w") as file:
+        json.dump(made_of, file, ensure_ascii=False, indent=1)
+    LOG.info(
+        f"{inputs[0].parent if len(inputs) > 1 else inputs[0]}: {done.documents} documents,"
+        f" {done.tokens} tokens; {done.empty} empty and {done.short} short ones left out"
+    )
+
+
+def convert_weights(target: Path) -> None:
+    """Convert the folder of transformers around ``target`` into it, unless it is newer.
+
+    Raises CheckpointError, ConfigError and StorageError.
+    """
+    source = target.parent
+    with one_at_a_time(source):
+        report = target / REPORT
+        newest = max(path.stat().st_mtime_ns for path in source.iterdir() if path.is_file())
+        if report.is_file() and report.stat().st_mtime_ns >= newest:
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        convert(source, target, target_format="torch_gpt2", source_format="hf")
+    LOG.info(f"{target}: the weights of {source} in this project's form")
+
+
+@contextmanager
+def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
+    """Wait until no other process is in this block for the folder, at most ``limit`` seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + limit
+        while not _lock(descriptor):
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{folder}: another process has worked there for {limit:g} s; end it, or give"
+                    " another folder"
+                )
+            time.sleep(0.2)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks holds nobody back
+        return True
+    return True

@@ -1,0 +1,38 @@
+"""GPT2-Chinese's model_config.json as a configuration: its model, with what train.py does when no
+flag says otherwise. Data, tokenizer and run folder follow in this project's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.systems.dialect import Table, Theirs, Translation, apply
+from common.systems.gpt2_chinese.flags import DEFAULTS, TABLE as FLAG_TABLE, begin
+from common.systems.gpt2_chinese.shared import MODEL, SYSTEM as SYSTEM, take_sizes
+
+BASE = "_base_config"
+"""There is none: their files name no other."""
+MARKS = frozenset({"n_ctx", "n_embd", "n_head", "n_layer"})
+TABLE: Table = MODEL
+_FLAGS = (
+    "epochs", "batch_size", "lr", "warmup_steps", "log_step", "max_grad_norm", "output_dir",
+)  # fmt: skip
+
+
+def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
+    """Return our configuration of a model_config.json. Raises ConfigError for one that lacks a
+    size.
+    """
+    ours = Translation()
+    begin(ours)
+    defaults = Theirs(SYSTEM, {flag: DEFAULTS[flag] for flag in _FLAGS}, {})
+    apply(FLAG_TABLE, defaults, ours)
+    ours.origins.clear()
+    take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
+    ours.set("data.stride", min(DEFAULTS["stride"], ours.get("model.seq_length")))
+    return ours
+
+
+def settle(ours: Translation) -> None:
+    """Take nothing away: every key has its effect on both backends."""

@@ -1,0 +1,121 @@
+"""The flags of GPT2-Chinese's train.py and train_single.py in our words.
+
+Windows are cut from the whole corpus, so that the remainders of pieces and gradients that were
+gathered for a step that never comes are not lost, as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.systems.dialect import (
+    Table,
+    Theirs,
+    To,
+    Translation,
+    Without,
+    apply,
+    number,
+    require_all_taken,
+    whole,
+)
+from common.systems.gpt2_chinese.shared import (
+    SYSTEM as SYSTEM,
+    TOKENS,
+    forget_defaults,
+    take_model,
+    take_tokenizer,
+    weights_in,
+    with_defaults,
+)
+
+PROGRAM = "train.py"
+PROGRAMS = (PROGRAM, "train_single.py")
+
+_BEFORE = "the data are made before the run: see data.train"
+TABLE: Table = {
+    "epochs": To("train.max_epochs", number),
+    "batch_size": To("train.micro_batch_size"),
+    "gradient_accumulation": To("train.accumulation_steps"),
+    "lr": To("optimizer.learning_rate", number),
+    "warmup_steps": To("optimizer.warmup_steps"),
+    "max_grad_norm": To("optimizer.clip_grad", number),
+    "log_step": To("logging.interval", whole),
+    "output_dir": To("output_dir", lambda value: str(Path(value))),
+    "pretrained_model": To("checkpoint.init_from", weights_in),
+    "device": Without("CUDA_VISIBLE_DEVICES says it; torchrun starts a process a device"),
+    "local_rank": Without("the launcher says it"),
+    "writer_dir": Without("TensorBoard's events are in output_dir/tensorboard"),
+    **dict.fromkeys(("raw", "raw_data_path", "num_pieces", "min_length"), Without(_BEFORE)),
+}
+SWITCHES = frozenset({"fp16", "segment", "bpe_token"})
+"""Flags without a value that this module reads itself."""
+VALUED = frozenset({
+    "model_config", "tokenized_data_path", "stride", "fp16_opt_level", "tokenizer_path",
+    "encoder_json", "vocab_bpe",
+})  # fmt: skip
+"""Flags with a value that this module reads itself."""
+FLAGS = (*TABLE, *SWITCHES, *VALUED)
+DEFAULTS: dict[str, Any] = {
+    "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
+    "raw_data_path": "data/train.json", "tokenized_data_path": "data/tokenized/",
+    "epochs": 5, "batch_size": 8, "lr": 1.5e-4, "warmup_steps": 2000, "log_step": 1, "stride": 768,
+    "gradient_accumulation": 1, "fp16_opt_level": "O1", "max_grad_norm": 1.0, "num_pieces": 100,
+    "min_length": 128, "output_dir": "model/", "encoder_json": "tokenizations/encoder.json",
+    "vocab_bpe": "tokenizations/vocab.bpe",
+}  # fmt: skip
+"""What the flags are when they are left out; the others are off."""
+
+
+def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
+    """Return our configuration of train.py's flags, by name and value. Raises ConfigError for what
+    cannot be obeyed, and for a model_config.json that cannot be read.
+    """
+    theirs, ours = with_defaults(DEFAULTS, tree, sources), Translation()
+    begin(ours)
+    take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
+    take_tokenizer(theirs, ours)
+    _take_data(theirs, ours)
+    level = str(theirs.take("fp16_opt_level"))
+    if theirs.take("fp16"):
+        # Apex's O3 keeps no float32 weights, with which training fails; ours keeps them
+        word = "pure_fp16" if level == "O3" else level
+        ours.set("precision", word, theirs.where("fp16_opt_level"), "fp16_opt_level")
+    else:
+        ours.note("fp16_opt_level", "--fp16 is not given")
+    apply(TABLE, theirs, ours)
+    forget_defaults(ours, DEFAULTS, tree)
+    require_all_taken(theirs, FLAGS)
+    return ours
+
+
+def begin(ours: Translation) -> None:
+    """What train.py does with any flags: AdamW of transformers 2.1.1, the learning rate down to 0,
+    all documents for training, the model after each epoch.
+    """
+    for key, value in (
+        ("seed", 1234), ("precision", "float32"),
+        ("optimizer.name", "adamw"), ("optimizer.schedule", "linear"),
+        ("optimizer.beta1", 0.9), ("optimizer.beta2", 0.999), ("optimizer.epsilon", 1e-6),
+        ("optimizer.weight_decay", 0.0), ("data.split", "1,0,0"),
+        ("checkpoint.epoch_models", True), ("logging.style", "gpt2-chinese"),
+    ):  # fmt: skip
+        ours.set(key, value)
+
+
+def _take_data(theirs: Theirs, ours: Translation) -> None:
+    folder = Path(str(theirs.take("tokenized_data_path")))
+    where = theirs.where("tokenized_data_path")
+    prefix = folder / f"{TOKENS}_text_document"
+    ours.set("data.train", str(prefix), where, "tokenized_data_path")
+    stride, window = theirs.take("stride"), ours.get("model.seq_length")
+    if isinstance(stride, int) and isinstance(window, int) and stride > window:
+        # theirs leaves the tokens between the windows out, in every epoch
+        stride = window
+    ours.set("data.stride", stride, theirs.where("stride"), "stride")
+
+
+def settle(ours: Translation) -> None:
+    """Take nothing away: every flag has its effect on both backends."""

@@ -1,0 +1,135 @@
+"""The flags of GPT2-Chinese's generate.py and generate_texts.py in our words.
+
+--batch_size k gives k equal samples there, and different ones here; --nsamples that is no multiple
+of it ends. A text is --length tokens long and goes on after [CLS] with another one, as there;
+predict.stop_at_end_of_text=true ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.systems.dialect import (
+    Table,
+    Theirs,
+    To,
+    Translation,
+    Without,
+    apply,
+    number,
+    require_all_taken,
+)
+from common.systems.gpt2_chinese.shared import (
+    SYSTEM as SYSTEM,
+    forget_defaults,
+    take_model,
+    take_tokenizer,
+    weights_in,
+    with_defaults,
+)
+
+PROGRAM = "generate.py"
+PROGRAMS = (PROGRAM, "generate_texts.py")
+
+TABLE: Table = {
+    "batch_size": To("predict.batch_size"),
+    "temperature": To("predict.temperature", number),
+    "topk": To("predict.top_k"),
+    "topp": To("predict.top_p", number),
+    "repetition_penalty": To("predict.repetition_penalty", number),
+    "model_path": To("checkpoint.load", weights_in),
+    "device": Without("CUDA_VISIBLE_DEVICES says it"),
+    "fast_pattern": Without("keys and values are kept as long as the text fits the window"),
+    "no_wordpiece": Without("generate.py does not look at it: the vocabulary has no pieces of"
+        " Chinese words"),
+}  # fmt: skip
+SWITCHES = frozenset({"save_samples", "segment", "bpe_token"})
+"""Flags without a value that this module reads itself."""
+VALUED = frozenset({
+    "model_config", "length", "nsamples", "prefix", "save_samples_path", "save_path",
+    "articles_per_title", "titles", "titles_file", "tokenizer_path", "encoder_json", "vocab_bpe",
+})  # fmt: skip
+"""Flags with a value that this module reads itself."""
+FLAGS = (*TABLE, *SWITCHES, *VALUED)
+TEXTS = ("prefix", "titles")
+"""Flags whose value is text, whatever it looks like."""
+DEFAULTS: dict[str, Any] = {
+    "length": -1, "temperature": 1, "topk": 8, "topp": 0,
+    "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
+    "model_path": "model/final_model",
+}  # fmt: skip
+OF_SAMPLES: dict[str, Any] = {
+    "batch_size": 1, "nsamples": 10, "prefix": "她", "save_samples_path": ".",
+}  # fmt: skip
+OF_TITLES: dict[str, Any] = {
+    "save_path": "generated/", "articles_per_title": 5, "titles": "萧炎", "titles_file": "",
+}  # fmt: skip
+
+
+def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
+    """Return our configuration of the flags, by name and value; those of titles make it
+    generate_texts.py. Raises ConfigError for what cannot be obeyed.
+    """
+    by_titles = bool(OF_TITLES.keys() & tree.keys())
+    defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES)
+    theirs, ours = with_defaults(defaults, tree, sources), Translation()
+    for key, value in (
+        ("seed", 1234), ("optimizer.learning_rate", 1.5e-4), ("logging.style", "gpt2-chinese"),
+        ("predict.strategy", "sampling"), ("predict.stop_at_end_of_text", False),
+    ):  # fmt: skip
+        ours.set(key, value)
+    _take_lengths(theirs, ours)
+    take_tokenizer(theirs, ours)
+    (_take_titles if by_titles else _take_prefix)(theirs, ours)
+    apply(TABLE, theirs, ours)
+    forget_defaults(ours, defaults, tree)
+    require_all_taken(theirs, FLAGS)
+    return ours
+
+
+def _take_lengths(theirs: Theirs, ours: Translation) -> None:
+    """The model is that of --model_path, as there; the window is its n_ctx."""
+    weights, config = Path(str(theirs.peek("model_path"))), theirs.take("model_config")
+    ours.set("output_dir", str(weights.parent), theirs.where("model_path"), "model_path")
+    beside = weights / "config.json"
+    if beside.is_file():
+        take_model(beside, theirs.where("model_path"), ours)
+        ours.note("model_config", "the weights have a config.json")
+    else:
+        take_model(Path(str(config)), theirs.where("model_config"), ours)
+    window, length = ours.get("model.seq_length"), theirs.take("length")
+    ours.set("predict.window", window, str(beside), "n_ctx")
+    length = window if length == -1 else length
+    ours.set("predict.max_new_tokens", length, theirs.where("length"), "length")
+
+
+def _take_prefix(theirs: Theirs, ours: Translation) -> None:
+    for flag, key in (("prefix", "predict.prompt"), ("nsamples", "predict.num_sequences")):
+        ours.set(key, theirs.take(flag), theirs.where(flag), flag)
+    folder = theirs.take("save_samples_path")
+    if theirs.take("save_samples"):
+        file = str(Path(str(folder)) / "samples.txt")
+        ours.set("predict.output_file", file, theirs.where("save_samples"), "save_samples")
+    else:
+        ours.note("save_samples_path", "--save_samples is not given")
+
+
+def _take_titles(theirs: Theirs, ours: Translation) -> None:
+    titles, file = theirs.take("titles"), theirs.take("titles_file")
+    if file:
+        ours.set("predict.prompt_file", str(file), theirs.where("titles_file"), "titles_file")
+        ours.note("titles", "--titles_file has the titles")
+    else:
+        ours.set("predict.prompt", str(titles).split(), theirs.where("titles"), "titles")
+    for flag, key in (
+        ("articles_per_title", "predict.num_sequences"),
+        ("save_path", "predict.output_folder"),
+    ):
+        value = theirs.take(flag)
+        ours.set(key, value if flag != "save_path" else str(Path(value)), theirs.where(flag), flag)
+
+
+def settle(ours: Translation) -> None:
+    """Take nothing away: every flag has its effect on both backends."""

@@ -1,0 +1,170 @@
+"""GPT2-Chinese's commands, run: what they train, write and measure is that of the YAML that their
+flags become.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import run_gpt2
+from common.conversion.gpt2_chinese import run_command
+from common.run_folder import LOCK
+
+POEM = "白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。\n床前明月光，疑是地上霜。"
+CHARACTERS = "".join(sorted(set(POEM) - {"\n"}))
+SMALL = {"n_ctx": 16, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 32}
+TRAIN = """
+    --device 0 --model_config model.json --tokenizer_path vocab.txt --raw_data_path train.json
+    --tokenized_data_path ids/ --raw --epochs 2 --batch_size 8 --lr 0.02 --warmup_steps 3
+    --log_step 2 --stride 12 --gradient_accumulation 1 --max_grad_norm 1.0 --num_pieces 3
+    --min_length 4 --output_dir model/ --writer_dir summary/ --fp16_opt_level O1
+    --encoder_json e.json --vocab_bpe v.bpe device=cpu logging.plot=false"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as GPT2-Chinese's users have it: 9 poems, one of them too short."""
+    monkeypatch.chdir(tmp_path)
+    poems = [POEM[shift:] + POEM[:shift] for shift in range(8)]
+    (tmp_path / "train.json").write_text(json.dumps([*poems, "短"], ensure_ascii=False))
+    vocabulary = ["[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]", *CHARACTERS]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    fields = SMALL | {"vocab_size": len(vocabulary), "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    (tmp_path / "model.json").write_text(json.dumps(fields | {"attn_pdrop": 0.0}))
+    return tmp_path
+
+
+def run(program: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command in this process; returns what it printed."""
+    assert run_command(run_gpt2.main, program, words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def losses(folder: str) -> list[Any]:
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["sample_hash"]) for row in rows if "loss" in row]
+
+
+def test_the_commands_do_what_their_yaml_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """train.py with all its flags, then generate.py, generate_texts.py and eval.py on its model."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    yaml = run("train.py", [*TRAIN.split(), "--show_config"], capsys)
+    assert not Path("ids").exists() and not Path("model").exists()
+    out = run("train.py", TRAIN.split(), capsys)
+    assert "train.json: 8 documents, 320 tokens; 0 empty and 1 short ones left out" in out
+    assert "the flags became model/train.yaml" in out
+    assert Path("model/train.yaml").read_text() == yaml
+    found = re.findall(r"now time: \d+:\d+\. Step (\d+) of piece 0 of epoch (\d+), loss", out)
+    assert found == [("2", "1"), ("1", "2"), ("3", "2")]
+    pieces = [Path(f"ids/tokenized_train_{i}.txt").read_text().split() for i in range(3)]
+    assert [piece[0] for piece in pieces] == ["2", "2", "2"], "[MASK] begins each text"
+    assert sum(map(len, pieces)) == 320
+    assert {path.name for path in Path("model").iterdir()} - {LOCK} == {
+        "checkpoints", "config.yaml", "final_model", "metrics.jsonl", "model_epoch1",
+        "model_epoch2", "tensorboard", "train.yaml",
+    }  # fmt: skip
+    assert run_gpt2.main(_words("model/train.yaml", "train", "output_dir=again")) == 0
+    assert losses("model") == losses("again") and len(losses("model")) >= 6
+    capsys.readouterr()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained("model/final_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model/final_model")
+    kept = torch.load("again/final_model/pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+    assert (model.config.n_ctx, model.config.n_positions) == (16, 32)
+    assert tokenizer.tokenize("白日") == ["白", "日"]
+
+    words = "--tokenizer_path vocab.txt --length 40 --prefix 白日 --nsamples 3 --batch_size 2"
+    generate = [*words.split(), "--topk", "3", "--topp", "0.9", "--temperature", "0.8",
+        "--repetition_penalty", "1.1", "--save_samples", "--save_samples_path", "out",
+        "--fast_pattern", "device=cpu"]  # fmt: skip
+    Path("generate.yaml").write_text(run("generate.py", [*generate, "--show_config"], capsys))
+    shown = run("generate.py", generate, capsys)
+    samples = Path("out/samples.txt").read_text()
+    texts = re.findall(r"=+ SAMPLE \d =+\n(.*?)\n={90}", samples, flags=re.S)
+    assert len(texts) == 3 and all(text.startswith("白日") for text in texts)
+    assert {char for text in texts for char in text} <= {*POEM}, "no [UNK], no halves"
+    assert all(text in shown for text in texts) and shown.endswith("=" * 80 + "\n")
+    assert run_gpt2.main(_words("generate.yaml", "predict", "predict.output_file=b.txt")) == 0
+    assert Path("b.txt").read_text() == samples
+    capsys.readouterr()
+
+    Path("titles.txt").write_text("白日\n床前\n")
+    titles = ["--titles_file", "titles.txt", "--articles_per_title", "2", "--save_path", "made/",
+        "--length", "9", "--tokenizer_path", "vocab.txt", "device=cpu"]  # fmt: skip
+    run("generate_texts.py", titles, capsys)
+    articles = {path.name: path.read_text() for path in Path("made").glob("*.txt")}
+    assert sorted(articles) == ["0-0.txt", "0-1.txt", "1-0.txt", "1-1.txt"]
+    assert all(text.startswith("白日" if name[0] == "0" else "床前")
+        for name, text in articles.items())  # fmt: skip
+    Path("made/1-0.txt").unlink()
+    assert "3 texts are there already" in run("generate_texts.py", titles, capsys)
+    assert Path("made/1-0.txt").read_text() == articles["1-0.txt"]
+
+    words = "--model_config model.json --tokenizer_path vocab.txt --raw_data_path train.json --raw"
+    words += " --tokenized_data_path evalids/ --num_pieces 1 --min_length 4 --batch_size 4"
+    evaluate = [*words.split(), "--pretrained_model", "model/final_model", "device=cpu"]
+    run("eval.py", evaluate, capsys)
+    value = float(Path("eval_result/result.txt").read_text())
+    ids = np.fromfile("evalids/tokenized_train_text_document.bin", np.uint16).astype(np.int64)
+    windows = [ids[start : start + 17] for start in range(0, len(ids) - 16, 16)]
+    total = count = 0.0
+    for window in windows:
+        logits = model(torch.tensor(window[None, :-1])).logits[0]
+        chosen = torch.tensor(window[1:])
+        total += torch.nn.functional.cross_entropy(logits, chosen, reduction="sum").item()
+        count += len(chosen)
+    assert value == pytest.approx(np.exp(total / count), rel=1e-5)
+
+
+def test_train_single_has_no_frame_and_data_are_made_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All texts are one there; a second start of the command, or another rank, finds the data."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    words = [word for word in TRAIN.split() if word not in ("--min_length", "4")]
+    words += ["train.max_steps=2", "train.max_epochs=null", "checkpoint.epoch_models=false"]
+    run("train_single.py", words, capsys)
+    ids = " ".join(Path(f"ids/tokenized_train_{i}.txt").read_text() for i in range(3)).split()
+    assert "2" not in ids and "1" not in ids and len(ids) == 8 * 38 + 1
+    before = {path: path.stat().st_mtime_ns for path in Path("ids").iterdir()}
+    run("train_single.py", words, capsys)
+    assert {path: path.stat().st_mtime_ns for path in Path("ids").iterdir()} == before
+    (folder / "train.json").write_text(json.dumps([POEM]))
+    run("train_single.py", [*words, "output_dir=other"], capsys)
+    ids = " ".join(Path(f"ids/tokenized_train_{i}.txt").read_text() for i in range(3)).split()
+    assert len(ids) == 38
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "message"),
+    [
+        ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
+        ("train.py", ["--raw", "--raw_data_path", "no.json"], "no.json"),
+        ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
+        ("eval.py", [], "--pretrained_model is not given"),
+        ("generate.py", ["--model_path", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], program: str, words: list[str], message: str
+) -> None:
+    own = ["--model_config", "model.json"]
+    own += [] if "--tokenizer_path" in words else ["--tokenizer_path", "vocab.txt"]
+    assert run_command(run_gpt2.main, program, [*own, *words, "device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert not Path("none").exists()
+
+
+def _words(file: str, mode: str, *overrides: str) -> list[str]:
+    return ["--config", file, "--run_mode", mode, *overrides]
