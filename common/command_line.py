@@ -46,8 +46,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "required": True,
         "metavar": "FILE",
         "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and"
-        " PaddleFleetX's YAML and files of Megatron's or OneFlow's flags (.sh, .txt) are read"
-        " too",
+        " PaddleFleetX's YAML, GPT2-Chinese's model_config.json and files of Megatron's,"
+        " OneFlow's or GPT2-Chinese's flags (.sh, .txt) are read too",
     },
     "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
     "explain": {

@@ -87,7 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from",
         dest="system",
-        choices=("mindformers", "fleetx", "megatron", "oneflow"),
+        choices=(
+            *("mindformers", "fleetx", "megatron", "oneflow"),
+            *("gpt2_chinese", "gpt2_chinese_generate", "gpt2_chinese_eval"),
+        ),
         help="left out: by the content of FILE",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="left out: print it")

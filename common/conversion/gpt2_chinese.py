@@ -69,11 +69,12 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         if "--show_config" in words:
             sys.stdout.write(opened.yaml)
             return 0
-        rank = find_process(os.environ).rank
+        process = find_process(os.environ)
+        rank = process.rank
         start_log(rank=rank)
         flags = COMMAND_LINES[system].DEFAULTS | read_flags(theirs, "command line")[0]
         if "device" in flags:
-            _choose_devices(str(flags["device"]))
+            _choose_devices(str(flags["device"]), alone=mode == "train" and process.world_size == 1)
         if mode != "predict":
             make_data(flags, opened, framed=program != "train_single.py")
         for path in (opened.config.checkpoint.load, opened.config.checkpoint.init_from):
@@ -136,8 +137,16 @@ def _titles(words: Sequence[str]) -> list[str]:
     return [] if given & module.OF_TITLES.keys() else ["--titles", module.OF_TITLES["titles"]]
 
 
-def _choose_devices(devices: str) -> None:
-    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so."""
+def _choose_devices(devices: str, *, alone: bool) -> None:
+    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so. alone:
+    this is a training of one process.
+    """
+    count = len(devices.split(","))
+    if alone and count > 1:
+        LOG.warning(
+            f"--device {devices}: one process trains on one device; for {count}, start torchrun"
+            f" --nproc_per_node={count} with this command"
+        )
     for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         os.environ.setdefault(name, devices)
 

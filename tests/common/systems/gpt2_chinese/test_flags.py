@@ -62,9 +62,9 @@ def test_the_study_s_train_sh_is_its_preset(tmp_path: Path) -> None:
     )
     differing = {key for key in found if found[key] != expected.get(key)}
     assert differing == {
-        "output_dir", "data.train", "data.split", "data.stride",
+        "output_dir", "data.train", "data.stride",
         "checkpoint.epoch_models", "checkpoint.interval", "logging.interval", "predict.strategy",
-        "predict.top_k", "validation.interval", "validation.max_samples", "loss_scale.window",
+        "predict.top_k", "validation.max_samples", "loss_scale.window",
     }  # fmt: skip
     assert (found["data.stride"], found["model.seq_length"]) == (512, 512)
     assert found["logging.interval"] == 200 and found["checkpoint.epoch_models"]
