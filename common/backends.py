@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import nullcontext
+from pathlib import Path
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
@@ -70,11 +70,14 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
                 f" '.[{config.backend}]'"
             ) from None
         entry = getattr(importlib.import_module(f"{_PACKAGES[config.backend]}.{name}"), name)
+    training = name == "train"
     try:
-        with written_after_epochs() if config.checkpoint.epoch_models else nullcontext():
+        if training and config.checkpoint.epoch_models:
+            with written_after_epochs(Path(config.output_dir), active=process.rank == 0):
+                entry(config, process)
+        else:
             entry(config, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
-        training = name == "train"
         message = out_of_memory(error, config, rank=process.rank % ranks, training=training)
         if message is None:
             raise

@@ -10,26 +10,33 @@ from pathlib import Path
 
 from common.files import whole_folder
 from common.log import LOG
+from common.systems.hugging_face.config import CONFIG
 from common.systems.hugging_face.tokenizer import put_tokenizer
 from common.systems.hugging_face.write import write_with_pickle
 from common.systems.own_folder import open_project
+from common.training.checkpoint import find_checkpoint
 from common.training.checkpoint_writer import after_saving
 from common.training.epochs import epochs_done
-from common.training.manifest import read_manifest
+from common.training.manifest import MANIFEST, read_manifest
 
 
 @contextmanager
-def written_after_epochs() -> Iterator[None]:
-    """Write them in the run of this block."""
+def written_after_epochs(run_folder: Path, *, active: bool) -> Iterator[None]:
+    """Write them in the run of this block; at its end those of the last checkpoint too, where an
+    earlier run was killed before it had written them. active: on rank 0.
+    """
     after_saving.append(write_epoch_models)
     try:
         yield
     finally:
         after_saving.remove(write_epoch_models)
+    if active and (checkpoint := find_checkpoint(run_folder)):
+        write_epoch_models(checkpoint, missing=True)
 
 
-def write_epoch_models(checkpoint: Path) -> None:
-    """Write the folders that are due at a checkpoint of a run.
+def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:
+    """Write the folders that are due at a checkpoint of a run. missing: but not those that are
+    newer than the checkpoint.
 
     Raises StorageError; an older folder of the name is then untouched.
     """
@@ -42,6 +49,8 @@ def write_epoch_models(checkpoint: Path) -> None:
         names.append("final_model")
     for name in names:
         target = checkpoint.parents[1] / name
+        if missing and _is_newer(target, checkpoint):
+            continue
         remedy = "the checkpoint is whole; make room there, and start the run again"
         with (
             open_project(checkpoint) as weights,
@@ -50,3 +59,11 @@ def write_epoch_models(checkpoint: Path) -> None:
             put_tokenizer(folder, weights)
             write_with_pickle(folder, weights)
         LOG.info(f"{target}: the weights after step {step}, as transformers reads them")
+
+
+def _is_newer(target: Path, checkpoint: Path) -> bool:
+    try:
+        written = (target / CONFIG).stat().st_mtime_ns
+    except OSError:
+        return False
+    return written >= (checkpoint / MANIFEST).stat().st_mtime_ns

@@ -5,6 +5,7 @@ flags become.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import run_gpt2
-from common.conversion.gpt2_chinese import run_command
+from common.conversion.gpt2_chinese import one_at_a_time, run_command
+from common.errors import ConfigError
 from common.run_folder import LOCK
 
 POEM = "白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。\n床前明月光，疑是地上霜。"
@@ -124,6 +126,32 @@ def test_the_commands_do_what_their_yaml_does(
         total += torch.nn.functional.cross_entropy(logits, chosen, reduction="sum").item()
         count += len(chosen)
     assert value == pytest.approx(np.exp(total / count), rel=1e-5)
+
+
+def test_a_model_that_a_killed_run_did_not_write_comes_with_the_next_start(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where an older final_model is there."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    words = [*TRAIN.split(), "train.max_epochs=null"]
+    run("train.py", [*words, "train.max_steps=1"], capsys)
+    old = Path("model/final_model/pytorch_model.bin").read_bytes()
+    run("train.py", [*words, "train.max_steps=2"], capsys)
+    new = Path("model/final_model/pytorch_model.bin").read_bytes()
+    Path("model/final_model/pytorch_model.bin").write_bytes(old)
+    os.utime("model/final_model/config.json", ns=(0, 0))
+    out = run("train.py", [*words, "train.max_steps=2"], capsys)
+    assert "nothing to train" in out and "model/final_model: the weights after step 2" in out
+    assert Path("model/final_model/pytorch_model.bin").read_bytes() == new != old
+    assert "final_model: the" not in run("train.py", [*words, "train.max_steps=2"], capsys)
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    message = "another process has worked there for 0 s"
+    with one_at_a_time(tmp_path / "ids"), pytest.raises(ConfigError, match=message):
+        one_at_a_time(tmp_path / "ids", limit=0).__enter__()
+    with one_at_a_time(tmp_path / "ids", limit=0):
+        pass
 
 
 def test_train_single_has_no_frame_and_data_are_made_once(
