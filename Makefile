@@ -7,7 +7,7 @@ check:  ## lint, format, types, spelling, shell, wheels of the dependencies
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	git ls-files -z '*.py' '*.md' '*.sh' '*.yaml' '*.toml' | xargs -0 $(PYTHON) -m codespell_lib
-	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh compat/*/*/*.sh .ci/run
+	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh compat/*/*.sh compat/*/*/*.sh compat/gpt2_chinese/run.swb .ci/run
 	$(PYTHON) tools/check_wheels.py
 
 test:  ## the short suite

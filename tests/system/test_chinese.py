@@ -7,6 +7,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import run_gpt2
 from common.conversion.gpt2_chinese import one_at_a_time, run_command
 from common.errors import ConfigError
 from common.run_folder import LOCK
+from common.systems.config import open_flags
+from tests.run_scripts import clean_environment
 
 POEM = "白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。\n床前明月光，疑是地上霜。"
 CHARACTERS = "".join(sorted(set(POEM) - {"\n"}))
@@ -196,3 +201,50 @@ def test_bad_input_is_one_message(
 
 def _words(file: str, mode: str, *overrides: str) -> list[str]:
     return ["--config", file, "--run_mode", mode, *overrides]
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("GPT2-Chinese-Parallel", "--epochs 400 --batch_size 2 parallel.strategy=SPS"),
+        ("GPT2-Chinese-Parallel-Distributed", "--epochs 800 --batch_size 2"),
+        (
+            "GPT2-Chinese-Parallel-Distributed-Apex",
+            "--epochs 800 --batch_size 4 --fp16 --fp16_opt_level O2",
+        ),
+        (
+            "GPT2-Chinese-Parallel-Distributed-Horovod",
+            "--epochs 4000 --batch_size 4 parallel.strategy=horovod",
+        ),
+        (
+            "GPT2-Chinese-Parallel-Distributed-Horovod-Apex",
+            "--epochs 4000 --batch_size 4 --fp16 parallel.strategy=horovod",
+        ),
+    ],
+)
+def test_the_study_s_train_sh_in_each_of_its_folders(
+    tmp_path: Path, variant: str, expected: str
+) -> None:
+    """Its flags are those of a run; programs that only print what they get stand in for two."""
+    folder, programs = tmp_path / variant, tmp_path / "programs"
+    folder.mkdir()
+    programs.mkdir()
+    python = (
+        f'#!/bin/sh\ncase "$*" in *train.py*) echo "$@" ;; *) exec {sys.executable} "$@" ;; esac\n'
+    )
+    for name, text in (("python", python), ("horovodrun", '#!/bin/sh\necho "horovodrun $@"\n')):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    script = Path(__file__).resolve().parents[2] / "compat" / "gpt2_chinese" / "train.sh"
+    path = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(script), "seed=7"], cwd=folder, capture_output=True, text=True, timeout=60,
+        env=clean_environment(PATH=path, PYTHON=str(programs / "python"), DEVICES="2"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command, _, flags = done.stdout.strip().partition("train.py ")
+    assert ("horovodrun -np 2" if "Horovod" in variant else "--nproc_per_node=2") in command
+    assert flags.endswith(f"{expected} seed=7")
+    theirs = flags.removesuffix(" seed=7").partition(" parallel.")[0]
+    opened = open_flags("gpt2_chinese", shlex.split(theirs))
+    assert opened.config.model.seq_length == 512 and opened.config.data.stride == 512
