@@ -570,7 +570,7 @@ class PredictConfig(Section):
     """
     num_beams: Annotated[int, Field(gt=0, le=1_000)] = 4
     """Of beam_search: sequences of each prompt that are followed at once."""
-    length_penalty: Annotated[float, Field(ge=-100.0, le=100.0), AfterValidator(_in_float32)] = 1.0
+    length_penalty: Annotated[float, Field(ge=-100.0, le=100.0)] = 1.0
     """Of beam_search: the power of the length that the sum of log-probabilities is divided by;
     above 0 favours long sequences.
     """

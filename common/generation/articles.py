@@ -67,7 +67,7 @@ class ArticleFolder:
             if old != new:
                 raise ConfigError(
                     f"predict.output_folder={self._folder}: its texts come from"
-                    f" {name}={shown(old)}, and now it is {shown(new)};"
+                    f" {name}={_quoted(name, old)}, and now it is {_quoted(name, new)};"
                     " choose another folder, or remove this one"
                 )
 
@@ -76,3 +76,8 @@ class ArticleFolder:
         path = self._folder / f"{sequence.index}-{sequence.number}.txt"
         with atomic_write(path, "w") as file:
             file.write(f"{(sequence.prompt.text + text).strip()}\n")
+
+
+def _quoted(name: str, value: Any) -> str:
+    """Return a value as a message has it; two paths may differ in their last letters only."""
+    return str(value) if name == "checkpoint" else shown(value)

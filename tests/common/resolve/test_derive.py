@@ -149,6 +149,7 @@ HOST_FLOATS = {
     "predict__temperature",
     "predict__repetition_penalty",
     "predict__top_p",
+    "predict__length_penalty",
 }
 """Those with narrower bounds of their own."""
 
