@@ -5,6 +5,7 @@ merged.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -225,6 +226,12 @@ def _device(device: TableDevice) -> dict[str, Any]:
     return _entry({**known, "rank_id": str(device.rank_id)}, device)
 
 
+_COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
+"""A line such as ``# 4机32卡``, with which MindFormers' documents begin their table. No string of
+JSON has a line end in it, so no value is touched.
+"""
+
+
 def _load(path: Path) -> Any:
     with reading(path, DataError):
         if not path.exists() and not path.is_symlink():
@@ -233,7 +240,7 @@ def _load(path: Path) -> Any:
             )
     text = read_text(path, limit=MAX_JSON_BYTES, error=DataError)
     try:
-        return parse_json(text)
+        return parse_json(_COMMENT.sub("", text))
     except MalformedError as error:
         if error.line:  # half written, perhaps
             raise NotReadyError(

@@ -380,6 +380,16 @@ def changed(*path: Any, to: Any, of: dict[str, Any] | None = None) -> dict[str, 
     return data
 
 
+def test_lines_of_comment_are_left_out(tmp_path: Path) -> None:
+    """As at the head of the sample in MindFormers' documents; a # in a value stays."""
+    data = {"version": "1.0", "server_count": "1", "server_list": [server(1, range(2))]}
+    data |= {"status": "completed", "note": "# kept"}
+    plain = read_table(put(tmp_path, data))
+    text = "# 4机32卡参考样例\n" + json.dumps(data, indent=1).replace("{\n", "{\n  # a host\n", 1)
+    assert read_table(put(tmp_path, text)) == plain
+    assert "# kept" in json.dumps(to_json(plain))
+
+
 _PODS = [
     {"super_pod_id": str(number), "server_list": [{"server_id": "10.0.0.1"}]} for number in range(2)
 ]
