@@ -95,13 +95,14 @@ class DeviceLossScale(nn.Cell):
             ops.assign(self.overflows, ops.select(grow, ops.zeros_like(steps), self.overflows + 0))
             ops.assign(self.finite_steps, ops.select(grow, ops.zeros_like(steps), steps))
         else:
-            overflows = self.overflows + 1
-            shrink = overflows >= self.config.hysteresis
+            most = Tensor(self.config.hysteresis, ms.int32)
+            overflows = ops.minimum(self.overflows + 1, most)
+            shrink = overflows == most
             smaller = ops.maximum(
                 self.value / self.config.factor, Tensor(self.config.minimum, ms.float32)
             )
             ops.assign(self.value, ops.select(shrink, smaller, self.value * 1.0))
-            ops.assign(self.overflows, ops.select(shrink, ops.zeros_like(overflows), overflows))
+            ops.assign(self.overflows, overflows)
             ops.assign(self.finite_steps, ops.zeros_like(overflows))
 
     def read(self) -> LossScale:

@@ -224,7 +224,7 @@ class LossScaleConfig(Section):
     window: Count = 1000
     """Finite steps in a row before the scale grows."""
     hysteresis: Count = 1
-    """Overflows before the scale shrinks."""
+    """Overflows at which the scale shrinks. Each further one shrinks it too, until it grows."""
     minimum: Positive32 = 1.0
     """The scale never shrinks below this."""
 

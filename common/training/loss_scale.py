@@ -14,6 +14,9 @@ from common.config.schema import LossScaleConfig
 class LossScale:
     """``value`` multiplies the loss; ``update`` is told after each step whether the gradients were
     finite.
+
+    Hysteresis is Megatron's and DeepSpeed's: once it is used up, each overflow shrinks the scale,
+    until the scale grows.
     """
 
     config: LossScaleConfig
@@ -36,10 +39,9 @@ class LossScale:
                 self.overflows = 0
             return
         self.finite_steps = 0
-        self.overflows += 1
-        if self.overflows >= self.config.hysteresis:
+        self.overflows = min(self.overflows + 1, self.config.hysteresis)
+        if self.overflows == self.config.hysteresis:
             self.value = max(self.value / self.config.factor, self.config.minimum)
-            self.overflows = 0
 
     def state(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
 """Schedules against transformers' lambdas and closed forms; the loss scale against torch's
-GradScaler.
+and Megatron's.
 """
 
+import numpy as np
 import pytest
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
@@ -79,6 +80,29 @@ def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
         scaler.step(optimizer)
         scaler.update()
         ours.update(finite)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 4])
+def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 random verdicts beside Megatron-Core's scaler, which would make its tensors on CUDA."""
+    theirs_of = pytest.importorskip("megatron.core.optimizer.grad_scaler").DynamicGradScaler
+    torch = pytest.importorskip("torch")
+    make = torch.tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
+        theirs = theirs_of(2.0**8, 0.25, 2.0, 0.5, 4, hysteresis)
+    ours = LossScale(
+        LossScaleConfig(
+            mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis
+        )
+    )
+    seen = set()
+    for finite in np.random.default_rng(hysteresis).random(300) < 0.75:
+        ours.update(bool(finite))
+        theirs.update(not finite)
+        assert ours.value == theirs.scale.item()
+        seen.add(ours.value)
+    assert len(seen) > 5
 
 
 def test_hysteresis_minimum_and_static() -> None:
