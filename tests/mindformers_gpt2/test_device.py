@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
         ({"train__recompute_slice_activation": True}, ConfigError, "model_parallel above 1"),
         ({"train__compile": True}, ConfigError, "for backend torch"),
-        ({"parallel__zero_stage": 1}, ConfigError, "zero_stage=1"),
+        ({"parallel": {"zero_stage": 1, "shard_size": 1}}, ConfigError, "zero_stage=1"),
         ({"context__device_id": 3}, ConfigError, "device_id=3: there is one CPU"),
         ({"context__mode": True}, ConfigError, "context.mode"),
         ({"context__max_call_depth": 5}, ConfigError, "max_call_depth"),

@@ -343,6 +343,8 @@ def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, s
     whys |= dict.fromkeys(_COMPILED, why)
     if torch or (compiles and (device == "cpu" or alone)):
         whys["parallel.parallel_mode"] = why
+        if compiles:
+            whys["parallel.gradients_mean"] = "gradients are of the mean over the global batch"
     if not torch:
         whys["parallel.sequence_parallel"] = why
     return whys
