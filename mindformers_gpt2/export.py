@@ -13,7 +13,6 @@ or absent.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -34,7 +33,7 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
-from common.training.export import export_folder, refuse_to_replace
+from common.training.export import describe_files, export_folder, refuse_to_replace
 from common.training.foreign import manifest_of
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
@@ -277,17 +276,11 @@ def _seal(folder: Path) -> dict[str, dict[str, Any]]:
     owner alone); returns size and SHA-256.
     """
     mode = folder.stat().st_mode & 0o777
-    files = {}
-    for path in sorted(folder.rglob("*")):
+    for path in folder.rglob("*"):
         path.chmod(mode if path.is_dir() else mode & 0o666)
         if path.is_dir():
             fsync_folder(path)
             continue
         with path.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        files[path.relative_to(folder).as_posix()] = {
-            "bytes": path.stat().st_size,
-            "sha256": checksum,
-        }
-    return files
+    return describe_files(folder)

@@ -10,7 +10,6 @@ and the files of the tokenizer
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -29,7 +28,7 @@ from common.systems.hugging_face.tokenizer import end_of_text, put_tokenizer, wi
 from common.systems.onnx.write import write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
-from common.training.export import export_folder, refuse_to_replace
+from common.training.export import describe_files, export_folder, refuse_to_replace
 from common.training.start import weights_to_use
 
 FORMAT_VERSION = 1
@@ -66,7 +65,7 @@ def export_program(config: ResolvedRun) -> None:
             _write(format, temporary, weights.with_progress(bar.update), config)
         difference = _check(temporary, weights, source_format, config) if format == "onnx" else None
         _write_generation(temporary, weights, config)
-        files = _describe_files(temporary)
+        files = describe_files(temporary)
         record = {
             "format_version": FORMAT_VERSION,
             "format": format,
@@ -151,13 +150,3 @@ def _write_generation(folder: Path, weights: Weights, config: ResolvedRun) -> No
         json.dump(
             {key: value for key, value in fields.items() if value is not None}, file, indent=1
         )
-
-
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of each file by its name."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.name] = {"bytes": path.stat().st_size, "sha256": checksum}
-    return found

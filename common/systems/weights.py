@@ -122,6 +122,16 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
     return resolve_model(model)
 
 
+def require_blocks(model: ResolvedModel, dtype: str, size: int) -> None:
+    """Raise ConfigError unless the rows of all matrices divide into blocks that share a scale."""
+    if model.hidden_size % size or model.ffn_hidden_size % size:
+        raise ConfigError(
+            f"{dtype}: weights share a scale in blocks of {size}, which must divide"
+            f" model.hidden_size={model.hidden_size} and"
+            f" model.ffn_hidden_size={model.ffn_hidden_size}; write float32 or float16"
+        )
+
+
 def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> None:
     """Raise CheckpointError unless the head is the embedding bit for bit; a NaN equals no
     number.

@@ -12,9 +12,11 @@ time, and without a framework.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from common import run_folder
 from common.errors import ConfigError
@@ -115,6 +117,18 @@ def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:
             f"{folder}: an export is there; add export.overwrite=true to replace it, or choose"
             " another output_dir with checkpoint.load"
         )
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return size and SHA-256 of each file below ``folder``, by its path from there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            name = path.relative_to(folder).as_posix()
+            found[name] = {"bytes": path.stat().st_size, "sha256": checksum}
+    return found
 
 
 def export_folder(folder: Path) -> AbstractContextManager[Path]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ConfigError
 from common.packages import require_package
 from common.systems.gguf.names import NAME_MAP
-from common.systems.weights import Weights, arrays_of, export_names
+from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.checksummed import file_checksum
 from common.tokenizer.bpe_files import read_vocabulary
 
@@ -35,12 +35,8 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     import gguf
 
     model, kind = weights.model, _TYPES[dtype or "float32"]
-    if kind.startswith("Q") and (model.hidden_size % _BLOCK or model.ffn_hidden_size % _BLOCK):
-        raise ConfigError(
-            f"{dtype}: weights share a scale in blocks of {_BLOCK}, which must divide"
-            f" model.hidden_size={model.hidden_size} and"
-            f" model.ffn_hidden_size={model.ffn_hidden_size}; write float32 or float16"
-        )
+    if kind.startswith("Q"):
+        require_blocks(model, str(dtype), _BLOCK)
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
     writer.add_name("gpt2")
     writer.add_block_count(model.num_layers)
@@ -69,6 +65,8 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
             writer.write_tensor_data(_stored(array, types[name]))
     finally:
         writer.close()
+    with (folder / FILE).open("rb") as file:
+        os.fsync(file.fileno())  # before the folder gets its name
     return {FILE: file_checksum(folder / FILE)}
 
 

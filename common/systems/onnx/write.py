@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import ConfigError
 from common.packages import require_package
-from common.systems.weights import Weights
+from common.systems.onnx.quantize import BLOCK
+from common.systems.weights import Weights, require_blocks
 from common.tensor_files.checksummed import ChecksummedFile
 
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
-BLOCK = 32
 
 
 def write_onnx(
@@ -27,12 +26,8 @@ def write_onnx(
     from common.systems.onnx.model import BITS, GPT2Graph
 
     model, dtype = weights.model, dtype or "float32"
-    if dtype in BITS and (model.hidden_size % BLOCK or model.ffn_hidden_size % BLOCK):
-        raise ConfigError(
-            f"{dtype}: weights share a scale in blocks of {BLOCK}, which must divide"
-            f" model.hidden_size={model.hidden_size} and"
-            f" model.ffn_hidden_size={model.ffn_hidden_size}; write float32 or float16"
-        )
+    if dtype in BITS:
+        require_blocks(model, dtype, BLOCK)
     tensors = weights.tensors
     graph = GPT2Graph(model, lambda name: tensors[name].load_as("float32"), dtype, cache=cache)
     with ChecksummedFile(folder / DATA_FILE) as data:
