@@ -55,8 +55,8 @@ def _check_training(run_mode: str, config: ResolvedRun) -> None:
     settings = config.checkpoint
     if run_mode == "finetune" and settings.init_from is None:
         raise ConfigError(
-            "--run_mode finetune starts from weights: give checkpoint.init_from=FOLDER (a"
-            " checkpoint or a run folder)"
+            "--run_mode finetune starts from weights: give checkpoint.init_from=PATH (a"
+            " checkpoint, a run folder, or another system's weights)"
         )
     require_length(config)
     _check_data(require_entries(config.data.train))

@@ -13,9 +13,11 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
 
     Words section.key=value among the flags are overrides; --run_mode (train where it is left out),
-    --show_config and --help are its own.
+    --show_config and --help are its own. The file of the flags goes at the end, unless DETACH lets
+    the ranks read it later.
     """
     from common.config.hints import schema_keys  # not above: --help loads no library
+    from common.launcher.request import is_asked
 
     mode, flags = _run_mode(flags)
     own = [word for word in flags if word in ("--show_config", "--help", "-h")]
@@ -26,7 +28,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     ]
     theirs = [word for word in flags if word not in own and word not in overrides]
     with tempfile.NamedTemporaryFile(
-        "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8"
+        "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8", delete=not is_asked("DETACH")
     ) as file:
         file.write(shlex.join(theirs))
         file.flush()

@@ -32,7 +32,7 @@ class BertVocabulary:
 
 
 def read_bert_vocabulary(path: Path) -> BertVocabulary:
-    """Read vocab.txt. Raises TokenizerError that names the file, the line and the mend."""
+    """Read vocab.txt. Raises TokenizerError that names the file, the line and the remedy."""
     text = read_vocabulary_text(path, "vocabulary of a BERT tokenizer (one token a line)")
     if text.lstrip().startswith("{"):
         raise TokenizerError(

@@ -56,7 +56,7 @@ class BPEVocabulary:
 
 
 def read_vocabulary(vocab_file: Path, merge_file: Path) -> BPEVocabulary:
-    """Read both files. Raises TokenizerError that names the file, the line and the mend."""
+    """Read both files. Raises TokenizerError that names the file, the line and the remedy."""
     ids = _read_ids(vocab_file)
     tokens = _in_id_order(vocab_file, ids)
     token_bytes = _spell(vocab_file, tokens)

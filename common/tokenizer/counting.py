@@ -17,7 +17,7 @@ _RUN = re.compile(f"[^{ALONE}{SPACES}]+")
 
 
 def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counter[str]:
-    """Count what BERT's tokenizer makes of characters alone: Chinese characters and signs, first
+    """Count what BERT's tokenizer makes of single characters: Chinese characters and signs, first
     letters of words, and with ``##`` the letters that follow.
     """
     characters: Counter[str] = Counter()

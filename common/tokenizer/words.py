@@ -82,7 +82,7 @@ def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:
 
 
 class Segmenter:
-    """Cuts Chinese text into words by jieba's dictionary; digits stand alone.
+    """Cuts Chinese text into words by jieba's dictionary; digits are tokens of their own.
 
     Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which cuts by thulac.
     """

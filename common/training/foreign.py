@@ -33,7 +33,7 @@ class StoredTensors(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ForeignCheckpoint:
     manifest: Mapping[str, Any]
-    """As that of a checkpoint of ours; without the optimizer's file where it holds weights alone.
+    """As that of a checkpoint of ours; without the optimizer's file where it holds weights only.
     ``left_out``: what was not read, and why.
     """
     files: Mapping[str, StoredTensors]

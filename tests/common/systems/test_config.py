@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.resolve.derive import resolve_config
 from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
+from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_flag_file
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
@@ -569,3 +571,20 @@ def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> 
             if rule.key not in said and not re.search(rf"\b{section}\b", said):
                 wrong[key] = (rule.key, said)
     assert wrong == {}
+
+
+@pytest.mark.parametrize("detached", ["", "1"])
+def test_flags_stay_for_ranks_that_read_them_later(
+    detached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DETACH", detached)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files = []
+
+    def main(argv: list[str], *, program: str) -> int:
+        files.append(Path(argv[1]))
+        assert files[0].read_text() == "--num-layers 2"
+        return 7
+
+    assert main_with_flags(main, ["--num-layers", "2"], "oneflow_gpt.training") == 7
+    assert files[0].exists() == bool(detached)

@@ -214,7 +214,7 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """--load_checkpoint in train: a run goes on at its step, weights alone begin at the first; the
+    """--load_checkpoint in train: a run goes on at its step, weights begin at the first; the
     second start of the same command goes on from its own checkpoint.
     """
     monkeypatch.chdir(tmp_path)

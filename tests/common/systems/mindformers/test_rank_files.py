@@ -170,7 +170,7 @@ def network_of_mindformers(ms: ModuleType) -> Any:
 
 
 def test_mindformers_loads_one_file_strictly(checkpoint: Path, mindspore: ModuleType) -> None:
-    """The network and its optimizer find all that they have, and the counters alone are left."""
+    """The network and its optimizer find all that they have, and only the counters are left."""
     ms = mindspore
     write_rank_file(config_of(), (1, 4), 0, False, checkpoint)
     assert not (checkpoint.parent / "ckpt_strategy.ckpt").exists()
