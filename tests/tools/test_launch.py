@@ -376,7 +376,8 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "#!/bin/bash\n"
         '[ "$1 $2 $3" = "-tt -o BatchMode=yes" ] || exit 99\n'
         'if [ "$4" = gone ]; then echo "ssh: Could not resolve hostname gone" >&2; exit 255; fi\n'
-        'exec script -qefc "$5" /dev/null\n'
+        # script takes the shell from SHELL, which not every environment has
+        'SHELL=/bin/bash exec script -qefc "$5" /dev/null\n'
     )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
