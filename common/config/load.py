@@ -35,6 +35,9 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
 _LENGTHS = ("max_steps", "max_epochs", "max_tokens")
 """Keys of train of which one sets the length of a run."""
 
+_LISTS_OF_TEXT = (list[str], list[str | list[int]])
+"""Types of keys that take one text, too."""
+
 _Read = tuple[dict[str, Any], Sources]
 
 foreign_readers: list[Callable[[Path, Sequence[str]], _Read | None]] = []
@@ -304,9 +307,9 @@ def _takes_text(path: Path_, text: str) -> bool:
         typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option
         for option in options
     }
-    if text in ("null", "~") or not options <= {str, list[str], type(None)}:
+    if text in ("null", "~") or not options <= {str, *_LISTS_OF_TEXT, type(None)}:
         return False
-    return list[str] not in options or not text.lstrip().startswith("[")
+    return options.isdisjoint(_LISTS_OF_TEXT) or not text.lstrip().startswith("[")
 
 
 def _annotation(path: Path_) -> Any:

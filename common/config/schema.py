@@ -537,14 +537,50 @@ def _top_p(value: Any) -> Any:
     return 1.0 if type(value) in (int, float) and value == 0 else value
 
 
+def _prompts(value: Any) -> Any:
+    is_ids = isinstance(value, list) and value and all(type(each) is int for each in value)
+    return _texts_or_ids([value] if is_ids else _as_list(value))
+
+
+def _texts_or_ids(value: Any) -> Any:
+    entries = _as_list(value)
+    for entry in entries if isinstance(entries, list) else ():
+        is_ids = isinstance(entry, list) and entry and all(type(each) is int for each in entry)
+        if not (isinstance(entry, str) or is_ids):
+            raise ValueError(
+                f"{entry!r} is neither text nor a list of ids; write 'text' or [464, 3290]"
+            )
+    return entries
+
+
+def _with_text_keys(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {str(key) if type(key) is int else key: number for key, number in value.items()}
+
+
+def _without_empty(values: Any) -> Any:
+    if "" in values:
+        raise ValueError("an empty text is everywhere; give at least one character")
+    return values
+
+
+_TextOrIds = str | list[int]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+
+
 class PredictConfig(Section):
     prompt: Annotated[
-        list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+        list[_TextOrIds],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds]),
     ] = Field(default_factory=list)
-    """One prompt or a list of them; <|endoftext|> in it is that token."""
+    """One prompt or a list of them; <|endoftext|> in it is that token. A prompt may be a list of
+    ids.
+    """
     prompt_file: Text | None = None
     """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt
-    (or text).
+    (or text), or ids for a list of ids.
     """
     output_file: Text | None = None
     """Also write the results here: plain text, with an empty line after each, where the name ends
@@ -610,8 +646,38 @@ class PredictConfig(Section):
     """
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of each token that has been generated; 0 is off."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token as often as it has been generated; 0 is off."""
+    logit_bias: Annotated[
+        dict[str, Bias],
+        BeforeValidator(_with_text_keys, json_schema_input_type=dict[str, Bias]),
+        AfterValidator(_without_empty),
+    ] = Field(default_factory=dict)
+    """Added to the logits of tokens by id or by text, -100 to 100: {50256: -100, " the": 2.5}. A
+    text of several tokens has it added to the last one where the others precede it.
+    """
+    bad_words: Annotated[
+        list[_TextOrIds],
+        BeforeValidator(_texts_or_ids, json_schema_input_type=str | list[_TextOrIds]),
+        AfterValidator(_without_empty),
+    ] = Field(default_factory=list)
+    """Texts, or lists of ids, whose tokens are never generated one after another. A text without a
+    space in front is also forbidden behind one.
+    """
+    stop: Annotated[
+        list[str],
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
+        AfterValidator(_without_empty),
+    ] = Field(default_factory=list)
+    """A text or a list of them: what is generated ends before the first one in it."""
     stop_at_end_of_text: bool = True
     """End a sequence at the end-of-text token."""
+    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Write the log-probability of each token, and of so many most probable ones in its place, into
+    the JSON lines: those of the model, before biases, penalties and temperature.
+    """
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

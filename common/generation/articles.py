@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.generation.generate import Continuation
@@ -25,7 +26,8 @@ from common.training.start import checkpoint_to_use
 RECORD = "generation.json"
 _DECISIVE = (
     "strategy", "min_new_tokens", "max_new_tokens", "window", "temperature", "top_k", "top_p",
-    "repetition_penalty", "stop_at_end_of_text",
+    "repetition_penalty", "stop_at_end_of_text", "presence_penalty", "frequency_penalty",
+    "logit_bias", "bad_words", "stop",
 )  # fmt: skip
 """Settings of predict on which a text depends. It does not on how many are asked for."""
 
@@ -45,7 +47,9 @@ class ArticleFolder:
             "checkpoint": identity_of(checkpoint_to_use(config)),
             "seed": config.seed if settings.seed is None else settings.seed,
             **{name: getattr(settings, name) for name in _DECISIVE},
-            "prompts": [prompt.text for prompt in prompts],
+            "prompts": [
+                prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts
+            ],
         }
         if (folder / RECORD).exists():
             self._take_up(record)
@@ -57,7 +61,12 @@ class ArticleFolder:
     def _take_up(self, record: dict[str, Any]) -> None:
         """Prompts may be added at the end of those that were there, or left out there."""
         before = read_json_mapping(self._folder / RECORD, finite=False)
-        pairs = [(key, before.get(key), value) for key, value in record.items() if key != "prompts"]
+        unset = PredictConfig().model_dump()  # a folder may be older than a setting
+        pairs = [
+            (key, before.get(key, unset.get(key)), value)
+            for key, value in record.items()
+            if key != "prompts"
+        ]
         found = before.get("prompts")
         prompts = found if isinstance(found, list) else []
         for number, (old, new) in enumerate(zip(prompts, record["prompts"], strict=False)):
@@ -71,11 +80,11 @@ class ArticleFolder:
                     " choose another folder, or remove this one"
                 )
 
-    def write(self, sequence: Continuation, text: str) -> None:
+    def write(self, sequence: Continuation) -> None:
         """Write one file whole. Raises StorageError."""
         path = self._folder / f"{sequence.index}-{sequence.number}.txt"
         with atomic_write(path, "w") as file:
-            file.write(f"{(sequence.prompt.text + text).strip()}\n")
+            file.write(f"{(sequence.prompt.text + sequence.text).strip()}\n")
 
 
 def _quoted(name: str, value: Any) -> str:

@@ -6,16 +6,20 @@ that avoid each other's tokens follow Vijayakumar et al. 2016, as PaddleFleetX h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.config.schema import PredictConfig
 from common.errors import RunError
 from common.generation.generate import Continuation, Decoder
+from common.generation.log_probabilities import ScoredToken, score_token
+from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
-from common.generation.sampling import Logits
+from common.generation.sampling import NOTHING_LEFT, Logits
+from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 
 _NEVER = np.float32(-1e9)
@@ -30,17 +34,21 @@ def search_beams(
     end_of_text: int,
     vocab_size: int | None = None,
     unknown: int | None = None,
+    biases: Biases | None = None,
+    read: Callable[[Prompt], GrowingText] | None = None,
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from here on are not chosen, nor is unknown. Raises RunError when logits are not
-    finite.
+    vocab_size: ids from here on are not chosen, nor is unknown. biases and read: as ``generate``
+    has them. Raises RunError when logits are not finite, and when rules leave too few sequences.
     """
+    rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
     beams = settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
         batch = [
-            _Search(prompt, settings, end_of_text, unknown) for prompt in prompts[first:][:at_once]
+            _Search(prompt, settings, rules, end_of_text, read)
+            for prompt in prompts[first:][:at_once]
         ]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
@@ -48,7 +56,7 @@ def search_beams(
             for number, search in enumerate(batch):
                 if not search.is_done:
                     own = logits[number * beams : (number + 1) * beams, :vocab_size]
-                    search.advance(own, end_of_text)
+                    search.advance(own)
             if all(search.is_done for search in batch):
                 break
             beat(first, "generating")
@@ -61,18 +69,24 @@ def search_beams(
             )
             logits = decoder.step([token for search in batch for token in search.last_tokens])
         for index, search in enumerate(batch, first):
-            yield from search.results(index, end_of_text)
+            yield from search.results(index)
 
 
 class _Search:
     """The search for continuations of one prompt: one group of beams, or several."""
 
     def __init__(
-        self, prompt: Prompt, settings: PredictConfig, end_of_text: int, unknown: int | None
+        self,
+        prompt: Prompt,
+        settings: PredictConfig,
+        rules: LogitRules,
+        end_of_text: int,
+        read: Callable[[Prompt], GrowingText] | None,
     ) -> None:
         self.prompt = prompt
-        self._unknown = unknown
         self._settings = settings
+        self._rules = rules
+        self._read = read
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
         self._end = end_of_text if settings.stop_at_end_of_text else None
@@ -95,7 +109,7 @@ class _Search:
         """The newest token of each beam; any token where a group has ended."""
         return [tokens[-1] if tokens else 0 for group in self._groups for tokens in group.running]
 
-    def advance(self, logits: Logits, end_of_text: int) -> None:
+    def advance(self, logits: Logits) -> None:
         """Choose the next token of each beam from logits (num_beams, vocab_size).
 
         A token that beams of earlier groups have chosen at this place costs diversity_rate for
@@ -105,15 +119,25 @@ class _Search:
         for number, group in enumerate(self._groups):
             if not group.is_done:
                 rows = logits[number * self._size : (number + 1) * self._size]
-                scores = self._log_probabilities(rows, group, end_of_text)
+                scores = self._log_probabilities(rows, group)
                 if chosen:
                     counts = np.bincount(chosen, minlength=scores.shape[1]).astype(np.float32)
                     scores -= np.float32(self._settings.diversity_rate) * counts
-                group.advance(scores, self._end, self.prompt.new_tokens, self._settings)
+                group.advance(scores, rows, self._ends, self.prompt.new_tokens, self._settings)
                 chosen += group.chosen
 
-    def _log_probabilities(self, logits: Logits, group: _Group, end_of_text: int) -> Logits:
-        settings = self._settings
+    def _ends(self, tokens: list[int]) -> bool:
+        """Return whether the newest token ends the sequence, by itself or by a stop string."""
+        return tokens[-1] == self._end or self._is_stopped(tokens)
+
+    def _is_stopped(self, tokens: list[int]) -> bool:
+        if not self._settings.stop or self._read is None:
+            return False
+        text = self._read(self.prompt)
+        text.advance(tokens)
+        return text.is_stopped
+
+    def _log_probabilities(self, logits: Logits, group: _Group) -> Logits:
         largest = logits.max(-1, keepdims=True)
         if not np.isfinite(largest).all():
             raise RunError(
@@ -122,31 +146,35 @@ class _Search:
             )
         shifted = logits - largest
         scores: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        if settings.repetition_penalty != 1.0:
-            penalty = np.float32(settings.repetition_penalty)
-            for row, tokens in zip(scores, group.running, strict=True):
-                seen = self.prompt.ids + tokens
-                row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-        if group.length < settings.min_new_tokens:
-            scores[:, end_of_text] = -np.inf
-        if self._unknown is not None:
-            scores[:, self._unknown] = -np.inf
+        for number, tokens in enumerate(group.running):
+            scores[number] = self._rules.apply(scores[number], self.prompt.ids, tokens)
         return scores
 
-    def results(self, index: int, end_of_text: int) -> Iterator[Continuation]:
+    def results(self, index: int) -> Iterator[Continuation]:
         finished = [each for group in self._groups for each in group.finished]
-        finished.sort(key=lambda each: -each[0])
-        for number, (score, tokens) in enumerate(finished[: self._settings.num_sequences]):
-            ended = self._end is not None and tokens[-1:] == [end_of_text]
+        finished.sort(key=lambda each: -each.score)
+        for number, each in enumerate(finished[: self._settings.num_sequences]):
+            if each.score == -np.inf:
+                raise RunError(NOTHING_LEFT)
+            ended = self._end is not None and each.tokens[-1:] == [self._end]
+            stopped = not ended and self._is_stopped(each.tokens)
             yield Continuation(
                 prompt=self.prompt,
                 index=index,
                 number=number,
                 generator=np.random.default_rng((0, index, number)),
-                tokens=tokens[:-1] if ended else tokens,
-                finish_reason="end_of_text" if ended else "length",
-                score=score,
+                tokens=each.tokens[:-1] if ended else each.tokens,
+                finish_reason="end_of_text" if ended else "stop_string" if stopped else "length",
+                growing=self._read(self.prompt) if self._read else None,
+                scored=each.scored[:-1] if ended else each.scored,
+                score=each.score,
             )
+
+
+class _Finished(NamedTuple):
+    score: float
+    tokens: list[int]
+    scored: list[ScoredToken]
 
 
 @dataclass(kw_only=True)
@@ -156,9 +184,11 @@ class _Group:
     scores: Logits
     """Sums of the log-probabilities of the running beams, best first."""
     running: list[list[int]]
+    scored: list[list[ScoredToken]]
+    """Records of the tokens of the running beams, where predict.logprobs asks for them."""
     parents: list[int]
-    finished: list[tuple[float, list[int]]] = field(default_factory=list)
-    """Score and tokens of ended sequences, at most as many as there are beams, best first."""
+    finished: list[_Finished] = field(default_factory=list)
+    """At most as many as there are beams, best first."""
     chosen: list[int] = field(default_factory=list)
     """The tokens that the beams have chosen at the newest place."""
     length: int = 0
@@ -169,33 +199,57 @@ class _Group:
         """Return a group before its first token, in which the beams are one."""
         scores = np.full(size, _NEVER, np.float32)
         scores[0] = 0
-        return cls(scores=scores, running=[[] for _ in range(size)], parents=list(range(size)))
+        nothing: list[list[Any]] = [[] for _ in range(size)]
+        return cls(scores=scores, running=nothing, scored=nothing, parents=list(range(size)))
 
-    def advance(self, scores: Logits, end: int | None, most: int, settings: PredictConfig) -> None:
+    def advance(
+        self,
+        scores: Logits,
+        logits: Logits,
+        ends: Callable[[list[int]], bool],
+        most: int,
+        settings: PredictConfig,
+    ) -> None:
         """Take scores (beams, vocab_size) of the next tokens in.
 
-        end: the token that ends a sequence. most: tokens that a sequence has at most.
+        logits: of the model, of the same shape. ends: whether a sequence ends with its newest
+        token. most: tokens that a sequence has at most.
         """
         size, vocabulary = scores.shape
         sums = (scores + self.scores[:, None]).ravel()
         best = _largest(sums, 2 * size)
         self.length += 1
-        tokens = [[*self.running[place // vocabulary], int(place % vocabulary)] for place in best]
-        ends = [each[-1] == end or self.length == most for each in tokens]
+        places = [(int(place // vocabulary), int(place % vocabulary)) for place in best]
+        tokens = [[*self.running[row], token] for row, token in places]
+        scored = [self._record(logits, *place, settings.logprobs) for place in places]
+        ended = [self.length == most or ends(each) for each in tokens]
         full = len(self.finished) == size and settings.early_stopping is True
         divisor = float(self.length) ** settings.length_penalty
-        for place, each, ended in list(zip(best, tokens, ends, strict=True))[:size]:
-            if ended and not full:
-                self.finished.append((float(sums[place]) / divisor, each))
-        self.finished = sorted(self.finished, key=lambda each: -each[0])[:size]
-        going = [number for number, ended in enumerate(ends) if not ended][:size]
-        self.chosen = [tokens[number][-1] for number in going or range(size)]
-        if len(going) < size or self._is_decided(float(sums[best[going[0]]]), most, settings):
+        for number, place in enumerate(best[:size]):
+            if ended[number] and not full:
+                self.finished.append(
+                    _Finished(float(sums[place]) / divisor, tokens[number], scored[number])
+                )
+        self.finished = sorted(self.finished, key=lambda each: -each.score)[:size]
+        order = sorted(range(len(best)), key=lambda number: ended[number])[:size]  # stable
+        self.chosen = [tokens[number][-1] for number in order]
+        going = [number for number in order if not ended[number]]
+        if not going or self._is_decided(float(sums[best[going[0]]]), most, settings):
             self.is_done = True
             return
-        self.scores = sums[best[going]]
-        self.running = [tokens[number] for number in going]
-        self.parents = [int(best[number] // vocabulary) for number in going]
+        # stop strings may end so many that an ended one takes the place of a running beam
+        self.scores = np.array(
+            [_NEVER if ended[number] else sums[best[number]] for number in order], np.float32
+        )
+        self.running = [tokens[number] for number in order]
+        self.scored = [scored[number] for number in order]
+        self.parents = [places[number][0] for number in order]
+
+    def _record(self, logits: Logits, row: int, token: int, count: int | None) -> list[ScoredToken]:
+        """Return the records of a beam and its next token; nothing where count is None."""
+        if count is None:
+            return []
+        return [*self.scored[row], score_token(logits[row], token, count)]
 
     def _is_decided(self, best_running: float, most: int, settings: PredictConfig) -> bool:
         """Return whether no running beam is expected to beat the worst finished one."""
@@ -205,7 +259,7 @@ class _Group:
             return True
         longest = settings.early_stopping == "never" and settings.length_penalty > 0
         length = float(most if longest else self.length)
-        return bool(best_running / length**settings.length_penalty <= self.finished[-1][0])
+        return bool(best_running / length**settings.length_penalty <= self.finished[-1].score)
 
 
 def _largest(values: Logits, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -11,8 +11,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from common.config.schema import PredictConfig
+from common.generation.log_probabilities import ScoredToken, score_token
+from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, choose_token
+from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 
 
@@ -48,9 +51,18 @@ class Continuation:
     number: int
     generator: np.random.Generator = field(repr=False)
     tokens: list[int] = field(default_factory=list)
-    finish_reason: Literal["length", "end_of_text"] | None = None
+    finish_reason: Literal["length", "end_of_text", "stop_string"] | None = None
+    growing: GrowingText | None = field(default=None, repr=False)
+    """Its text, which stop strings end; the tokens go on to the end of the stop string."""
+    scored: list[ScoredToken] = field(default_factory=list, repr=False)
+    """A record of each token, where predict.logprobs asks for them."""
     score: float | None = None
     """Of beam search: the sum of the tokens' log-probabilities / length ** length_penalty."""
+
+    @property
+    def text(self) -> str:
+        """What is sure of its text, as far as it has been read."""
+        return self.growing.text if self.growing else ""
 
     def context(self, window: int | None) -> list[int]:
         """The tokens after which the next one is chosen."""
@@ -85,6 +97,8 @@ def generate(
     window: int | None = None,
     on_token: Callable[[Continuation], None] | None = None,
     done: Container[tuple[int, int]] = (),
+    biases: Biases | None = None,
+    read: Callable[[Prompt], GrowingText] | None = None,
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
@@ -93,14 +107,17 @@ def generate(
     the id of text that the vocabulary lacks. window: a sequence that outgrows it is followed by its
     last window - 1 tokens, taken in anew for each token; None: none does. on_token: called with a
     sequence that has grown, while it is the only one at work. done: index and number of those that
-    are left out.
+    are left out. biases: what ``sequence_biases`` makes of the settings. read: makes the text of a
+    continuation, which stop strings need.
     """
+    rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
     waiting = [
         Continuation(
             prompt=prompt,
             index=index,
             number=number,
             generator=np.random.default_rng((seed, index, number)),
+            growing=read(prompt) if read else None,
         )
         for index, prompt in enumerate(prompts)
         for number in range(settings.num_sequences)
@@ -115,7 +132,7 @@ def generate(
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
-                    _grow(each, row[:vocab_size], settings, end_of_text, unknown)
+                    _grow(each, row[:vocab_size], settings, rules, end_of_text)
             if on_token is not None and len(batch) == 1 and batch[0].tokens:
                 on_token(batch[0])
             growing = [each for each in batch if each.finish_reason is None]
@@ -136,17 +153,22 @@ def _grow(
     sequence: Continuation,
     logits: Logits,
     settings: PredictConfig,
+    rules: LogitRules,
     end_of_text: int,
-    unknown: int | None,
 ) -> None:
     tokens, prompt = sequence.tokens, sequence.prompt
-    seen = prompt.ids + tokens if settings.repetition_penalty != 1.0 else []
-    too_early = end_of_text if len(tokens) < settings.min_new_tokens else None
-    forbidden = {token for token in (too_early, unknown) if token is not None and token >= 0}
-    token = choose_token(logits, seen, settings, sequence.generator, forbidden)
+    changed = rules.apply(logits, prompt.ids, tokens)
+    token = choose_token(changed, settings, sequence.generator)
     if settings.stop_at_end_of_text and token == end_of_text:
         sequence.finish_reason = "end_of_text"
         return
     tokens.append(token)
+    if settings.logprobs is not None:
+        sequence.scored.append(score_token(logits, token, settings.logprobs))
+    if settings.stop and sequence.growing:
+        sequence.growing.advance(tokens)
+        if sequence.growing.is_stopped:
+            sequence.finish_reason = "stop_string"
+            return
     if len(tokens) == prompt.new_tokens:
         sequence.finish_reason = "length"

@@ -17,7 +17,10 @@ from common.files import atomic_write, refuse_to_overwrite
 from common.generation.articles import ArticleFolder
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, generate
+from common.generation.log_probabilities import as_record
+from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
+from common.generation.stop_strings import GrowingText
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
@@ -59,9 +62,15 @@ def write_continuations(
             f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
             f" last {window - 1}, and costs a pass over all of them"
         )
+    biases = sequence_biases(settings, tokenizer)
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
+    if settings.logprobs is not None and (as_text or not settings.output_file):
+        LOG.warning(
+            f"predict.logprobs={settings.logprobs} without effect: they go into JSON lines; add"
+            " predict.output_file=FILE.jsonl"
+        )
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
-    printer = kind(tokenizer, numbered=settings.num_sequences > 1)
+    printer = kind(numbered=settings.num_sequences > 1)
     folder = (
         ArticleFolder(Path(settings.output_folder), prompts, config)
         if settings.output_folder
@@ -79,6 +88,8 @@ def write_continuations(
             "end_of_text": tokenizer.eod_id,
             "vocab_size": tokenizer.vocab_size,
             "unknown": tokenizer.unknown_id,
+            "biases": biases,
+            "read": lambda prompt: GrowingText(tokenizer.stream(prompt.ids), settings.stop),
         }
         found = (
             search_beams(decoder, prompts, settings, **limits)
@@ -98,13 +109,13 @@ def write_continuations(
             if folder and (each.index, each.number) in folder.done:
                 continue
             printer.finish(each, last=each.number == settings.num_sequences - 1)
-            text = tokenizer.stream(each.prompt.ids).push(each.tokens, final=True)
+            whole = each.prompt.text + each.text
             if file is not None and as_text and printer.head:
-                file.write(f"{printer.head}{(each.prompt.text + text).strip()}\n{'=' * 90}\n\n")
+                file.write(f"{printer.head}{whole.strip()}\n{'=' * 90}\n\n")
             elif file is not None:
-                file.write(f"{each.prompt.text}{text}\n\n" if as_text else _json_line(each, text))
+                file.write(f"{whole}\n\n" if as_text else _json_line(each, tokenizer))
             if folder is not None:
-                folder.write(each, text)
+                folder.write(each)
         printer.close()
 
 
@@ -124,42 +135,46 @@ def unused_by_greedy(settings: PredictConfig) -> str | None:
     )
 
 
-def _json_line(sequence: Continuation, text: str) -> str:
-    record = {
+def _json_line(sequence: Continuation, tokenizer: Tokenizer) -> str:
+    record: dict[str, Any] = {
         "prompt": sequence.prompt.text,
         "sequence": sequence.number + 1,
-        "continuation": text,
-        "text": sequence.prompt.text + text,
+        "continuation": sequence.text,
+        "text": sequence.prompt.text + sequence.text,
         "tokens": sequence.tokens,
         "finish_reason": sequence.finish_reason,
     }
+    if sequence.prompt.is_given_as_ids:
+        record["prompt_ids"] = sequence.prompt.ids
     if sequence.score is not None:
         record["score"] = sequence.score
+    if sequence.scored:
+        record["logprobs"] = [as_record(each, tokenizer) for each in sequence.scored]
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 class Printer:
     """Writes ``Prompt:`` and ``Generation:`` lines, each token once. What is not yet a whole
-    character waits for the next token.
+    character, or may begin a stop string, waits for the next token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, numbered: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, *, numbered: bool) -> None:
         self._numbered = numbered
         self.head = ""
         """The banner of the present sequence, which a file of plain text has too."""
         self._shown: int | None = None
-        """Tokens of the present sequence that are out; None before its first line."""
+        """Characters of the present sequence that are out; None before its first line."""
 
     def show(self, sequence: Continuation, final: bool = False) -> None:
         """Print what is new of ``sequence``."""
         text = ""
         if self._shown is None:
             self._shown = 0
-            self._stream = self._tokenizer.stream(sequence.prompt.ids)
             text = self.begin(sequence)
-        text += self._stream.push(sequence.tokens[self._shown :], final)
-        self._shown = len(sequence.tokens)
+        assert sequence.growing is not None
+        sequence.growing.advance(sequence.tokens, final)
+        text += sequence.text[self._shown :]
+        self._shown = len(sequence.text)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
         _say(text.encode(encoding, "replace").decode(encoding))

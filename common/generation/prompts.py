@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, DataError
 from common.parallel.resolved_run import ResolvedRun
@@ -13,6 +15,8 @@ from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
 DEFAULT_NEW_TOKENS = 100
+Given = str | list[int]
+"""A prompt as it was given: text or ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,8 @@ class Prompt:
     ids: list[int]
     new_tokens: int
     """Most tokens to add."""
+    is_given_as_ids: bool = False
+    """Whether text is what the ids say, and not where they come from."""
 
 
 def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
@@ -31,7 +37,8 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     """
     positions = config.model.max_positions
     return [
-        _encode(text, where, config, tokenizer, positions) for where, text in given_prompts(config)
+        _encode(given, where, config, tokenizer, positions)
+        for where, given in given_prompts(config)
     ]
 
 
@@ -45,12 +52,12 @@ def sliding_window(config: ResolvedRun) -> int | None:
     return settings.window or positions
 
 
-def given_prompts(config: ResolvedRun) -> list[tuple[str, str]]:
-    """Where each prompt stands, and its text: predict.prompt, then predict.prompt_file. Raises
-    ConfigError or DataError.
+def given_prompts(config: ResolvedRun) -> list[tuple[str, Given]]:
+    """Where each prompt stands, and its text or ids: predict.prompt, then predict.prompt_file.
+    Raises ConfigError or DataError.
     """
     settings = config.predict
-    found = [("predict.prompt", text) for text in settings.prompt]
+    found: list[tuple[str, Given]] = [("predict.prompt", given) for given in settings.prompt]
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
@@ -61,8 +68,8 @@ def given_prompts(config: ResolvedRun) -> list[tuple[str, str]]:
     return found
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Where each prompt of a file stands, and its text. A blank line is no prompt. Raises
+def read_prompts(path: Path) -> list[tuple[str, Given]]:
+    """Where each prompt of a file stands, and its text or ids. A blank line is no prompt. Raises
     DataError.
     """
     try:
@@ -86,13 +93,14 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         raise DataError(
             f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl"
         )
-    prompts = list(_from_json(lines)) if path.suffix.lower() in (".jsonl", ".ndjson") else lines
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
+    prompts: list[tuple[str, Given]] = list(_from_json(lines)) if is_json else [*lines]
     if not prompts:
         raise DataError(f"predict.prompt_file={path}: holds no prompt; write one a line")
     return prompts
 
 
-def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, Given]]:
     for where, line in lines:
         try:
             entry = parse_json(line, finite=False)  # Python writes NaN into such files
@@ -101,23 +109,34 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
                 f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a'
                 ' time"}'
             ) from None
-        text = (
-            next((entry[key] for key in ("prompt", "text") if entry.get(key) is not None), None)
-            if isinstance(entry, dict)
-            else None
-        )
-        if not isinstance(text, str):
+        fields = entry if isinstance(entry, dict) else {}
+        given = [fields[key] for key in ("prompt", "text", "ids") if fields.get(key) is not None]
+        if not given or not (isinstance(given[0], str) or _are_ids(given[0])):
             raise DataError(
-                f"{where}: expected an object with the text field prompt (or text), found"
-                f" {line[:60]}"
+                f"{where}: expected an object with the text field prompt (or text), or a list of"
+                f" ids in prompt (or ids), found {line[:60]}"
             )
-        yield where, text
+        yield where, given[0]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def _encode(
-    text: str, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int
+    given: Given, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int
 ) -> Prompt:
-    ids = encode_prompt(tokenizer, text).tolist()  # special tokens too, as transformers does
+    if isinstance(given, str):
+        text, ids = given, encode_prompt(tokenizer, given).tolist()  # special tokens, too
+    else:
+        for each in given:
+            if not 0 <= each < tokenizer.vocab_size:
+                raise ConfigError(
+                    f"{where}: id {each} is outside the vocabulary; expected 0 to"
+                    f" {tokenizer.vocab_size - 1}"
+                )
+        text, ids = tokenizer.decode(given), given
+    prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=given is ids)
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     room, most, least = (
@@ -127,7 +146,7 @@ def _encode(
     )
     wanted = most or max(least, 1)
     if sliding_window(config) is not None:
-        return Prompt(text=text, ids=ids, new_tokens=most or max(least, DEFAULT_NEW_TOKENS))
+        return prompt(new_tokens=most or max(least, DEFAULT_NEW_TOKENS))
     if room < wanted:
         key = "max_new_tokens" if most else "min_new_tokens"
         place = "" if where == "predict.prompt" else f"{where}: "
@@ -137,4 +156,4 @@ def _encode(
             f" prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
             f"{f'; with predict.window={positions} the window slides' if most else ''}"
         )
-    return Prompt(text=text, ids=ids, new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))
+    return prompt(new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))

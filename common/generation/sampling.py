@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,30 +13,19 @@ Ids = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
 
 _BLOCK = 32
+NOTHING_LEFT = "every token is forbidden; shorten predict.bad_words"
 
 
-def choose_token(
-    logits: Logits,
-    seen: list[int],
-    settings: PredictConfig,
-    generator: np.random.Generator,
-    forbidden: Collection[int] = (),
-) -> int:
+def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.Generator) -> int:
     """The next token of one sequence.
 
-    logits: (vocab_size,) float32, of the true vocabulary; seen: ids already in the sequence, the
-    prompt's included; forbidden: ids that are not chosen. Order as in transformers:
-    repetition penalty (Keskar et al. 2019), forbidden, temperature, top-k, top-p (Holtzman et al.
-    2020), draw. Raises RunError when the logits are not finite.
+    logits: (vocab_size,) float32, of the true vocabulary, as ``LogitRules`` leaves them. Order as
+    in transformers: temperature, top-k, top-p (Holtzman et al. 2020), draw. Raises RunError when
+    the logits are not finite.
     """
-    if settings.repetition_penalty != 1.0 or forbidden:
-        logits = logits.copy()
-    if settings.repetition_penalty != 1.0:
-        penalised, penalty = logits[seen], np.float32(settings.repetition_penalty)
-        logits[seen] = np.where(penalised > 0, penalised / penalty, penalised * penalty)
-    if forbidden:
-        logits[list(forbidden)] = -np.inf
     best = int(logits.argmax())  # a nan, if there is one
+    if logits[best] == -np.inf:
+        raise RunError(NOTHING_LEFT)
     if not np.isfinite(logits[best]):
         raise RunError(
             f"the model's logits hold {logits[best]}; its weights are broken or precision.compute"
@@ -59,7 +46,7 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
     Ties at the k-th logit are all kept.
     """
     ids = (
-        _largest(logits, settings.top_k)
+        largest_ids(logits, settings.top_k)
         if 0 < settings.top_k < logits.size
         else np.arange(logits.size)
     )
@@ -74,7 +61,7 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
     return ids, weights
 
 
-def _largest(logits: Logits, count: int) -> Ids:
+def largest_ids(logits: Logits, count: int) -> Ids:
     """Ids of the ``count`` largest logits and of those that tie with the last of them.
 
     Of 50,257 logits a partition takes half a millisecond. The count-th largest of the maxima of

@@ -3,6 +3,7 @@ batches.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from common.config.schema import PredictConfig  # noqa: E402
 from common.generation.beam_search import search_beams  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
+from common.generation.stop_strings import GrowingText  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
+from common.tokenizer.streams import ByteStream  # noqa: E402
 
 VOCABULARY, POSITIONS = 101, 24
 
@@ -137,3 +140,32 @@ def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int)
     assert [each.tokens for each in one] == [each.tokens for each in other]
     assert np.allclose([each.score for each in one], [each.score for each in other], atol=1e-5)
     assert len({tuple(each.tokens) for each in one}) == 6
+
+
+@pytest.mark.parametrize("strategy", ["sampling", "beam_search"])
+def test_rules_stop_strings_and_log_probabilities_are_equal(
+    decoders: dict[str, Any], strategy: str
+) -> None:
+    """Log-probabilities within 1e-4: logits to 30 agree to 1e-5."""
+    prompts = [Prompt(text="", ids=ids, new_tokens=15) for ids in ([3, 1, 4], [15])]
+    changes = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    config = PredictConfig.model_validate(
+        {"strategy": strategy, "num_sequences": 2, "stop": [*"ABCDEFGH1234"], "logprobs": 2}
+        | changes
+    )
+    words: dict[str, Any] = {
+        "end_of_text": 7,
+        "biases": {(5,): 3.0, (9, 5): -4.0, (11,): -np.inf, (5, 12): -np.inf},
+        "read": lambda prompt: GrowingText(ByteStream(bytes), config.stop),
+    }
+    search = {"sampling": partial(generate, seed=5), "beam_search": search_beams}[strategy]
+    found = [
+        list(search(decoders[name], prompts, config, **words))
+        for name in ("torch 4", "mindspore 4")
+    ]
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
+        pairs = zip(one.scored, other.scored, strict=True)
+        assert all(abs(left.logprob - right.logprob) < 1e-4 for left, right in pairs)
+        assert len(one.scored) == len(one.tokens) and len(one.scored[0].top) == 2
+    assert any(each.finish_reason == "stop_string" for each in found[0])

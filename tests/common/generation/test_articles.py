@@ -103,6 +103,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_texts() -> None:
         ({"temperature": 0.5}, r"its texts come from temperature=1\.0, and now it is 0\.5"),
         ({"seed": 9}, r"come from seed=.*, and now it is 9"),
         ({"titles": "ax"}, "come from prompt 1='b', and now it is 'x'"),
+        ({"stop": "x"}, r"come from stop=\[\], and now it is \['x'\]"),
+        ({"logit_bias": {97: -1}}, r"come from logit_bias=\{\}, and now it is \{'97': -1\.0\}"),
     ],
 )
 def test_texts_of_other_settings_are_not_mixed(change: dict[str, Any], message: str) -> None:
@@ -111,6 +113,18 @@ def test_texts_of_other_settings_are_not_mixed(change: dict[str, Any], message: 
     with pytest.raises(ConfigError, match=message):
         write(**change)
     assert texts() == before
+
+
+def test_a_folder_that_is_older_than_a_setting_goes_on_without_it() -> None:
+    write(titles="a")
+    record = json.loads(Path("made/generation.json").read_text())
+    for name in ("stop", "logit_bias", "bad_words", "presence_penalty", "frequency_penalty"):
+        del record[name]
+    Path("made/generation.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="come from bad_words="):
+        write(titles="a", bad_words="x")
+    write(titles="ab")
+    assert len(texts()) == 6
 
 
 def test_texts_of_other_weights_are_not_mixed(checkpoint: Path) -> None:

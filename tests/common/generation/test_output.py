@@ -19,6 +19,7 @@ from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
+from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
 
 END = 256
@@ -28,6 +29,13 @@ class Bytes:
     """A tokenizer of one id a byte."""
 
     eod_id, vocab_size, unknown_id = END, 257, None
+    framing = Framing()
+
+    def encode(self, text: str, allow_special: bool = False) -> Any:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(ids)
@@ -173,6 +181,32 @@ def test_a_character_is_printed_when_it_is_whole(
     assert [each.removeprefix(head) for each in writes[:-1] if each.removeprefix(head)] == pieces
 
 
+@pytest.mark.parametrize(
+    ("stop", "pieces"),
+    [
+        ("end", ["a", "b", " ", "en "]),
+        (["。", "x"], [*"ab en end"]),
+        ("跑", [*"ab en end。"]),
+    ],
+)
+def test_no_part_of_a_stop_string_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop: str | list[str], pieces: list[str]
+) -> None:
+    """A byte a token; what may begin a stop string waits."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    file = tmp_path / "out.jsonl"
+    say("ab en end。跑", stop=stop, output_file=str(file))
+    head = "Prompt: p0\nGeneration: p0"
+    writes = [each.removeprefix(head) for each in sys.stdout.writes]  # type: ignore[attr-defined]
+    assert [each for each in writes if each] == [*pieces, "\n\n"]
+    kept = "".join(pieces)
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["finish_reason"] == "stop_string"
+    assert (record["continuation"], record["text"]) == (kept, f"p0{kept}")
+    stops = [stop] if isinstance(stop, str) else stop
+    assert bytes(record["tokens"]).decode() == kept + stops[0]
+
+
 def test_nothing_is_streamed_from_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     say("abc", count=2, rows=2)
@@ -225,6 +259,32 @@ def test_the_file_of_results(tmp_path: Path) -> None:
     ]
     say("é", new_tokens=3, output_file=str(path))
     assert json.loads(path.read_text(encoding="utf-8"))["finish_reason"] == "end_of_text"
+
+
+def test_log_probabilities_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script's logits: 40 of what it says, 0 of the other 256 ids of the vocabulary."""
+    path = tmp_path / "out.jsonl"
+    say("é", output_file=str(path), logprobs=1, bad_words="z", temperature=1.0)
+    records = json.loads(path.read_text(encoding="utf-8"))["logprobs"]
+    assert [(each["id"], each["token"]) for each in records] == [
+        (195, "bytes:\\xc3"), (169, "bytes:\\xa9"),
+    ]  # fmt: skip
+    value = pytest.approx(-np.log1p(256 * np.exp(-40.0)), abs=1e-12)
+    assert [each["logprob"] for each in records] == [value] * 2
+    assert records[0]["top"] == [{"id": 195, "token": "bytes:\\xc3", "logprob": value}]
+    start_log()
+    say("a", logprobs=1)
+    LOG.handlers.clear()
+    assert "predict.logprobs=1 without effect" in capsys.readouterr().out
+
+
+def test_a_prompt_of_ids_is_named_by_them(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    prompt = Prompt(text="A", ids=[65], new_tokens=1, is_given_as_ids=True)
+    run = config(output_file=str(path))
+    write_continuations(Script(b"b", 1), [prompt], run, Bytes())  # type: ignore[arg-type]
+    record = json.loads(path.read_text())
+    assert (record["prompt"], record["prompt_ids"], record["text"]) == ("A", [65], "Ab")
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_work(

@@ -20,9 +20,13 @@ class Letters:
     """A tokenizer of one id a byte."""
 
     framing = Framing()
+    vocab_size = 256
 
     def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Any) -> str:
+        return bytes(ids).decode()
 
 
 def config(positions: int = 16, **predict: Any) -> RunConfig:
@@ -58,6 +62,18 @@ def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
         ("a\nb", [97, 10, 98]),
         ("é", [195, 169]),
     ]
+
+
+def test_prompts_as_ids(tmp_path: Path) -> None:
+    """In the configuration, where a plain list of ids is one prompt, and in files."""
+    assert [(each.text, each.ids, each.is_given_as_ids) for each in read(prompt=[97, 98])] == [
+        ("ab", [97, 98], True)
+    ]
+    assert [(each.ids, each.is_given_as_ids) for each in read(prompt=[[97], "12", [98, 99]])] == [
+        ([97], True), ([49, 50], False), ([98, 99], True),
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text('{"prompt": [97, 98]}\n{"ids": [99]}\n{"text": "d"}\n')
+    assert [each.text for each in read(prompt_file=str(tmp_path / "a.jsonl"))] == ["ab", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +126,10 @@ def test_an_exported_program_cannot_slide() -> None:
     [
         ({}, r"predict\.prompt is not given"),
         ({"prompt": ["a", ""]}, r"predict\.prompt is empty"),
+        ({"prompt": [97, 256]}, r"predict\.prompt: id 256 is outside .*; expected 0 to 255"),
+        ({"prompt": [-1]}, r"predict\.prompt: id -1 is outside"),
+        ({"prompt": [[97], 98]}, r"98 is neither text nor a list of ids; write 'text' or \[464"),
+        ({"prompt": [[97, True]]}, r"\[97, True\] is neither text nor a list of ids"),
         (
             {"prompt": "x" * 16},
             r"^a prompt of 16 tokens and 1 to add go beyond the model's 16 positions; shorten the"
@@ -162,6 +182,10 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.jsonl", b'{"prompt": 3}', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
+        ("a.jsonl", b'{"prompt": []}', r"a\.jsonl, line 1 is empty"),
+        ("a.jsonl", b'{"ids": [1]}\n{"ids": [256]}', r"a\.jsonl, line 2: id 256 is outside"),
+        ("a.jsonl", b'{"prompt": [1, 2.0]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
+        ("a.jsonl", b'{"prompt": [[1]]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
         ("b.txt", None, r"b\.txt: no such file"),
         (".", None, r"cannot be read: Is a directory"),
     ],

@@ -5,6 +5,7 @@ import pytest
 
 from common.config.schema import PredictConfig
 from common.errors import RunError
+from common.generation.logit_rules import LogitRules
 from common.generation.sampling import choose_token, token_probabilities
 
 
@@ -57,9 +58,10 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
     )
     ids, probabilities = token_probabilities(logits, settings(top_p=0.999))
     assert 4 not in ids
+    rules = LogitRules(settings(), end_of_text=-1, unknown=1)
     draws = {
         choose_token(
-            logits, [], settings(temperature=9.0), np.random.default_rng(seed), forbidden={1}
+            rules.apply(logits, [], []), settings(temperature=9.0), np.random.default_rng(seed)
         )
         for seed in range(200)
     }
@@ -77,9 +79,10 @@ def test_repetition_penalty_equals_transformers() -> None:
             torch.from_numpy(seen)[None], torch.from_numpy(logits.copy())[None]
         )
         before = logits.copy()
-        chosen = choose_token(
-            logits, seen.tolist(), settings(strategy="greedy", repetition_penalty=1.7), generator
-        )
+        greedy = settings(strategy="greedy", repetition_penalty=1.7)
+        changed = LogitRules(greedy, end_of_text=-1).apply(logits, seen.tolist(), [])
+        assert np.array_equal(changed, expected[0])
+        chosen = choose_token(changed, greedy, generator)
         assert chosen == int(expected.argmax()) and np.array_equal(logits, before)
 
 
@@ -95,7 +98,7 @@ def test_draws_follow_transformers_distribution(top_k: int, top_p: float) -> Non
         settings(temperature=0.9, top_k=top_k, top_p=top_p),
     )
     found = np.bincount(
-        [choose_token(logits, [], config, generator) for _ in range(20_000)], minlength=40
+        [choose_token(logits, config, generator) for _ in range(20_000)], minlength=40
     )
     drawn = expected > 0
     assert found[~drawn].sum() == 0
@@ -110,7 +113,6 @@ def test_logits_that_are_not_finite_are_refused(broken: float, strategy: str) ->
     with pytest.raises(RunError, match="logits hold"):
         choose_token(
             np.array([0.0, broken, 1.0], np.float32),
-            [],
             settings(strategy=strategy),
             np.random.default_rng(0),
         )

@@ -1,0 +1,132 @@
+"""What the settings change in logits before a token is chosen, the same for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from common.config.schema import PredictConfig
+from common.errors import ConfigError
+from common.generation.sampling import Logits
+from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_prompt
+
+Biases = Mapping[tuple[int, ...], float]
+"""Sequence of ids -> what is added to the logit of its last one where the others precede it; minus
+infinity forbids it.
+"""
+
+
+class LogitRules:
+    """Changes logits, or log-probabilities in beam search, in the order of transformers: biases
+    (logit_bias and bad_words), repetition penalty, presence and frequency penalties, the earliest
+    end of text.
+    """
+
+    def __init__(
+        self,
+        settings: PredictConfig,
+        *,
+        end_of_text: int,
+        unknown: int | None = None,
+        biases: Biases | None = None,
+    ) -> None:
+        """unknown: an id that is never chosen. biases: see ``sequence_biases``."""
+        biases = dict(biases or {})
+        if unknown is not None:
+            biases[(unknown,)] = -np.inf
+        single = {sequence[0]: value for sequence, value in biases.items() if len(sequence) == 1}
+        self._ids = np.array(list(single), np.int64)
+        self._values = np.array(list(single.values()), np.float32)
+        self._longer = [
+            (list(sequence[:-1]), sequence[-1], np.float32(value))
+            for sequence, value in biases.items()
+            if len(sequence) > 1
+        ]
+        self._repetition = np.float32(settings.repetition_penalty)
+        self._presence = np.float32(settings.presence_penalty)
+        self._frequency = np.float32(settings.frequency_penalty)
+        self._end = end_of_text
+        self._least = settings.min_new_tokens if end_of_text >= 0 else 0
+        self._repeats = settings.repetition_penalty != 1.0
+        self._counts = bool(self._presence or self._frequency)
+        self._is_active = bool(biases) or self._repeats or self._counts
+
+    def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Return the changed logits (vocab_size,) of what follows prompt and tokens.
+
+        Those given stay as they are. The penalties for presence and frequency look at tokens
+        alone, as OpenAI defines them; the one for repetition at the prompt too (Keskar et al.
+        2019).
+        """
+        is_early = len(tokens) < self._least
+        if not (self._is_active or is_early):
+            return logits
+        logits = logits.copy()
+        logits[self._ids] += self._values
+        if self._longer or self._repeats:
+            seen = [*prompt, *tokens]
+            for before, last, value in self._longer:
+                if seen[-len(before) :] == before:
+                    logits[last] += value
+        if self._repeats:
+            found = logits[seen]
+            logits[seen] = np.where(found > 0, found / self._repetition, found * self._repetition)
+        if self._counts and tokens:
+            ids, counts = np.unique(tokens, return_counts=True)
+            logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
+        if is_early:
+            logits[self._end] = -np.inf
+        return logits
+
+
+def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
+    """Return predict.logit_bias and predict.bad_words by ids.
+
+    Raises ConfigError for an id outside the vocabulary and for text without tokens or with unknown
+    ones.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    for key, value in settings.logit_bias.items():
+        if key.isascii() and key.isdigit():
+            ids = _checked([int(key)], "predict.logit_bias", tokenizer)
+        else:
+            ids = _ids_of(key, "predict.logit_bias", tokenizer)
+        found[ids] = found.get(ids, 0.0) + value
+    return found | dict.fromkeys(bad_words_ids(settings, tokenizer), -np.inf)
+
+
+def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return predict.bad_words by ids: a text that does not begin with white space also as it is
+    written behind a space. Raises ConfigError as ``sequence_biases`` does.
+    """
+    name = "predict.bad_words"
+    found = []
+    for word in settings.bad_words:
+        if isinstance(word, str):
+            found.append(_ids_of(word, name, tokenizer))
+            spaced = encode_prompt(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
+            if spaced and tokenizer.unknown_id not in spaced:
+                found.append(tuple(spaced))
+        else:
+            found.append(_checked(word, name, tokenizer))
+    return list(dict.fromkeys(found))
+
+
+def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = tuple(encode_prompt(tokenizer, text).tolist())
+    if not ids or tokenizer.unknown_id in ids:
+        reason = "holds text that the vocabulary lacks" if ids else "has no token"
+        raise ConfigError(f"{name}: {text!r} {reason}; leave it out, or give ids")
+    return ids
+
+
+def _checked(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    for each in (ids := tuple(ids)):
+        if not 0 <= each < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{name}: id {each} is outside the vocabulary; expected 0 to"
+                f" {tokenizer.vocab_size - 1}"
+            )
+    return ids

@@ -1,0 +1,194 @@
+"""Biases, bad words and penalties against transformers' processors and closed forms."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.schema import PredictConfig
+from common.errors import ConfigError
+from common.generation.log_probabilities import as_record, score_token
+from common.generation.logit_rules import LogitRules, bad_words_ids, sequence_biases
+from common.tokenizer import Framing
+
+VOCABULARY, END = 12, 11
+
+
+def settings(**changes: Any) -> PredictConfig:
+    return PredictConfig.model_validate(changes)
+
+
+def random_words(generator: np.random.Generator) -> list[list[int]]:
+    """Sequences of up to three ids, none of them the end alone, each once."""
+    words = {
+        tuple(generator.integers(0, VOCABULARY - 1, int(generator.integers(1, 4))).tolist())
+        for _ in range(int(generator.integers(1, 6)))
+    }
+    return [list(word) for word in words]
+
+
+def cases() -> Iterator[tuple[np.random.Generator, dict[str, Any]]]:
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        chosen: dict[str, Any] = {}
+        if generator.random() < 0.6:
+            chosen["sequence_bias"] = [
+                [word, float(np.float32(generator.normal() * 3))]
+                for word in random_words(generator)
+            ]
+        if generator.random() < 0.6:
+            chosen["bad_words_ids"] = random_words(generator)
+        if generator.random() < 0.5:
+            chosen["repetition_penalty"] = 1.5
+        if generator.random() < 0.5:
+            chosen["min_new_tokens"] = 3
+        yield generator, chosen
+
+
+def test_300_random_cases_equal_transformers_processors_in_its_order() -> None:
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    banned = 0
+    for generator, chosen in cases():
+        prompt = generator.integers(0, VOCABULARY, int(generator.integers(1, 5))).tolist()
+        tokens = generator.integers(0, VOCABULARY - 1, int(generator.integers(0, 6))).tolist()
+        logits = (generator.normal(size=VOCABULARY) * 3).astype(np.float32)
+        theirs = processors.LogitsProcessorList()
+        if "sequence_bias" in chosen:
+            theirs.append(processors.SequenceBiasLogitsProcessor(chosen["sequence_bias"]))
+        if "repetition_penalty" in chosen:
+            theirs.append(processors.RepetitionPenaltyLogitsProcessor(1.5))
+        if "bad_words_ids" in chosen:
+            theirs.append(processors.NoBadWordsLogitsProcessor(chosen["bad_words_ids"], END))
+        if "min_new_tokens" in chosen:
+            theirs.append(processors.MinNewTokensLengthLogitsProcessor(len(prompt), 3, END))
+        ids = torch.tensor([prompt + tokens])
+        expected = theirs(ids, torch.from_numpy(logits.copy())[None])[0].numpy()
+        shared = {"repetition_penalty", "min_new_tokens"} & chosen.keys()
+        ours = settings(**{key: chosen[key] for key in shared})
+        biases = {tuple(word): value for word, value in chosen.get("sequence_bias", [])}
+        biases |= {tuple(word): -np.inf for word in chosen.get("bad_words_ids", [])}
+        before = logits.copy()
+        found = LogitRules(ours, end_of_text=END, biases=biases).apply(logits, prompt, tokens)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # order of sums
+        assert np.array_equal(logits, before)
+        banned += int(np.isinf(expected).sum())
+    assert banned > 200
+
+
+def test_presence_and_frequency_by_openais_formula() -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, of what was generated."""
+    logits = np.linspace(-2, 2, VOCABULARY).astype(np.float32)
+    tokens, prompt = [3, 5, 3, 3, 0], [7, 7, 3]
+    counts = np.array([tokens.count(token) for token in range(VOCABULARY)])
+    for presence, frequency in ((0.6, 0.0), (0.0, 0.25), (-1.5, 2.0), (0.0, 0.0)):
+        config = settings(presence_penalty=presence, frequency_penalty=frequency)
+        found = LogitRules(config, end_of_text=END).apply(logits, prompt, tokens)
+        expected = logits - counts * frequency - (counts > 0) * presence
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_what_is_off_returns_the_same_array() -> None:
+    logits = np.zeros(VOCABULARY, np.float32)
+    assert LogitRules(settings(), end_of_text=END).apply(logits, [1], [2]) is logits
+
+
+def test_the_scores_are_of_the_models_own_distribution() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.2, 0.1], np.float32)) + 5
+    scored = score_token(logits, 2, 3)
+    assert (scored.id, [each for each, _ in scored.top]) == (2, [1, 2, 3])
+    np.testing.assert_allclose(
+        [scored.logprob, *(value for _, value in scored.top)],
+        np.log([0.2, 0.4, 0.2, 0.2]),
+        rtol=1e-6,
+    )
+    assert score_token(logits, 0, 0).top == [] and len(score_token(logits, 0, 99).top) == 5
+
+
+class Words:
+    """A tokenizer of words and of spaces in front of them, as byte-level ones have them."""
+
+    framing = Framing()
+    unknown_id = 9
+    vocab_size = 10
+    pieces = ("bad", " bad", "New", " New", " York", "x", "\n", "é".encode()[:1], "")
+
+    def encode(self, text: str, allow_special: bool = False) -> Any:
+        ids, at = [], 0
+        while at < len(text):
+            fits = [
+                piece
+                for piece in self.pieces
+                if isinstance(piece, str) and piece and text.startswith(piece, at)
+            ]
+            best = max(fits, key=len, default="")
+            ids.append(self.pieces.index(best) if best else self.unknown_id)
+            at += len(best) or 1
+        return np.array(ids, np.int32)
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self.pieces[token]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+
+WORDS: Any = Words()
+
+
+def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
+    config = settings(
+        bad_words=["bad", "New York", " York", "x", [5, 6]],
+        logit_bias={"New York": 2.0, 5: -3, "x": 1.0, "7": 4.0},
+    )
+    assert bad_words_ids(config, WORDS) == [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (5, 6)]
+    inf = np.inf
+    assert sequence_biases(config, WORDS) == {
+        (2, 4): -inf, (5,): -inf, (7,): 4.0, (0,): -inf, (1,): -inf, (3, 4): -inf, (4,): -inf,
+        (5, 6): -inf,
+    }  # fmt: skip
+    assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bad_words": ["bad?"]}, r"predict.bad_words: 'bad\?' holds text that the vocabulary"),
+        ({"bad_words": [[1, 10]]}, "predict.bad_words: id 10 is outside .* expected 0 to 9"),
+        ({"bad_words": [[-1]]}, "id -1 is outside"),
+        ({"logit_bias": {10: 1.0}}, "predict.logit_bias: id 10 is outside"),
+        ({"logit_bias": {"?": 1.0}}, r"predict.logit_bias: '\?' holds text"),
+    ],
+)
+def test_ids_and_texts_outside_the_vocabulary(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sequence_biases(settings(**changes), WORDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop": ""}, "an empty text is everywhere"),
+        ({"stop": ["a", ""]}, "an empty text is everywhere"),
+        ({"bad_words": [""]}, "an empty text is everywhere"),
+        ({"bad_words": [5]}, "5 is neither text nor a list of ids"),
+        ({"bad_words": [[]]}, "neither text nor a list of ids"),
+        ({"prompt": ["a", 5]}, "5 is neither text nor a list of ids"),
+        ({"logit_bias": {"a": 100.5}}, "less than or equal to 100"),
+        ({"logit_bias": {"": 1.0}}, "an empty text is everywhere"),
+        ({"presence_penalty": 2.5}, "less than or equal to 2"),
+        ({"frequency_penalty": -2.5}, "greater than or equal to -2"),
+        ({"logprobs": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_settings_that_mean_nothing(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
+
+
+def test_a_record_names_a_part_of_a_character_by_its_bytes() -> None:
+    found = as_record(score_token(np.zeros(9, np.float32), 7, 1), WORDS)
+    value = pytest.approx(-np.log(9))
+    assert found == {
+        "id": 7, "token": "bytes:\\xc3", "logprob": value,
+        "top": [{"id": 0, "token": "bad", "logprob": value}],
+    }  # fmt: skip

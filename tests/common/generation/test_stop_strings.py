@@ -1,0 +1,82 @@
+"""Stop strings against their definition read character by character, in any pieces."""
+
+import random
+
+import pytest
+
+from common.generation.stop_strings import GrowingText, StopText
+from common.tokenizer.streams import ByteStream
+
+
+def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """What is left of a text, and which stop string ends it: the first one that is complete."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def may_go_on(text: str, stops: list[str]) -> int:
+    """Characters at the end of a text that a stop string may begin with."""
+    held = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(held, default=0)
+
+
+def test_random_texts_in_random_pieces() -> None:
+    draw = random.Random(0)
+    stopped = 0
+    for _ in range(2000):
+        text = "".join(draw.choices("ab\n。", k=draw.randrange(12)))
+        stops = [
+            "".join(draw.choices("ab\n。", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))
+        ]
+        expected, stop = by_definition(text, stops)
+        reader, at, shown = StopText(stops), 0, ""
+        while at < len(text):
+            piece = text[at : at + draw.randint(1, 5)]
+            at += len(piece)
+            shown += reader.push(piece)
+            before = by_definition(text[:at], stops)
+            if before[1] is None:
+                assert shown == text[: at - may_go_on(text[:at], stops)]
+        assert reader.found == stop
+        assert shown + reader.push("", final=True) == expected
+        stopped += stop is not None
+    assert 500 < stopped < 1500
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "found"),
+    [
+        (["\n\n"], ["one.", "\n", "\ntwo"], ["one.", "", ""], "\n\n"),  # over two tokens
+        (["."], ["one. two", " three"], ["one", ""], "."),  # within a token
+        (["abcd", "bc"], ["a", "b", "c"], ["", "", "a"], "bc"),
+        (["ab", "cab"], ["x", "ca", "b"], ["x", "", ""], "cab"),
+        (["END"], ["THE", " EN"], ["TH", "E "], None),
+    ],
+)
+def test_what_each_piece_shows(
+    stops: list[str], pieces: list[str], shown: list[str], found: str | None
+) -> None:
+    reader = StopText(stops)
+    assert [reader.push(piece) for piece in pieces] == shown
+    assert reader.found == found
+    # what was held back belongs to the text where nothing follows
+    assert reader.push("", final=True) == ("EN" if found is None else "")
+
+
+def test_a_sequence_of_bytes_is_read_once_and_shows_whole_characters() -> None:
+    tokens = list("é跑。b".encode())
+    growing = GrowingText(ByteStream(bytes), ["。"])
+    seen = []
+    for size in range(1, len(tokens) + 1):
+        growing.advance(tokens[:size])
+        seen.append(growing.text)
+        if growing.is_stopped:
+            break
+    assert seen == ["", "é", "é", "é", "é跑", "é跑", "é跑", "é跑"]
+    assert size == len("é跑。".encode())
+    growing.advance(tokens, final=True)
+    assert growing.text == "é跑"

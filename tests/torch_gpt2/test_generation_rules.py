@@ -1,0 +1,200 @@
+"""Biases, bad words, stop strings and log-probabilities of whole generations against transformers
+on the same weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
+from common.generation.beam_search import search_beams
+from common.generation.generate import Continuation, generate
+from common.generation.logit_rules import Biases
+from common.generation.prompts import Prompt
+from common.generation.stop_strings import GrowingText
+from common.tokenizer.hugging_face import HuggingFaceTokenizer
+from tests.reference import hugging_face_model
+from torch_gpt2.device import select_device
+from torch_gpt2.model import GPT2
+from torch_gpt2.predict import Decoder
+
+VOCABULARY, NEW = 60, 12
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=32, num_heads=4, seq_length=64, vocab_size=VOCABULARY,
+    ffn_hidden_size=128, max_positions=64,
+)  # fmt: skip
+STORY = """The café was full and the queen had not come. The king, who had, drank three cups.
+"Where is she?" he said. "In the café, of course!" they all cried, and the king drank a fourth.
+"""
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    torch.manual_seed(0)
+    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=64)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(made.wpe.weight, std=2.0)
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def net(model: GPT2) -> Any:
+    return hugging_face_model(MODEL, dict(model.named_parameters()))
+
+
+def ours(
+    model: GPT2,
+    rows: list[list[int]],
+    end: int,
+    biases: Biases | None = None,
+    read: Callable[[Prompt], GrowingText] | None = None,
+    **settings: Any,
+) -> list[Continuation]:
+    config = PredictConfig.model_validate(settings)
+    prompts = [Prompt(text="", ids=row, new_tokens=NEW) for row in rows]
+    words: dict[str, Any] = {"end_of_text": end, "biases": biases, "read": read}
+    words["vocab_size"] = VOCABULARY
+    if config.strategy == "beam_search":
+        decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))
+        return list(search_beams(decoder, prompts, config, **words))
+    decoder = Decoder(model, select_device("cpu"), len(rows))
+    return list(generate(decoder, prompts, config, seed=0, **words))
+
+
+def theirs(net: Any, row: list[int], end: int, **settings: Any) -> Any:
+    with torch.no_grad():
+        return net.generate(
+            torch.tensor([row]), attention_mask=torch.ones(1, len(row)), do_sample=False,
+            max_new_tokens=NEW, eos_token_id=end, pad_token_id=end, return_dict_in_generate=True,
+            output_scores=True, **settings,
+        )  # fmt: skip
+
+
+def with_end(each: Continuation, end: int) -> list[int]:
+    return each.tokens + ([end] if each.finish_reason == "end_of_text" else [])
+
+
+def test_40_random_cases_of_biases_and_bad_words_equal_transformers(model: GPT2, net: Any) -> None:
+    """Words of one to three tokens, made of those that would be generated without them; half of the
+    cases are beams. Scores within 1e-4, as in the tests of beams.
+    """
+    random = np.random.default_rng(0)
+    changed = 0
+    for case in range(40):
+        row = random.integers(0, VOCABULARY, int(random.integers(1, 9))).tolist()
+        end, beams = int(random.integers(VOCABULARY)), case % 2 * 3
+        strategy = {"strategy": "beam_search", "num_beams": beams} if beams else {}
+        free = ours(model, [row], end, **strategy)[0]
+        words = []
+        for _ in range(int(random.integers(1, 5))):
+            size = int(random.integers(1, 4))
+            at = int(random.integers(max(1, len(free.tokens) - size)))
+            words.append(free.tokens[at : at + size] or [3])
+        words = [word for word in words if word != [end]]
+        half = len(words) // 2
+        bias = [[word, float(random.choice([-8.0, -0.5, 4.0]))] for word in words[:half]]
+        banned = words[half:]
+        biases = {tuple(word): value for word, value in bias}
+        biases |= {tuple(word): -np.inf for word in banned}
+        penalty = float(random.choice([1.0, 1.3]))
+        least = int(random.choice([0, 3]))
+        shared = {"repetition_penalty": penalty, "min_new_tokens": least}
+        found = ours(model, [row], end, biases, **strategy, **shared)[0]
+        lists = {"sequence_bias": bias or None, "bad_words_ids": banned or None}
+        out = theirs(net, row, end, num_beams=max(beams, 1), **shared, **lists)
+        expected = out.sequences[0, len(row) :].tolist()
+        assert with_end(found, end) == expected, (case, biases)
+        if beams:
+            assert np.isclose(found.score, float(out.sequences_scores[0]), atol=1e-4), case
+        changed += found.tokens != free.tokens
+    assert changed > 25  # else the rules were not looked at
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceTokenizer, Any]:
+    """A byte-level BPE of 60 ids over few letters and one of two bytes, ours and transformers'."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False
+    )  # fmt: skip
+    made.train_from_iterator([STORY], trainer)
+    file: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(file))
+    own = HuggingFaceTokenizer.from_file(file, "HuggingFaceTokenizer")
+    assert own.vocab_size == VOCABULARY
+    return own, PreTrainedTokenizerFast(tokenizer_file=str(file))
+
+
+def reader(tokenizer: HuggingFaceTokenizer, *stop: str) -> Callable[[Prompt], GrowingText]:
+    return lambda prompt: GrowingText(tokenizer.stream(prompt.ids), stop)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_stop_strings_end_where_transformers_do(
+    model: GPT2, net: Any, tokenizers: tuple[HuggingFaceTokenizer, Any], beams: int
+) -> None:
+    """Stop strings of one to three characters out of what is generated without them. transformers
+    returns the tokens up to the end of the stop string, and so do we.
+    """
+    own, other = tokenizers
+    random = np.random.default_rng(1)
+    strategy = {"strategy": "beam_search", "num_beams": beams} if beams > 1 else {}
+    stopped = 0
+    for case in range(12):
+        row = [int(random.integers(1, VOCABULARY))]
+        free = ours(model, [row], 0, read=reader(own), **strategy)[0]
+        text = own.decode(free.tokens)
+        at = int(random.integers(2, len(text) - 3))  # not in the prompt's character, too
+        stop = text[at : at + int(random.integers(1, 4))]
+        if "\ufffd" in stop:  # no token says this
+            continue
+        found = ours(model, [row], 0, read=reader(own, stop), stop=stop, **strategy)[0]
+        out = theirs(net, row, 0, num_beams=beams, stop_strings=[stop], tokenizer=other)
+        expected = out.sequences[0, 1:].tolist()
+        assert with_end(found, 0) == expected, (case, stop)
+        assert found.growing is not None
+        found.growing.advance(found.tokens, final=True)
+        whole = own.decode(found.tokens)
+        if found.finish_reason == "stop_string":
+            assert found.text == whole[: whole.index(stop)]
+            stopped += 1
+        else:
+            assert found.text == whole and stop not in whole
+    assert stopped >= 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "sampling", "temperature": 0.5, "top_k": 5, "presence_penalty": 1.0},
+        {"strategy": "beam_search", "num_beams": 3, "num_sequences": 3, "repetition_penalty": 1.2},
+    ],
+)
+def test_log_probabilities_are_those_of_the_model_whatever_is_set(
+    model: GPT2, net: Any, settings: dict[str, Any]
+) -> None:
+    """Against transformers' logits over the whole text, float32: within 1e-4 of values to 30."""
+    rows = [[5, 6, 7], [8]]
+    for each in ours(model, rows, 40, logprobs=4, **settings):
+        ids = torch.tensor([each.prompt.ids + each.tokens])
+        with torch.no_grad():
+            logits = net(ids).logits[0].double()
+        expected = logits.log_softmax(-1)[len(each.prompt.ids) - 1 : -1]
+        assert [one.id for one in each.scored] == each.tokens
+        for one, row in zip(each.scored, expected, strict=True):
+            best = row.topk(4)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            values = [one.logprob, *(value for _, value in one.top)]
+            wanted = [float(row[one.id]), *best.values.tolist()]
+            np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-4)
