@@ -87,6 +87,7 @@ class _Search:
         self._settings = settings
         self._rules = rules
         self._read = read
+        self._reads = bool(settings.stop and read)
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
         self._end = end_of_text if settings.stop_at_end_of_text else None
@@ -128,11 +129,10 @@ class _Search:
 
     def _ends(self, tokens: list[int]) -> bool:
         """Return whether the newest token ends the sequence, by itself or by a stop string."""
-        return tokens[-1] == self._end or self._is_stopped(tokens)
+        return tokens[-1] == self._end or (self._reads and self._is_stopped(tokens))
 
     def _is_stopped(self, tokens: list[int]) -> bool:
-        if not self._settings.stop or self._read is None:
-            return False
+        assert self._read is not None
         text = self._read(self.prompt)
         text.advance(tokens)
         return text.is_stopped
@@ -146,8 +146,10 @@ class _Search:
             )
         shifted = logits - largest
         scores: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        for number, tokens in enumerate(group.running):
-            scores[number] = self._rules.apply(scores[number], self.prompt.ids, tokens)
+        for row, tokens in zip(scores, group.running, strict=True):
+            changed = self._rules.apply(row, self.prompt.ids, tokens)
+            if changed is not row:
+                row[:] = changed
         return scores
 
     def results(self, index: int) -> Iterator[Continuation]:
@@ -157,7 +159,7 @@ class _Search:
             if each.score == -np.inf:
                 raise RunError(NOTHING_LEFT)
             ended = self._end is not None and each.tokens[-1:] == [self._end]
-            stopped = not ended and self._is_stopped(each.tokens)
+            stopped = not ended and self._reads and self._is_stopped(each.tokens)
             yield Continuation(
                 prompt=self.prompt,
                 index=index,
@@ -221,7 +223,12 @@ class _Group:
         self.length += 1
         places = [(int(place // vocabulary), int(place % vocabulary)) for place in best]
         tokens = [[*self.running[row], token] for row, token in places]
-        scored = [self._record(logits, *place, settings.logprobs) for place in places]
+        scored: list[list[ScoredToken]] = [[]] * len(places)
+        if settings.logprobs is not None:
+            scored = [
+                [*self.scored[row], score_token(logits[row], token, settings.logprobs)]
+                for row, token in places
+            ]
         ended = [self.length == most or ends(each) for each in tokens]
         full = len(self.finished) == size and settings.early_stopping is True
         divisor = float(self.length) ** settings.length_penalty
@@ -244,12 +251,6 @@ class _Group:
         self.running = [tokens[number] for number in order]
         self.scored = [scored[number] for number in order]
         self.parents = [places[number][0] for number in order]
-
-    def _record(self, logits: Logits, row: int, token: int, count: int | None) -> list[ScoredToken]:
-        """Return the records of a beam and its next token; nothing where count is None."""
-        if count is None:
-            return []
-        return [*self.scored[row], score_token(logits[row], token, count)]
 
     def _is_decided(self, best_running: float, most: int, settings: PredictConfig) -> bool:
         """Return whether no running beam is expected to beat the worst finished one."""

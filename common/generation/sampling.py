@@ -24,9 +24,9 @@ def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.G
     the logits are not finite.
     """
     best = int(logits.argmax())  # a nan, if there is one
-    if logits[best] == -np.inf:
-        raise RunError(NOTHING_LEFT)
     if not np.isfinite(logits[best]):
+        if logits[best] == -np.inf:
+            raise RunError(NOTHING_LEFT)
         raise RunError(
             f"the model's logits hold {logits[best]}; its weights are broken or precision.compute"
             " is too narrow for them"
