@@ -21,6 +21,7 @@ from common.conversion.logits import run_logits
 from common.conversion.runners import installed_runners
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, reading
+from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
 from common.parallel.resolved_run import ResolvedRun
 from common.systems.hugging_face.config import CONFIG, write_config
@@ -47,6 +48,7 @@ def export_program(config: ResolvedRun) -> None:
     assert format is not None
     folder = Path(config.output_dir) / format
     refuse_to_replace(folder, config)
+    generation = generation_config(config)
     checkpoint = weights_to_use(config, None, export=True)
     source_format = detect(checkpoint)
     opened = FORMATS[source_format].open
@@ -64,7 +66,7 @@ def export_program(config: ResolvedRun) -> None:
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
             _write(format, temporary, weights.with_progress(bar.update), config)
         difference = _check(temporary, weights, source_format, config) if format == "onnx" else None
-        _write_generation(temporary, weights, config)
+        _write_generation(temporary, weights, generation)
         files = describe_files(temporary)
         record = {
             "format_version": FORMAT_VERSION,
@@ -122,31 +124,8 @@ def _check(
     return differences
 
 
-def _write_generation(folder: Path, weights: Weights, config: ResolvedRun) -> None:
-    settings, end = config.predict, end_of_text(weights)
-    fields: dict[str, Any] = {
-        "do_sample": settings.strategy == "sampling",
-        "max_new_tokens": settings.max_new_tokens,
-        "min_new_tokens": settings.min_new_tokens or None,
-        "num_return_sequences": settings.num_sequences,
-        "repetition_penalty": settings.repetition_penalty,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
-    }
-    if settings.strategy == "sampling":
-        fields |= {
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
-        }
-    if settings.strategy == "beam_search":
-        fields |= {
-            "num_beams": settings.num_beams,
-            "length_penalty": settings.length_penalty,
-            "early_stopping": settings.early_stopping,
-        }
+def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:
+    if (end := end_of_text(weights)) is not None:
+        fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
     with atomic_write(folder / "generation_config.json", "w") as file:
-        json.dump(
-            {key: value for key, value in fields.items() if value is not None}, file, indent=1
-        )
+        json.dump(fields, file, indent=1)

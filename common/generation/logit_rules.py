@@ -87,14 +87,21 @@ def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple
     Raises ConfigError for an id outside the vocabulary and for text without tokens or with unknown
     ones.
     """
+    words = bad_words_ids(settings, tokenizer)
+    return logit_biases(settings, tokenizer) | dict.fromkeys(words, -np.inf)
+
+
+def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
+    """Return predict.logit_bias by ids: the sum where an id and a text mean the same. Raises
+    ConfigError as ``sequence_biases`` does.
+    """
+    name = "predict.logit_bias"
     found: dict[tuple[int, ...], float] = {}
     for key, value in settings.logit_bias.items():
-        if key.isascii() and key.isdigit():
-            ids = _checked([int(key)], "predict.logit_bias", tokenizer)
-        else:
-            ids = _ids_of(key, "predict.logit_bias", tokenizer)
+        is_id = key.isascii() and key.isdigit()
+        ids = _checked([int(key[:19])], name, tokenizer) if is_id else _ids_of(key, name, tokenizer)
         found[ids] = found.get(ids, 0.0) + value
-    return found | dict.fromkeys(bad_words_ids(settings, tokenizer), -np.inf)
+    return found
 
 
 def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
