@@ -574,7 +574,7 @@ class PredictConfig(Section):
     prompt: Annotated[
         list[_TextOrIds],
         BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds]),
-    ] = Field(default_factory=list)
+    ] = []
     """One prompt or a list of them; <|endoftext|> in it is that token. A prompt may be a list of
     ids.
     """
@@ -637,15 +637,23 @@ class PredictConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divides the logits before sampling. This, top_k and top_p are for strategy sampling alone."""
+    """Divides the logits before sampling. This, top_k, top_p and min_p are for strategy sampling
+    alone.
+    """
     top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is
     0.
     """
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Sample from the tokens with at least this part of the largest probability, after top_k and
+    top_p; 0 is off.
+    """
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
+    no_repeat_ngram_size: NonNegative = 0
+    """No sequence of so many tokens comes twice, the prompt's included; 0 is off."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of each token that has been generated; 0 is off."""
     frequency_penalty: Penalty = 0.0
@@ -654,7 +662,7 @@ class PredictConfig(Section):
         dict[str, Bias],
         BeforeValidator(_with_text_keys, json_schema_input_type=dict[str, Bias]),
         AfterValidator(_without_empty),
-    ] = Field(default_factory=dict)
+    ] = {}
     """Added to the logits of tokens by id or by text, -100 to 100: {50256: -100, " the": 2.5}. A
     text of several tokens has it added to the last one where the others precede it.
     """
@@ -662,7 +670,7 @@ class PredictConfig(Section):
         list[_TextOrIds],
         BeforeValidator(_texts_or_ids, json_schema_input_type=str | list[_TextOrIds]),
         AfterValidator(_without_empty),
-    ] = Field(default_factory=list)
+    ] = []
     """Texts, or lists of ids, whose tokens are never generated one after another. A text without a
     space in front is also forbidden behind one.
     """
@@ -670,7 +678,7 @@ class PredictConfig(Section):
         list[str],
         BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
         AfterValidator(_without_empty),
-    ] = Field(default_factory=list)
+    ] = []
     """A text or a list of them: what is generated ends before the first one in it."""
     stop_at_end_of_text: bool = True
     """End a sequence at the end-of-text token."""

@@ -27,7 +27,7 @@ RECORD = "generation.json"
 _DECISIVE = (
     "strategy", "min_new_tokens", "max_new_tokens", "window", "temperature", "top_k", "top_p",
     "repetition_penalty", "stop_at_end_of_text", "presence_penalty", "frequency_penalty",
-    "logit_bias", "bad_words", "stop",
+    "logit_bias", "bad_words", "stop", "no_repeat_ngram_size", "min_p",
 )  # fmt: skip
 """Settings of predict on which a text depends. It does not on how many are asked for."""
 

@@ -20,8 +20,8 @@ infinity forbids it.
 
 class LogitRules:
     """Changes logits, or log-probabilities in beam search, in the order of transformers: biases
-    (logit_bias and bad_words), repetition penalty, presence and frequency penalties, the earliest
-    end of text.
+    (logit_bias and bad_words), repetition penalty, sequences that do not come twice, presence and
+    frequency penalties, the earliest end of text.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class LogitRules:
         self._end = end_of_text
         self._least = settings.min_new_tokens if end_of_text >= 0 else 0
         self._repeats = settings.repetition_penalty != 1.0
+        self._size = settings.no_repeat_ngram_size
         self._counts = bool(self._presence or self._frequency)
-        self._is_active = bool(biases) or self._repeats or self._counts
+        self._looks_back = bool(self._longer or self._repeats or self._size)
+        self._is_active = bool(biases) or self._looks_back or self._counts
 
     def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Return the changed logits (vocab_size,) of what follows prompt and tokens.
@@ -65,7 +67,7 @@ class LogitRules:
             return logits
         logits = logits.copy()
         logits[self._ids] += self._values
-        if self._longer or self._repeats:
+        if self._looks_back:
             seen = [*prompt, *tokens]
             for before, last, value in self._longer:
                 if seen[-len(before) :] == before:
@@ -73,12 +75,24 @@ class LogitRules:
         if self._repeats:
             found = logits[seen]
             logits[seen] = np.where(found > 0, found / self._repetition, found * self._repetition)
+        if self._size:
+            logits[_next_of_repeated(seen, self._size)] = -np.inf
         if self._counts and tokens:
             ids, counts = np.unique(tokens, return_counts=True)
             logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
         if is_early:
             logits[self._end] = -np.inf
         return logits
+
+
+def _next_of_repeated(seen: list[int], size: int) -> list[int]:
+    """Return the ids that would make the last ``size`` ones a sequence that was there before."""
+    last = seen[len(seen) - size + 1 :]
+    return [
+        seen[at + size - 1]
+        for at in range(len(seen) - size + 1)
+        if seen[at : at + size - 1] == last
+    ]
 
 
 def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
@@ -125,7 +139,7 @@ def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids = tuple(encode_prompt(tokenizer, text).tolist())
     if not ids or tokenizer.unknown_id in ids:
         reason = "holds text that the vocabulary lacks" if ids else "has no token"
-        raise ConfigError(f"{name}: {text!r} {reason}; leave it out, or give ids")
+        raise ConfigError(f"{name}: {text!r} {reason}; leave it out")
     return ids
 
 

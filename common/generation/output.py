@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def write_continuations(
             [Path(settings.output_file)],
             "give another predict.output_file",
         )
-    if remark := unused_by_greedy(settings):
+    for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)
     if window and settings.strategy == "beam_search":
@@ -64,11 +64,6 @@ def write_continuations(
         )
     biases = sequence_biases(settings, tokenizer)
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
-    if settings.logprobs is not None and (as_text or not settings.output_file):
-        LOG.warning(
-            f"predict.logprobs={settings.logprobs} without effect: they go into JSON lines; add"
-            " predict.output_file=FILE.jsonl"
-        )
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
     printer = kind(numbered=settings.num_sequences > 1)
     folder = (
@@ -119,10 +114,28 @@ def write_continuations(
         printer.close()
 
 
+def _remarks(settings: PredictConfig) -> Iterator[str]:
+    """Yield warnings of settings that do not do what they seem to."""
+    if unused := unused_by_greedy(settings):
+        yield unused
+    name = settings.output_file
+    if settings.logprobs is not None and (not name or name.lower().endswith(".txt")):
+        yield (
+            f"predict.logprobs={settings.logprobs} without effect: they go into JSON lines; add"
+            " predict.output_file=FILE.jsonl"
+        )
+    for stop in settings.stop:
+        if "\\n" in stop:
+            yield (
+                f"predict.stop={stop} is a backslash and an n, not the end of a line; that is"
+                " 'predict.stop=[\"\\n\"]'"
+            )
+
+
 def unused_by_greedy(settings: PredictConfig) -> str | None:
     """A warning where settings of sampling are given and the strategy does not look at them."""
     fields = type(settings).model_fields
-    given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     unused = [
         f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default
     ]

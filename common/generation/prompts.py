@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DataError
+from common.generation.logit_rules import sequence_biases
 from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
 from common.tokenizer import Tokenizer
@@ -33,8 +34,10 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model
     together with what is to be added, unless the window slides.
 
-    Raises ConfigError or DataError, with the line of a file.
+    Raises ConfigError or DataError, with the line of a file. What logit_bias and bad_words say is
+    looked at here too, before weights are loaded.
     """
+    sequence_biases(config.predict, tokenizer)
     positions = config.model.max_positions
     return [
         _encode(given, where, config, tokenizer, positions)

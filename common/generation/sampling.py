@@ -20,8 +20,8 @@ def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.G
     """The next token of one sequence.
 
     logits: (vocab_size,) float32, of the true vocabulary, as ``LogitRules`` leaves them. Order as
-    in transformers: temperature, top-k, top-p (Holtzman et al. 2020), draw. Raises RunError when
-    the logits are not finite.
+    in transformers: temperature, top-k, top-p (Holtzman et al. 2020), min-p, draw. Raises RunError
+    when the logits are not finite.
     """
     best = int(logits.argmax())  # a nan, if there is one
     if not np.isfinite(logits[best]):
@@ -40,7 +40,7 @@ def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.G
 
 
 def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, Probabilities]:
-    """What to draw from after temperature, top-k and top-p: ids in ascending order and their
+    """What to draw from after temperature, top-k, top-p and min-p: ids in ascending order and their
     probabilities, of sum 1.
 
     Ties at the k-th logit are all kept.
@@ -56,6 +56,9 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
     np.exp(weights, out=weights)
     if settings.top_p < 1.0:
         kept = _nucleus(weights, settings.top_p * float(weights.sum()))
+        ids, weights = ids[kept], weights[kept]
+    if settings.min_p:
+        kept = np.flatnonzero(weights >= settings.min_p * weights.max())
         ids, weights = ids[kept], weights[kept]
     weights /= weights.sum()
     return ids, weights

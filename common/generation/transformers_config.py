@@ -22,6 +22,7 @@ def generation_config(config: ResolvedRun) -> dict[str, Any]:
         "min_new_tokens": settings.min_new_tokens or None,
         "num_return_sequences": settings.num_sequences,
         "repetition_penalty": settings.repetition_penalty,
+        "no_repeat_ngram_size": settings.no_repeat_ngram_size or None,
         "stop_strings": settings.stop or None,
     }
     if settings.bad_words or settings.logit_bias:
@@ -36,6 +37,7 @@ def generation_config(config: ResolvedRun) -> dict[str, Any]:
             "temperature": settings.temperature,
             "top_k": settings.top_k,
             "top_p": settings.top_p,
+            "min_p": settings.min_p or None,
         }
     if settings.strategy == "beam_search":
         fields |= {

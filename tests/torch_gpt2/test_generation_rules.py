@@ -104,6 +104,7 @@ def test_40_random_cases_of_biases_and_bad_words_equal_transformers(model: GPT2,
         penalty = float(random.choice([1.0, 1.3]))
         least = int(random.choice([0, 3]))
         shared = {"repetition_penalty": penalty, "min_new_tokens": least}
+        shared["no_repeat_ngram_size"] = int(random.choice([0, 2]))
         found = ours(model, [row], end, biases, **strategy, **shared)[0]
         lists = {"sequence_bias": bias or None, "bad_words_ids": banned or None}
         out = theirs(net, row, end, num_beams=max(beams, 1), **shared, **lists)

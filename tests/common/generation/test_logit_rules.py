@@ -43,6 +43,8 @@ def cases() -> Iterator[tuple[np.random.Generator, dict[str, Any]]]:
             chosen["repetition_penalty"] = 1.5
         if generator.random() < 0.5:
             chosen["min_new_tokens"] = 3
+        if generator.random() < 0.4:
+            chosen["no_repeat_ngram_size"] = int(generator.integers(1, 4))
         yield generator, chosen
 
 
@@ -59,13 +61,16 @@ def test_300_random_cases_equal_transformers_processors_in_its_order() -> None:
             theirs.append(processors.SequenceBiasLogitsProcessor(chosen["sequence_bias"]))
         if "repetition_penalty" in chosen:
             theirs.append(processors.RepetitionPenaltyLogitsProcessor(1.5))
+        if "no_repeat_ngram_size" in chosen:
+            size = chosen["no_repeat_ngram_size"]
+            theirs.append(processors.NoRepeatNGramLogitsProcessor(size))
         if "bad_words_ids" in chosen:
             theirs.append(processors.NoBadWordsLogitsProcessor(chosen["bad_words_ids"], END))
         if "min_new_tokens" in chosen:
             theirs.append(processors.MinNewTokensLengthLogitsProcessor(len(prompt), 3, END))
         ids = torch.tensor([prompt + tokens])
         expected = theirs(ids, torch.from_numpy(logits.copy())[None])[0].numpy()
-        shared = {"repetition_penalty", "min_new_tokens"} & chosen.keys()
+        shared = {"repetition_penalty", "min_new_tokens", "no_repeat_ngram_size"} & chosen.keys()
         ours = settings(**{key: chosen[key] for key in shared})
         biases = {tuple(word): value for word, value in chosen.get("sequence_bias", [])}
         biases |= {tuple(word): -np.inf for word in chosen.get("bad_words_ids", [])}

@@ -273,9 +273,11 @@ def test_log_probabilities_in_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert [each["logprob"] for each in records] == [value] * 2
     assert records[0]["top"] == [{"id": 195, "token": "bytes:\\xc3", "logprob": value}]
     start_log()
-    say("a", logprobs=1)
+    say("a", logprobs=1, stop=r"\n")
     LOG.handlers.clear()
-    assert "predict.logprobs=1 without effect" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "predict.logprobs=1 without effect" in out
+    assert r"predict.stop=\n is a backslash and an n" in out
 
 
 def test_a_prompt_of_ids_is_named_by_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def settings(**changes: object) -> PredictConfig:
 
 
 def transformers_probabilities(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
 ) -> np.ndarray:
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
@@ -26,6 +26,7 @@ def transformers_probabilities(
     )
     scores = processors.TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = processors.TopPLogitsWarper(top_p)(None, scores) if top_p < 1.0 else scores
+    scores = processors.MinPLogitsWarper(min_p)(None, scores) if min_p else scores
     return scores.softmax(-1)[0].numpy()
 
 
@@ -47,6 +48,21 @@ def test_probabilities_equal_transformers(
     assert np.all(np.diff(ids) > 0)
     np.testing.assert_allclose(probabilities, expected[ids], rtol=1e-9, atol=0)
     assert np.delete(expected, ids).max(initial=0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.05), (1.5, 20, 0.9, 0.1), (1.0, 0, 1.0, 1.0)],
+)
+def test_min_p_equals_transformers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = (np.random.default_rng(3).normal(size=500) * 3).astype(np.float32)
+    expected = transformers_probabilities(logits, temperature, top_k, top_p, min_p)
+    words = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    ids, probabilities = token_probabilities(logits, settings(**words))
+    assert ids.tolist() == np.flatnonzero(expected).tolist()
+    np.testing.assert_allclose(probabilities, expected[ids], rtol=1e-9, atol=0)
 
 
 def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probability() -> None:
