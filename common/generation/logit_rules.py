@@ -9,6 +9,7 @@ import numpy as np
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.generation.sampling import Logits
+from common.structured_files import shown
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
@@ -139,7 +140,7 @@ def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids = tuple(encode_prompt(tokenizer, text).tolist())
     if not ids or tokenizer.unknown_id in ids:
         reason = "holds text that the vocabulary lacks" if ids else "has no token"
-        raise ConfigError(f"{name}: {text!r} {reason}; leave it out")
+        raise ConfigError(f"{name}: {shown(text)} {reason}; leave it out")
     return ids
 
 
@@ -147,7 +148,7 @@ def _checked(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int, 
     for each in (ids := tuple(ids)):
         if not 0 <= each < tokenizer.vocab_size:
             raise ConfigError(
-                f"{name}: id {each} is outside the vocabulary; expected 0 to"
+                f"{name}: id {shown(each)} is outside the vocabulary; expected 0 to"
                 f" {tokenizer.vocab_size - 1}"
             )
     return ids

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import ConfigError, DataError
 from common.generation.logit_rules import sequence_biases
 from common.parallel.resolved_run import ResolvedRun
-from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
+from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
@@ -135,7 +135,7 @@ def _encode(
         for each in given:
             if not 0 <= each < tokenizer.vocab_size:
                 raise ConfigError(
-                    f"{where}: id {each} is outside the vocabulary; expected 0 to"
+                    f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to"
                     f" {tokenizer.vocab_size - 1}"
                 )
         text, ids = tokenizer.decode(given), given

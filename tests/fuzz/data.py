@@ -22,7 +22,7 @@ from common.dataset.fleetx import FleetXDataset
 from common.dataset.mindrecord import MindRecordSamples
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
-from common.generation.prompts import read_prompts
+from common.generation.prompts import Given, read_prompts
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.fuzz.data_files import (
     TEXTS,
@@ -114,7 +114,8 @@ def prepare(folder: Path) -> Prepared:
         result.prefixes[0].with_suffix(extension).rename(folder / f"made{extension}")
     (folder / "prompts.txt").write_text("Once upon a time\n\nhello\r\nthe end", encoding="utf-8")
     (folder / "prompts.jsonl").write_text(
-        '{"prompt": "Once upon"}\n{"text": "hello"}\n\n{"prompt": null, "text": "x"}\n'
+        '{"prompt": "Once upon"}\n{"text": "hello"}\n{"ids": [464, 3290]}\n\n'
+        '{"prompt": null, "text": "x"}\n'
     )
     assert (
         MindRecordSamples(
@@ -541,16 +542,17 @@ def _make_vocabulary(dice: Dice, prepared: Prepared, folder: Path) -> Case:
 def _make_prompts(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     (path,) = _take(prepared, folder, dice.pick(("prompts.txt", "prompts.jsonl", "prompts.jsonl")))
 
-    def check(found: list[tuple[str, str]]) -> str | None:
-        lines = [
+    def check(found: list[tuple[str, Given]]) -> str | None:
+        lines: list[Any] = [
             line.removesuffix("\r")
             for line in path.read_bytes().decode("utf-8-sig").split("\n")
             if line.strip()
         ]
         if path.suffix == ".jsonl":
             items = [json.loads(line) for line in lines]
+            names = ("prompt", "text", "ids")
             lines = [
-                item["prompt"] if item.get("prompt") is not None else item["text"] for item in items
+                next(item[name] for name in names if item.get(name) is not None) for item in items
             ]
         return (
             None
@@ -559,7 +561,7 @@ def _make_prompts(dice: Dice, prepared: Prepared, folder: Path) -> Case:
         )
 
     def items(dice: Dice, content: bytes) -> tuple[bytes, str, str]:
-        item, kind, key = spoil_tree(dice, {"prompt": "x", "text": "y"})
+        item, kind, key = spoil_tree(dice, {"prompt": "x", "text": "y", "ids": [0, 7]})
         return content + to_json(item).encode("utf-8", "surrogatepass") + b"\n", kind, key
 
     about, run = _spoil(
