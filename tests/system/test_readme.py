@@ -13,6 +13,7 @@ import pytest
 
 from common.command_line import parse_arguments
 from common.config.load import load_config
+from common.config.schema import PredictConfig
 from common.resolve.derive import resolve_config, resolve_mode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +118,20 @@ def test_every_yaml_of_the_readme_is_a_config(copy: Path, name: str) -> None:
 
 def test_both_readmes_have_the_same_commands() -> None:
     assert commands("README_zh.md") == commands("README.md")
+
+
+def test_the_pages_on_generation_name_what_there_is() -> None:
+    """Their commands are understood, and the first column of their table holds keys of predict."""
+    found = commands("docs/generation.md")
+    assert len(found) == 3 and commands("docs/generation_zh.md") == found
+    for command in found:
+        arguments = parse_arguments(shlex.split(command)[2:])
+        load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", arguments.overrides)
+    for name in ("generation.md", "generation_zh.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        column = re.findall(r"^\| (`[^|]*)", text, flags=re.M)[1:]
+        keys = [key for cell in column for key in re.findall(r"`(\w+)`", cell)]
+        assert len(keys) == 22 and set(keys) <= PredictConfig.model_fields.keys()
 
 
 def test_the_commands_that_the_quickstart_ends_with(
