@@ -18,7 +18,7 @@ from common.generation.generate import Continuation, Decoder
 from common.generation.log_probabilities import ScoredToken, score_token
 from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
-from common.generation.sampling import NOTHING_LEFT, Logits
+from common.generation.sampling import NOTHING_LEFT, Logits, largest_ids
 from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 
@@ -42,6 +42,7 @@ def search_beams(
     vocab_size: ids from here on are not chosen, nor is unknown. biases and read: as ``generate``
     has them. Raises RunError when logits are not finite, and when rules leave too few sequences.
     """
+    assert read is not None or not settings.stop
     rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
     beams = settings.num_beams
     at_once = max(1, decoder.rows // beams)
@@ -87,7 +88,7 @@ class _Search:
         self._settings = settings
         self._rules = rules
         self._read = read
-        self._reads = bool(settings.stop and read)
+        self._reads = bool(settings.stop)
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
         self._end = end_of_text if settings.stop_at_end_of_text else None
@@ -264,6 +265,6 @@ class _Group:
 
 
 def _largest(values: Logits, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Places of the largest values, in descending order."""
-    places = np.argpartition(-values, count)[:count] if count < values.size else np.arange(count)
-    return places[np.argsort(-values[places], kind="stable")]
+    """Places of the largest values, in descending order; of equal ones the first go first."""
+    places = largest_ids(values, count) if count < values.size else np.arange(values.size)
+    return places[np.argsort(-values[places], kind="stable")][:count]

@@ -110,6 +110,7 @@ def generate(
     are left out. biases: what ``sequence_biases`` makes of the settings. read: makes the text of a
     continuation, which stop strings need.
     """
+    assert read is not None or not settings.stop
     rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
     waiting = [
         Continuation(

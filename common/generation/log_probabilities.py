@@ -29,14 +29,14 @@ def score_token(logits: Logits, token: int, count: int) -> ScoredToken:
 
     count: how many of the most probable tokens to name; of equal ones the lower id first.
     """
-    shifted = logits.astype(np.float64) - float(logits.max())
-    log_sum = float(np.log(np.exp(shifted).sum()))
+    largest = logits.max()
+    log_sum = float(np.log(np.exp(logits - largest).sum(dtype=np.float64))) + float(largest)
     ids = largest_ids(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
     ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
     return ScoredToken(
         id=token,
-        logprob=float(shifted[token]) - log_sum,
-        top=[(int(each), float(shifted[each]) - log_sum) for each in ids],
+        logprob=float(logits[token]) - log_sum,
+        top=[(int(each), float(logits[each]) - log_sum) for each in ids],
     )
 
 
