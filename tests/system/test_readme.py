@@ -117,7 +117,12 @@ def test_every_yaml_of_the_readme_is_a_config(copy: Path, name: str) -> None:
 
 
 def test_both_readmes_have_the_same_commands() -> None:
-    assert commands("README_zh.md") == commands("README.md")
+    """And small models sample: greedily they repeat themselves."""
+    found = commands("README.md")
+    assert commands("README_zh.md") == found
+    predicting = [command for command in found if "--run_mode predict" in command]
+    assert len(predicting) >= 2
+    assert all("predict.strategy=sampling" in command for command in predicting)
 
 
 def test_the_pages_on_generation_name_what_there_is() -> None:
