@@ -166,7 +166,10 @@ def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:
             found.append("section")
         elif option.get("type") == "array":
             items = " or ".join(_types(option.get("items", {}), root))
+            items = f"({items})" if "list of" in items else items
             found.append(f"list of {items}" if items else "list")
+        elif "additionalProperties" in option:
+            found.append(f"mapping to {' or '.join(_types(option['additionalProperties'], root))}")
         elif option.get("type") != "null":
             found.append(_NAMES.get(str(option.get("type")), "any value"))
     return list(dict.fromkeys(found))

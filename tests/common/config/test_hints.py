@@ -174,6 +174,9 @@ def test_a_key_is_explained() -> None:
     assert explain_key("learning_rate") == text
     assert "cosine, linear, polynomial, constant" in explain_key("optimizer.schedule")
     assert "at least 0, at most 3" in explain_key("parallel.zero_stage")
+    assert "mapping to number" in explain_key("predict.logit_bias")
+    assert "text or list of (text or list of whole number)" in explain_key("predict.bad_words")
+    assert "default  []" in explain_key("predict.prompt")
 
 
 @pytest.mark.parametrize("key", [*schema_keys(), "base", *HERE])
