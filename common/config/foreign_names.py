@@ -310,7 +310,10 @@ HERE: dict[str, str] = {
     "metric_print_format": "logging.style",
     "writer_dir": "logging.tensorboard (in the run folder)",
     "tensorboard_dir": "logging.tensorboard (in the run folder)",
-    "report_to": "logging.tensorboard",
+    "report_to": "logging.trackers",
+    "wandb_project": "logging.project",
+    "project_name": "logging.project",
+    "experiment_name": "logging.project",
     "random_seed": "seed",
     "target": "device",
     "accelerator": "device",
@@ -363,7 +366,8 @@ HERE_IN: dict[str, str] = {
     "evaluation.num_samples": "evaluation.max_samples",
     "checkpoint.steps": "checkpoint.interval",
     "logging.steps": "logging.interval",
-    "logging.wandb": "logging.tensorboard",
+    "logging.wandb": "logging.trackers",
+    "logging.tracker": "logging.trackers",
     "context.device_num": "parallel.data_parallel (or the launcher's range of devices)",
 }
 """The same for names whose meaning depends on the section in which they stand."""
@@ -382,10 +386,15 @@ ABSENT: dict[str, str] = {
     "only_save_strategy": "strategy files are written by every run with parallel.parallel_mode=1 or"
     " 2; leave it out",
     "auto_trans_ckpt": "checkpoints are read in every layout; leave it out",
-    "wandb_log": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl"
-    " hold the figures",
-    "wandb": "Weights & Biases is not in this version; logging.tensorboard and metrics.jsonl hold"
-    " the figures",
+    **dict.fromkeys(
+        ("wandb_log", "wandb", "use_wandb", "mlflow", "use_mlflow", "swanlab", "use_swanlab"),
+        "trackers are a list: logging.trackers: [wandb], with mlflow or swanlab likewise",
+    ),
+    **dict.fromkeys(
+        ("visualdl", "use_visualdl"),
+        "TensorBoard's events are in the run folder, and VisualDL has no place beside them; leave"
+        " it out",
+    ),
     "bias": "GPT-2 has biases; leave it out",
     "model_type": "every model is a GPT-2; leave it out",
     "architectures": "every model is a GPT-2; leave it out",

@@ -768,6 +768,9 @@ class ExportConfig(Section):
     """Of mindir: sequences at once that the files take; any number when left out."""
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
+
+
 class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
@@ -792,8 +795,27 @@ class LoggingConfig(Section):
     """
     tensorboard: bool = True
     """Write TensorBoard events."""
+    trackers: Annotated[
+        list[Tracker], BeforeValidator(_as_list, json_schema_input_type=Tracker | list[Tracker])
+    ] = []
+    """What else records the metrics and the configuration, offline in trackers/NAME of the run
+    folder unless WANDB_MODE, MLFLOW_TRACKING_URI or SWANLAB_MODE says otherwise. tensorboard is
+    logging.tensorboard.
+    """
+    project: Text = "gpt2"
+    """Name of the project or experiment that a tracker puts the run in; the run has its folder's
+    name.
+    """
     plot: bool = True
     """Draw loss.png after the run."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if "tensorboard" in self.trackers and not self.tensorboard:
+            raise ValueError(
+                "tensorboard=false, and trackers holds tensorboard; leave one of them out"
+            )
+        return self
 
 
 class ProfileConfig(Section):

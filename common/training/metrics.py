@@ -1,5 +1,5 @@
-"""Metrics of a run: ``metrics.jsonl`` as the source of truth, TensorBoard beside it, and the
-arithmetic of FLOPs.
+"""Metrics of a run: ``metrics.jsonl`` as the source of truth, TensorBoard and other trackers beside
+it, and the arithmetic of FLOPs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from common.files import atomic_write
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
 from common.training.tensorboard import EventFile
+from common.training.trackers import Trackers
 from common.weights.names import count_parameters
 
 METRICS_FILE = "metrics.jsonl"
@@ -40,16 +41,23 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, folder: Path, *, step: int = 0, tensorboard: bool = True, active: bool = True
+        self,
+        folder: Path,
+        *,
+        step: int = 0,
+        tensorboard: bool = True,
+        trackers: Trackers | None = None,
+        active: bool = True,
     ) -> None:
         """``step``: where the run is taken up; rows beyond it, of steps that will be done again,
-        are dropped, when the first row is written or the run has ended well. ``active``: False on
-        ranks whose rows another rank writes.
+        are dropped, when the first row is written or the run has ended well. ``trackers``: what
+        follows the file. ``active``: False on ranks whose rows another rank writes.
 
         Raises ConfigError where an older file cannot be read or appended to.
         """
         self._file: IO[str] | None = None
         self._board: EventFile | None = None
+        self._trackers = trackers
         self._step = step
         self._kept: str | None = None
         """What to keep of a file that holds others too, until these are dropped."""
@@ -107,6 +115,8 @@ class MetricsWriter:
                 row["step"],
                 {name: value for name, value in row.items() if isinstance(value, float)},
             )
+        if self._trackers is not None:
+            self._trackers.follow()
 
     def _drop_later_rows(self) -> None:
         kept, self._kept = self._kept, None
@@ -127,6 +137,8 @@ class MetricsWriter:
             self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

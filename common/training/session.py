@@ -24,6 +24,7 @@ from common.training.profile import ProfileWindow, Trace
 from common.training.start import Start, record_start, where_to_start
 from common.training.state import TrainState
 from common.training.summary import announce, finish
+from common.training.trackers import Trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,12 @@ class Session:
                 folder,
                 step=state.step,
                 tensorboard=config.logging.tensorboard,
+                trackers=Trackers(
+                    folder,
+                    config.logging.trackers,
+                    project=config.logging.project,
+                    config=config.model_dump(mode="json"),
+                ),
                 active=is_first,
             ) as metrics,
             self.data.training_batches(state) as batches,

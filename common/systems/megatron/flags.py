@@ -34,7 +34,7 @@ VALUED = frozenset({
     "loss_scale", "data_path", "train_data_path", "save", "load", "eval_iters", "train_samples",
     "recompute_granularity", "num_layers_per_virtual_pipeline_stage", "deepspeed_config",
     "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy",
-    "profile_step_start", "profile_step_end",
+    "profile_step_start", "profile_step_end", "wandb_project",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
@@ -55,7 +55,10 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ("validation.interval", 1000),
     ):  # fmt: skip
         ours.set(key, value)  # Megatron's own defaults, where they are not ours
-    for part in (_precision, _recompute, _lengths, _data, _folders, _layout, _zero, _deepspeed):
+    parts = (
+        _precision, _recompute, _lengths, _data, _folders, _layout, _zero, _deepspeed, _trackers,
+    )  # fmt: skip
+    for part in parts:
         part(theirs, ours)
     apply(TABLE, theirs, ours)
     require_all_taken(theirs, FLAGS)
@@ -131,6 +134,13 @@ def _folders(theirs: Theirs, ours: Translation) -> None:
         ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
     elif load is not None:
         ours.note("load", "checkpoint.resume=auto goes on from the newest checkpoint of --save")
+
+
+def _trackers(theirs: Theirs, ours: Translation) -> None:
+    where, project = theirs.where("wandb_project"), theirs.take("wandb_project")
+    if project is not None:
+        ours.set("logging.trackers", ["wandb"], where, "wandb_project")
+        ours.set("logging.project", str(project), where, "wandb_project")
 
 
 def _layout(theirs: Theirs, ours: Translation) -> None:

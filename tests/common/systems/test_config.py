@@ -310,6 +310,15 @@ def test_the_modelzoos_flags_are_the_presets(preset, tmp_path) -> None:
     assert opened.config.data.train == ["data/my-gpt_text_sentence"]
 
 
+def test_megatrons_project_of_wandb_turns_the_tracker_on() -> None:
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"
+    words = [*model.split(), "--micro-batch-size", "1", "--train-iters", "3"]
+    logging = open_flags("megatron", [*words, "--wandb-project", "gpt"]).config.logging
+    assert (logging.trackers, logging.project) == (["wandb"], "gpt")
+    named = open_flags("megatron", [*words, "--wandb-exp-name", "first"]).config.logging
+    assert named.trackers == []
+
+
 def test_oneflows_flags_are_the_preset() -> None:
     flags = """--num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 \
 --micro-batch-size 8 --global-batch-size 512

@@ -1,0 +1,142 @@
+"""The trackers' own packages, offline: what their stores hold is read without them, or with the
+record types of their files alone, and held against metrics.jsonl.
+
+Their packages are those of this Python or of ``GPT2_TRACKER_PYTHON``.
+"""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.training import trackers
+from common.training.metrics import MetricsWriter, read_metrics
+from common.training.trackers import Trackers
+
+PYTHON = os.environ.get(trackers.PYTHON, sys.executable)
+CONFIG = {"model": {"num_layers": 2, "name": "tiny"}, "seed": 1234}
+Points = list[tuple[str, int, float]]
+
+READER = """
+import json, sys
+from importlib import import_module
+kind, *paths = sys.argv[1:]
+modules = {"wandb": "wandb.proto.wandb_internal_pb2",
+           "swanlab": "swanlab.proto.swanlab.record.v1.record_pb2"}
+Record = import_module(modules[kind]).Record
+points = []
+for path in paths:
+    data, at, part = open(path, "rb").read(), 7, b""
+    while at < len(data):  # the log format of LevelDB, behind a header of 7 bytes
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, last = int.from_bytes(data[at + 4:at + 6], "little"), data[at + 6] in (1, 4)
+        part += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if not last:
+            continue
+        record, part = Record.FromString(part), b""
+        if kind == "wandb" and record.HasField("history"):
+            items = {item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                     for item in record.history.item}
+            points += [(name, items["_step"], value) for name, value in items.items()
+                       if not name.startswith("_")]
+        if kind == "swanlab" and record.HasField("scalar"):
+            points.append((record.scalar.key, record.scalar.step, record.scalar.value.number))
+print(json.dumps(points))
+"""
+
+
+def points_of(store: Path, name: str) -> Points:
+    """All (figure, step, value) of the store of a tracker, in its order."""
+    if name == "mlflow":
+        with sqlite3.connect(store / "mlflow.db") as database:
+            return database.execute("SELECT key, step, value FROM metrics").fetchall()
+    files = sorted(store.rglob(f"run-*.{name}"), key=lambda path: path.stat().st_mtime)
+    words = [PYTHON, "-c", READER, name, *map(str, files)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return [tuple(point) for point in json.loads(done.stdout)]
+
+
+def recorded_config(store: Path, name: str) -> str:
+    """The text in which a tracker keeps the configuration."""
+    if name == "mlflow":
+        with sqlite3.connect(store / "mlflow.db") as database:
+            return str(database.execute("SELECT key, value FROM params").fetchall())
+    suffix = "*.wandb" if name == "wandb" else "config.yaml"
+    return "".join(path.read_bytes().decode(errors="replace") for path in store.rglob(suffix))
+
+
+def write(run: Path, name: str, steps: range) -> None:
+    follower = Trackers(run, [name], project="gpt2", config=CONFIG)
+    with MetricsWriter(run, step=steps[0] - 1, tensorboard=False, trackers=follower) as metrics:
+        for step in steps:
+            row: dict[str, Any] = {"step": step, "loss": 10 / step, "step_time": time.monotonic()}
+            metrics.write(row | {"skipped": False, "mfu": None, "sample_hash": "ab"})
+            if step % 10 == 0:
+                metrics.write({"step": step, "validation_loss": 11 / step})
+
+
+def in_metrics(run: Path) -> Points:
+    return sorted(
+        (name, row["step"], float(value))
+        for row in read_metrics(run / "metrics.jsonl")
+        for name, value in row.items()
+        if name != "step" and isinstance(value, int | float)
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_pythons_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 120.0)
+
+
+def require(name: str) -> None:
+    words = [PYTHON, "-c", f"import importlib.util as u; exit(u.find_spec({name!r}) is None)"]
+    if subprocess.run(words).returncode:
+        pytest.skip(f"{name} is not installed in the environment of {PYTHON}")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_store_has_what_metrics_jsonl_has(name: str, tmp_path: Path) -> None:
+    require(name)
+    store = tmp_path / "trackers" / name
+    write(tmp_path, name, range(1, 301))
+    write(tmp_path, name, range(301, 321))  # continued
+    assert sorted(points_of(store, name)) == in_metrics(tmp_path)
+    assert not list(store.parent.glob("*.replaced-*"))
+    assert "num_layers" in recorded_config(store, name)
+    write(tmp_path, name, range(311, 331))  # steps 311 to 320 are done again
+    assert sorted(points_of(store, name)) == in_metrics(tmp_path)
+    assert len(in_metrics(tmp_path)) == 330 * 3 + 33
+    assert (store.parent / f"{name}.replaced-1").is_dir()
+    if name == "mlflow":
+        with sqlite3.connect(store / "mlflow.db") as database:
+            assert database.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_full_disk_costs_no_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of 8 KiB a file stands for the disk, in the tracker's processes alone."""
+    require(name)
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/bash\nulimit -f 8\nexec "{PYTHON}" "$@"\n')
+    limited.chmod(0o700)
+    monkeypatch.setenv(trackers.PYTHON, str(limited))
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 30.0)
+    write(tmp_path, name, range(1, 301))
+    print(name, "with a full disk:", caplog.messages)
+    assert len(caplog.messages) <= 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 330
