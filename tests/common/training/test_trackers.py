@@ -4,12 +4,15 @@ of wandb writes down what it is told; ``test_tracker_stores.py`` has the real pa
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from common.config.schema import LoggingConfig
+from common.paths import ROOT
 from common.training import trackers
 from common.training.metrics import MetricsWriter
 from common.training.tracker_process import figures_of
@@ -168,3 +171,11 @@ def test_figures_of_a_row() -> None:
 def test_a_contradiction_is_refused() -> None:
     with pytest.raises(ValueError, match="trackers holds tensorboard"):
         LoggingConfig(tensorboard=False, trackers=["tensorboard"])
+
+
+def test_the_process_needs_no_package() -> None:
+    """So that it runs in an environment that holds a tracker alone."""
+    program = "import common.training.tracker_process, sys; print('numpy' in sys.modules)"
+    words = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
