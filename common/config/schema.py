@@ -768,6 +768,33 @@ class ExportConfig(Section):
     """Of mindir: sequences at once that the files take; any number when left out."""
 
 
+class QuantizationConfig(Section):
+    """Quantization-aware training: the linear layers of the blocks compute with numbers rounded to
+    few bits, and learn to bear it. An evaluation with this section measures what rounding costs.
+    """
+
+    weight_bits: Annotated[int, Field(ge=2, le=8)] = 8
+    """Bits of the weights."""
+    activation_bits: Annotated[int, Field(ge=2, le=8)] = 8
+    """Bits of what enters a layer."""
+    weights: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
+    """What shares a scale: a whole weight, or each of its output channels."""
+    activations: Literal["none", "abs_max", "dynamic", "moving_average_abs_max"] = (
+        "moving_average_abs_max"
+    )
+    """What shares a scale: a micro batch (abs_max), a token (dynamic), or all batches, by a moving
+    average of their maxima. none leaves activations in float.
+    """
+    moving_rate: Fraction = 0.9
+    """Of moving_average_abs_max: the weight of the maxima before."""
+    skip: list[str] = Field(default_factory=list)
+    """Layers that stay in float: of a block (h.3), one (h.3.mlp.c_proj), or of all blocks
+    (mlp.c_proj).
+    """
+    freeze_embedding: bool = False
+    """Keep the token and position embeddings as they are."""
+
+
 Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
@@ -922,6 +949,8 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = LossScaleConfig()
+    quantization: QuantizationConfig | None = None
+    """Train with rounded weights and activations; {} takes the defaults."""
     data: DataConfig = DataConfig()
     validation: ValidationConfig = ValidationConfig()
     parallel: ParallelConfig = ParallelConfig()

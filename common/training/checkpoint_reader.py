@@ -13,6 +13,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
+from common.quantization.scheme import ActivationScales
 from common.training.foreign import StoredTensors, is_foreign, manifest_of, open_foreign
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
@@ -68,6 +69,18 @@ class CheckpointReader:
                 " with checkpoint.init_from"
             )
         return state, engine
+
+    def load_scales(self, scales: ActivationScales) -> None:
+        """Let scales of activations take what the checkpoint has of them, if anything. Raises
+        CheckpointError for broken ones.
+        """
+        try:
+            scales.load((self._own or {}).get("engine", {}).get("quantization", {}))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / MANIFEST}: broken scales of activations ({error}); use another"
+                " checkpoint"
+            ) from None
 
     def weights(
         self, model: ResolvedModel, pieces: Pieces | None = None

@@ -7,7 +7,7 @@ back as zeros after.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class EngineState:
     loss_scale: dict[str, Any]
     rng: dict[str, Any]
     """Generator states by backend; a run from the other framework begins new dropout masks."""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    """Scales of activations, see ``common.quantization.scheme.ActivationScales``."""
 
 
 def make_snapshot(
@@ -65,6 +67,7 @@ def make_snapshot(
             "optimizer_steps": engine.optimizer_steps,
             "loss_scale": engine.loss_scale,
             "rng": engine.rng,
+            **({"quantization": engine.quantization} if engine.quantization else {}),
         },
         **extra,
         "config": config.model_dump(),

@@ -1,0 +1,166 @@
+"""The linear layers that are quantized, their scales, and fake quantization in numpy.
+
+A number x becomes round(x / scale) within the levels of its bits, halves to the even neighbour.
+Fake quantization multiplies that by the scale again, so that training sees the error (Jacob et al.
+2018). The gradient passes unchanged where nothing was clipped, and is 0 elsewhere.
+
+x / scale is computed as x * (1 / scale) in float32, as torch's own kernels do, so that all
+implementations round the same numbers the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config.schema import QuantizationConfig, RunConfig
+from common.errors import ConfigError
+from common.weights.names import EMBEDDING
+
+Array = NDArray[np.float32]
+
+LINEARS = (
+    "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj",
+)  # fmt: skip
+"""The linear layers of a block. The embedding, which is the head too, stays in float."""
+_EMBEDDINGS = frozenset({EMBEDDING, "wpe.weight"})
+
+
+class Levels(NamedTuple):
+    low: int
+    high: int
+
+
+def weight_levels(bits: int) -> Levels:
+    """Return -127 to 127 for 8 bits: symmetric, so that a product of two fits its sum."""
+    return Levels(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1)
+
+
+def activation_levels(bits: int) -> Levels:
+    """Return -128 to 127 for 8 bits, to which ONNX's QuantizeLinear saturates."""
+    return Levels(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def quantized_layers(config: QuantizationConfig | None, num_layers: int) -> tuple[str, ...]:
+    """Return names such as ``h.0.attn.q_proj`` in the order of the forward pass.
+
+    Raises ConfigError where quantization.skip names no layer, or leaves none.
+    """
+    if config is None:
+        return ()
+    names = [f"h.{block}.{linear}" for block in range(num_layers) for linear in LINEARS]
+    for entry in config.skip:
+        if not any(_covers(entry, name) for name in names):
+            raise ConfigError(
+                f"quantization.skip: {entry!r} names no layer of a model with {num_layers} blocks;"
+                f" expected a block (h.0), a layer (h.0.{LINEARS[-1]}), or a layer of all blocks"
+                f" ({', '.join(LINEARS)})"
+            )
+    left = tuple(name for name in names if not any(_covers(entry, name) for entry in config.skip))
+    if not left:
+        raise ConfigError("quantization.skip leaves no layer; take the section out")
+    return left
+
+
+def frozen_parameters(config: RunConfig) -> frozenset[str]:
+    """Return the parameters that keep their values: their gradients count as 0, and they do not
+    decay.
+    """
+    is_frozen = config.quantization is not None and config.quantization.freeze_embedding
+    return _EMBEDDINGS if is_frozen else frozenset()
+
+
+def _covers(entry: str, name: str) -> bool:
+    in_block = name.split(".", 2)[2]
+    return f"{name}.".startswith(f"{entry}.") or f"{in_block}.".startswith(f"{entry}.")
+
+
+def scale_of(maximum: Array, high: int) -> Array:
+    """Return maximum / high in float32; 1 where the maximum is 0, and so all numbers are."""
+    scale: Array = np.asarray(maximum, np.float32) / np.float32(high)
+    return np.where(scale == 0, np.float32(1), scale)
+
+
+def weight_scales(weight: Array, config: QuantizationConfig) -> Array:
+    """Return the scales of a weight (out, in): (out, 1) by channel, or (1, 1)."""
+    axes = 1 if config.weights == "channel_wise_abs_max" else (0, 1)
+    maximum = np.abs(weight).max(axes, keepdims=True)
+    return scale_of(maximum, weight_levels(config.weight_bits).high)
+
+
+def token_scales(x: Array, config: QuantizationConfig) -> Array:
+    """Return the scales (..., 1) of activations (..., in) that are quantized token by token."""
+    maximum = np.abs(x).max(-1, keepdims=True)
+    return scale_of(maximum, activation_levels(config.activation_bits).high)
+
+
+def quantize(x: Array, scale: Array, levels: Levels) -> NDArray[np.int8]:
+    """Return the integers of x."""
+    inverse = np.float32(1) / np.asarray(scale, np.float32)
+    steps = np.rint(np.asarray(x, np.float32) * inverse)
+    return np.clip(steps, *levels).astype(np.int8)
+
+
+def fake_quantize(x: Array, scale: Array, levels: Levels) -> Array:
+    """Return the numbers that the integers of x stand for."""
+    result: Array = quantize(x, scale, levels).astype(np.float32) * np.asarray(scale, np.float32)
+    return result
+
+
+class ActivationScales:
+    """The moving averages of the largest absolute activation that enters each layer.
+
+    After a step with the maximum m of the global batch, with rate r as in Paddle's
+    moving_average_abs_max: accumulated = r * accumulated + m, weight = r * weight + 1, and the
+    average is accumulated / weight. A step is quantized by the average of the steps before it, so
+    that a scale does not depend on the micro batches and ranks that a batch is cut into.
+    """
+
+    def __init__(self, layers: Sequence[str], config: QuantizationConfig) -> None:
+        self.layers = tuple(layers)
+        self._config = config
+        self._weight = 0.0
+        self._accumulated = dict.fromkeys(self.layers, 0.0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a maximum yet."""
+        return self._weight > 0
+
+    def update(self, maxima: Sequence[float]) -> None:
+        """Take in the maxima of a step, in the order of the layers."""
+        rate = self._config.moving_rate
+        self._weight = rate * self._weight + 1
+        for name, maximum in zip(self.layers, maxima, strict=True):
+            self._accumulated[name] = rate * self._accumulated[name] + float(maximum)
+
+    def scale(self, layer: str) -> np.float32:
+        """Return the scale of what enters a layer; 0 where it is not known yet."""
+        if not self.is_known:
+            return np.float32(0)
+        maximum = np.float32(self._accumulated[layer] / self._weight)
+        high = activation_levels(self._config.activation_bits).high
+        return np.float32(scale_of(maximum, high))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint's manifest keeps."""
+        if not self.is_known:
+            return {}
+        return {"weight": self._weight, "accumulated": dict(self._accumulated)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint. An empty one, and one that lacks a layer, is passed over:
+        the scales are then measured anew. Raises ValueError for a broken one.
+        """
+        accumulated, weight = state.get("accumulated", {}), state.get("weight", 0.0)
+        if not isinstance(accumulated, dict) or not isinstance(weight, int | float):
+            raise ValueError("accumulated and weight of activation scales are no numbers")
+        if not state or not set(self.layers) <= accumulated.keys():
+            return
+        values = {name: float(accumulated[name]) for name in self.layers}
+        if not all(np.isfinite([weight, *values.values()])) or weight <= 0:
+            raise ValueError("activation scales are not finite")
+        self._weight, self._accumulated = float(weight), values
