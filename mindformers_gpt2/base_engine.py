@@ -33,6 +33,7 @@ from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import initialise
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm
 from mindformers_gpt2.parallel.world import World
+from mindformers_gpt2.quantize import Quantization
 
 QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
 """Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the
@@ -48,6 +49,7 @@ class BaseEngine(engine.Engine):
     loss_scale: DeviceLossScale
     pieces: dict[str, TensorSlice]
     """Which part of each parameter this rank holds."""
+    quantization: Quantization | None = None
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class BaseEngine(engine.Engine):
             initialise(weights, self.config, self.pieces)
         else:
             fill_weights(weights, reader.weights(self.config.model, self.pieces))
+        if reader is not None and self.quantization is not None:
+            self.quantization.load(reader)
         state = TrainState()
         if reader is not None and states is not None:
             state, saved = states
@@ -145,6 +149,7 @@ class BaseEngine(engine.Engine):
                 optimizer_steps=steps,
                 loss_scale=self.loss_scale.read().state(),
                 rng={"mindspore": self.device.rng_state()},
+                quantization=self.quantization.scales.state() if self.quantization else {},
             ),
             versions={"backend": "mindspore", "mindspore": ms.__version__},
             extra=self.manifest_extra,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from common.dataset import Tokens
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
+from common.quantization.scheme import frozen_parameters
 from common.training.schedule import learning_rate
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
@@ -25,6 +26,7 @@ from mindformers_gpt2.optimizer import (
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
+from mindformers_gpt2.quantize import Quantization, quantize_model
 
 
 class Engine(BaseEngine):
@@ -44,6 +46,7 @@ class Engine(BaseEngine):
         [self.model] = build_parts(config, device, self.world)
         self.loss_scale = DeviceLossScale(config.loss_scale)
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}
+        self.quantization = quantize_model(config, self.model, self.world)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
         self._gradient_sync = (
@@ -53,8 +56,13 @@ class Engine(BaseEngine):
         self.master = MasterWeights(
             parameters, replicas if replicas is not None and replicas.splits else None
         )
+        self._frozen = frozen_parameters(config)
         self.optimizer = build_optimizer(
-            self.master, config.optimizer, self.loss_scale, self._gradient_sync
+            self.master,
+            config.optimizer,
+            self.loss_scale,
+            self._gradient_sync,
+            frozen=self._frozen,
         )
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         self._has_met = False
@@ -107,11 +115,31 @@ class Engine(BaseEngine):
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
+        if self.quantization is not None:
+            self._begin_quantized_step(self.quantization, tokens)
         loss, *gradients = self._accumulate_gradients(tokens)
+        if self._frozen:
+            gradients = [
+                ops.zeros_like(gradient) if name in self._frozen else gradient
+                for name, gradient in zip(self.master.tensors, gradients, strict=True)
+            ]
         if not self._has_met:
             self.world.meet()  # after compiling
             self._has_met = True
-        return (rate, *self._update(Tensor(rate, ms.float32), self._limits, loss, *gradients))
+        result = self._update(Tensor(rate, ms.float32), self._limits, loss, *gradients)
+        if self.quantization is not None and bool(result[2].asnumpy()):
+            self.quantization.end_step()
+        return (rate, *result)
+
+    def _begin_quantized_step(self, quantization: Quantization, tokens: Tokens) -> None:
+        """Measure the scales on the first batch, which is then trained on."""
+        micro = self.config.train.micro_batch_size
+
+        def run() -> None:
+            self.evaluate(tokens[at : at + micro] for at in range(0, len(tokens), micro))
+
+        quantization.calibrate(run)
+        quantization.begin_step()
 
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """This rank's part of the mean loss of the global batch, and of its gradients times the

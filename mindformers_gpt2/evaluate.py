@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
@@ -17,6 +19,8 @@ from common.evaluation import (
 )
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
+from common.quantization.scheme import CALIBRATION_BATCHES
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
@@ -24,6 +28,7 @@ from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
 from mindformers_gpt2.model import GPT2, build_model
 from mindformers_gpt2.parallel.world import World
+from mindformers_gpt2.quantize import quantize_model
 
 
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -37,14 +42,21 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
         config.model,
         checkpoint,
     )
+    quantization = quantize_model(config, model, World())
+    if quantization is not None:
+        quantization.load(CheckpointReader(checkpoint))
     if isinstance(task, ValidationTask):
-        result = task.result(*sum_losses(device.compile(model.loss_sum), task.windows(), World()))
+        loss_sum = device.compile(model.loss_sum)
+        if quantization is not None:
+            some = islice(task.windows(), CALIBRATION_BATCHES)
+            quantization.calibrate(lambda: sum_losses(loss_sum, some, World()))
+        result = task.result(*sum_losses(loss_sum, task.windows(), World()))
     else:
-        result = task.result(
-            score_rows(
-                task.rows, make_scorer(model, device), config.evaluation.batch_size, task.unit
-            )
-        )
+        score, size = make_scorer(model, device), config.evaluation.batch_size
+        if quantization is not None:
+            rows = task.rows[: size * CALIBRATION_BATCHES]
+            quantization.calibrate(lambda: score_rows(rows, score, size, task.unit))
+        result = task.result(score_rows(task.rows, score, size, task.unit))
     report(config, checkpoint, result)
 
 

@@ -17,7 +17,7 @@ class _Gradients(nn.Cell):
         self.model = model
         self.sum_dtype = DTYPES[config.precision.reduction]
         self.casts = config.precision.parameters not in ("float32", config.precision.reduction)
-        self.parameters = ms.ParameterTuple(tuple(model.get_parameters()))
+        self.parameters = ms.ParameterTuple(tuple(model.trainable_params()))
 
     def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cast to the type in which gradients of weights below float32 are summed."""

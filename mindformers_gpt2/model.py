@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -37,13 +38,22 @@ class Linear(nn.Cell):
         self.bias = empty("bias", (out_features,))
         self.matmul = ops.MatMul(transpose_b=True)
         self.add = ops.Add()
+        self.quantizer: Any = None
+        """A Cell with ``input`` and ``weight``, which round these to few bits."""
 
     def construct(self, x: Tensor) -> Tensor:
         shape = x.shape
-        product = self.matmul(x.reshape((-1, self.in_features)), ops.cast(self.weight, x.dtype))
+        product = self.matmul(*self.operands(x))
         return self.add(product, ops.cast(self.bias, x.dtype)).reshape(
             (*shape[:-1], self.out_features)
         )
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input (N, in) and the weight as they are multiplied."""
+        weight = self.weight
+        if self.quantizer is not None:
+            x, weight = self.quantizer.input(x), self.quantizer.weight(weight)
+        return x.reshape((-1, self.in_features)), ops.cast(weight, x.dtype)
 
 
 class LayerNorm(nn.Cell):

@@ -8,7 +8,7 @@ mint.optim.AdamW has no CPU kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import mindspore as ms
@@ -132,6 +132,7 @@ class Optimizer(nn.Cell):
         config: OptimizerConfig,
         loss_scale: DeviceLossScale,
         gradient_sync: nn.Cell | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
@@ -144,7 +145,9 @@ class Optimizer(nn.Cell):
         self.parameters = ms.ParameterTuple(tuple(tensors.values()))
         self.rounded = ms.ParameterTuple(tuple(master.model.values()))
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
-        self.decays = tuple(config.weight_decay > 0.0 and decays(name) for name in tensors)
+        self.decays = tuple(
+            config.weight_decay > 0.0 and decays(name) and name not in frozen for name in tensors
+        )
         parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
         self.state = {
             part: {
@@ -255,8 +258,9 @@ def build_optimizer(
     config: OptimizerConfig,
     loss_scale: DeviceLossScale,
     gradient_sync: nn.Cell | None = None,
+    frozen: Collection[str] = (),
 ) -> Optimizer:
-    return Optimizer(master, config, loss_scale, gradient_sync)
+    return Optimizer(master, config, loss_scale, gradient_sync, frozen)
 
 
 def global_norm(*gradients: Tensor) -> Tensor:

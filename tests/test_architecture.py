@@ -21,7 +21,7 @@ LAYERS = (
     ("yaml_files", "processes"),
     ("config", "tensor_files"),
     ("cluster", "command_line", "tokenizer", "weights"),
-    ("device", "dataset", "parallel"),
+    ("device", "dataset", "parallel", "quantization"),
     ("resolve",),
     ("planner",),
     ("training", "doctor", "launcher"),

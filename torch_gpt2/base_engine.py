@@ -22,6 +22,7 @@ from common.training.state import TrainState
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.parallel.layout import seed_offset
 from torch_gpt2.parallel.world import World
+from torch_gpt2.quantize import Quantization
 
 
 class BaseEngine(engine.Engine):
@@ -44,6 +45,7 @@ class BaseEngine(engine.Engine):
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
         self.loss_scale = LossScale(config.loss_scale)
+        self.quantization: Quantization | None = None
 
     @abstractmethod
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
@@ -58,6 +60,8 @@ class BaseEngine(engine.Engine):
         reader = CheckpointReader(checkpoint) if checkpoint is not None else None
         states = reader.states(self.config, self.loss_scale) if reader and start.resume else None
         self._fill_weights(reader)
+        if reader is not None and self.quantization is not None:
+            self.quantization.load(reader)
         self.device.seed(self.config.seed + seed_offset(self.config, self.world))
         if reader is None or states is None:
             return TrainState()
@@ -95,6 +99,7 @@ class BaseEngine(engine.Engine):
             optimizer_steps=optimizer_steps,
             loss_scale=self.loss_scale.state(),
             rng={"torch": generators},
+            quantization=self.quantization.scales.state() if self.quantization else {},
         )
         return make_snapshot(
             self.config,

@@ -16,6 +16,7 @@ from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
+from common.quantization.scheme import frozen_parameters
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.copy_on_write import CopyOnWriteArrays
@@ -43,6 +44,7 @@ from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
+from torch_gpt2.quantize import Quantization, quantize_model
 
 
 class Engine(BaseEngine):
@@ -59,12 +61,14 @@ class Engine(BaseEngine):
         super().__init__(config, device, process, world, manifest_extra)
         self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
+        self.quantization = quantize_model(config, self.parts, self.world)
         parameters = {
             name: parameter for part in self.parts for name, parameter in part.named_parameters()
         }
         self.master = MasterWeights(parameters, DTYPES[config.precision.reduction])
+        self._frozen = frozen_parameters(config)
         self.optimizer = build_optimizer(
-            self.master.tensors, config.optimizer, fused=device.fused_optimizer
+            self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
         self._lent: Snapshot | None = None
         """What the checkpoint writer may still be reading."""
@@ -172,8 +176,12 @@ class Engine(BaseEngine):
         self.step += 1
         scale = self.loss_scale.value
         self.optimizer.zero_grad(set_to_none=True)
+        if self.quantization is not None:
+            self._begin_quantized_step(self.quantization, tokens)
         loss = self._accumulate_gradients(tokens, scale)
         gradients = self.master.take_gradients()
+        for name in self._frozen & gradients.keys():
+            gradients[name].zero_()
         self._data_parallel.sum_gradients(list(gradients.values()))
         self._gradient_sync.complete(gradients)
         if self._gradient_sync.alone:
@@ -194,10 +202,24 @@ class Engine(BaseEngine):
                 self._lent = None
             self._data_parallel.update(self.optimizer.step)
             self.master.write_back()
+            if self.quantization is not None:
+                self.quantization.end_step()
         self.loss_scale.update(finite)
         return StepResult(
             loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied
         )
+
+    def _begin_quantized_step(self, quantization: Quantization, tokens: Tokens) -> None:
+        """Measure the scales on the first batch, which is then trained on."""
+        micro = self.config.train.micro_batch_size
+
+        def run() -> None:
+            self.evaluate(tokens[at : at + micro] for at in range(0, len(tokens), micro))
+            for part in self.parts:
+                part.train()
+
+        quantization.calibrate(run)
+        quantization.begin_step()
 
     def _accumulate_gradients(self, tokens: Tokens, scale: float) -> float:
         """Mean loss of the global batch; its gradient, times ``scale``, is left in the

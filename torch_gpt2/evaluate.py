@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
+from common.dataset import Tokens
 from common.evaluation import (
     RowBatch,
     Scorer,
@@ -21,7 +24,9 @@ from common.evaluation import (
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slices_of_rank
 from common.planner.room import check_memory
+from common.quantization.scheme import CALIBRATION_BATCHES
 from common.training.agreement import check_everywhere
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
@@ -31,6 +36,7 @@ from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import open_world
+from torch_gpt2.quantize import quantize_model
 
 
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -54,29 +60,28 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
             checkpoint,
             slices_of_rank(config, topology, world.at, parameters),
         )
+        quantization = quantize_model(config, parts, world)
+        if quantization is not None:
+            quantization.load(CheckpointReader(checkpoint))
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
             loss_sum, has_loss = (
                 (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
             )
-            figures = sum_losses(
-                parts,
-                loss_sum,
-                task.windows(),
-                device,
-                world,
-                has_loss=has_loss and world.at.tensor == 0,
-            )
-            result = task.result(*figures)
+
+            def measure(windows: Iterable[Tokens]) -> tuple[float, int]:
+                counts = has_loss and world.at.tensor == 0
+                return sum_losses(parts, loss_sum, windows, device, world, has_loss=counts)
+
+            if quantization is not None:
+                quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
+            result = task.result(*measure(task.windows()))
         else:
-            result = task.result(
-                score_rows(
-                    task.rows,
-                    make_scorer(parts[0], device),
-                    config.evaluation.batch_size,
-                    task.unit,
-                )
-            )
+            score, size = make_scorer(parts[0], device), config.evaluation.batch_size
+            if quantization is not None:
+                some = task.rows[: size * CALIBRATION_BATCHES]
+                quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
+            result = task.result(score_rows(task.rows, score, size, task.unit))
         if world.rank == 0:
             report(config, checkpoint, result)
 

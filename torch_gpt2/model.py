@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,30 @@ from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import cross_entropy_sum
 
 
+class _Quantizer(Protocol):
+    """What rounds the input and the weight of a linear layer to few bits."""
+
+    def input(self, x: Tensor) -> Tensor: ...
+    def weight(self, weight: Tensor) -> Tensor: ...
+    def forget_maximum(self) -> None: ...
+
+
 class Linear(nn.Linear):
     """Computes in the type of its input, whatever type the weights are held in."""
 
+    quantizer: _Quantizer | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        x, weight = self.operands(x)
+        return F.linear(x, weight, self.bias.to(x.dtype))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input and the weight as they are multiplied."""
+        weight: Tensor = self.weight
+        if self.quantizer is not None:
+            x, weight = self.quantizer.input(x), self.quantizer.weight(weight)
+        return x, weight.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -5,7 +5,7 @@ weights, gradients and their norm.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -76,9 +76,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def parameter_groups(
-    tensors: Mapping[str, Tensor], config: OptimizerConfig
+    tensors: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    frozen: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Matrices and embeddings with decay; biases and layer norms without.
+    """Matrices and embeddings with decay; biases, layer norms and what is frozen without.
 
     Plain tensors and those split over ranks form groups of their own, since torch's loops over
     lists (foreach) take no list of both.
@@ -88,7 +90,8 @@ def parameter_groups(
         members = [
             tensor
             for name, tensor in tensors.items()
-            if decays(name) is decay and isinstance(tensor, DTensor) is split
+            if (decays(name) and name not in frozen) is decay
+            and isinstance(tensor, DTensor) is split
         ]
         if members:
             groups.append(
@@ -98,10 +101,14 @@ def parameter_groups(
 
 
 def build_optimizer(
-    tensors: Mapping[str, Tensor], config: OptimizerConfig, *, fused: bool
+    tensors: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    *,
+    fused: bool,
+    frozen: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """torch's own optimizer over ``parameter_groups``."""
-    groups = parameter_groups(tensors, config)
+    groups = parameter_groups(tensors, config, frozen)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam

@@ -26,6 +26,8 @@ LINEARS = (
     "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj",
 )  # fmt: skip
 """The linear layers of a block. The embedding, which is the head too, stays in float."""
+CALIBRATION_BATCHES = 8
+"""An evaluation measures unknown scales on so many of its own batches."""
 _EMBEDDINGS = frozenset({EMBEDDING, "wpe.weight"})
 
 
@@ -141,7 +143,7 @@ class ActivationScales:
         """Return the scale of what enters a layer; 0 where it is not known yet."""
         if not self.is_known:
             return np.float32(0)
-        maximum = np.float32(self._accumulated[layer] / self._weight)
+        maximum = np.array(self._accumulated[layer] / self._weight, np.float32)
         high = activation_levels(self._config.activation_bits).high
         return np.float32(scale_of(maximum, high))
 

@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
+from common.quantization.scheme import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import deepspeed_settings
@@ -62,6 +63,21 @@ def check_engine(config: ResolvedRun) -> None:
                 )
     if config.parallel.strategy != "ddp":
         _check_strategy(config)
+    if config.quantization is not None:
+        _check_quantization(config)
+
+
+def _check_quantization(config: ResolvedRun) -> None:
+    quantized_layers(config.quantization, config.model.num_layers)
+    for name, value, plain in (
+        ("engine", config.engine, "native"),
+        ("parallel.strategy", config.parallel.strategy, "ddp"),
+    ):
+        if value != plain:
+            raise ConfigError(
+                f"{name}={value} does not go with quantization-aware training; set {plain}, or take"
+                " the section quantization out"
+            )
 
 
 def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
@@ -141,6 +157,12 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
     parallel = config.parallel
     check_parallel_mode(config, kind)
     if compiled_mode(config, kind):
+        if config.quantization is not None:
+            raise ConfigError(
+                "quantization does not go with graphs that MindSpore's compiler splits"
+                f" (parallel.parallel_mode={parallel.parallel_mode}); set parallel_mode=0, or take"
+                " the section out"
+            )
         return
     needs = _unmet_need(parallel)
     if needs:

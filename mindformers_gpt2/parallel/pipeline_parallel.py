@@ -22,6 +22,7 @@ from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale, add_gradients
 from mindformers_gpt2.parallel.collectives import receive, send
 from mindformers_gpt2.parallel.world import World
+from mindformers_gpt2.quantize import forget_maxima
 
 Keys = tuple[Tensor, ...]
 """Of the dropouts of a micro batch on this stage; empty where nothing drops."""
@@ -85,6 +86,7 @@ class Pipeline:
             config.train.accumulation_steps,
         )
         of_input = self._before is not None
+        self._model = model
         self._forward = device.compile(model)
         self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
         self._gradients = device.compile(
@@ -153,6 +155,7 @@ class Pipeline:
         if self._after is not None:
             self._forward(x, *keys)
         self._gradients(x, targets if self._after is None else hidden, *keys)
+        forget_maxima(self._model)
         self._meet()
 
     def _compile_evaluation(self, ids: Tensor, targets: Tensor) -> None:
@@ -162,6 +165,7 @@ class Pipeline:
             self._forward(x)
         else:
             self._loss_sum(x, targets)
+        forget_maxima(self._model)
 
     def _receive(self, ids: Tensor, rank: int) -> Tensor:
         """Hidden states of these ids, or their gradient."""

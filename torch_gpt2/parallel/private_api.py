@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from torch_gpt2.quantize import forget_maxima
+
 PRIVATE = {
     "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": "buffers of messages from"
     " the stage before, one for each micro batch; publicly none: a step keeps them all",
@@ -44,6 +46,7 @@ class FrugalStage(PipelineStage):
         return result
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        forget_maxima(self.submod)  # torch has tried the stage on memory that nobody filled
         return _without_memory(super()._create_grad_recv_info(act_send_info))
 
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:

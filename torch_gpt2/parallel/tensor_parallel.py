@@ -133,7 +133,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
-        return self.tensor.leave(F.linear(x, self.weight.to(x.dtype))) + self.bias.to(x.dtype)
+        return self.tensor.leave(F.linear(*self.operands(x))) + self.bias.to(x.dtype)
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -20,6 +20,7 @@ from common.systems.dialect import (
     one_of,
     require_all_taken,
 )
+from common.systems.fleetx import quantization
 
 SYSTEM = "PaddleFleetX"
 BASE = "_base_"
@@ -30,9 +31,6 @@ MARKS = frozenset({
 })  # fmt: skip
 """Keys at the top that are FleetX's alone."""
 
-_QUANTIZATION = (
-    "quantization-aware training is not in this version; set enable: False, or take the section out"
-)
 _ORDER = "documents and windows are shuffled anew in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _EVAL = "windows of the validation part are read as those of training are"
@@ -122,11 +120,7 @@ TABLE: Table = {
     "Optimizer.multi_precision": Only((True,), "the optimizer keeps float32 copies of float16"
         " weights; set True"),
     # the rest
-    "Quantization.enable": Only((False,), _QUANTIZATION),
-    "Quantization.*": Without("it is not enabled"),
-    "Compress.Quantization.enable": Only((False,), _QUANTIZATION),
-    "Compress.Quantization.*": Without("it is not enabled"),
-    "Compress.pretrained": Without("Engine.save_load.ckpt_dir names the checkpoint"),
+    "Compress.pretrained": To("checkpoint.init_from"),
     "Inference.*": Without("--run_mode export writes what an inference program reads"),
     "FusedPasses.*": Without(_KERNELS),
     "Generation.top_k": To("predict.top_k"),
@@ -176,10 +170,12 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("logging.style", "fleetx")
     ours.set("output_dir", "output")
-    for section in (_layout, _batch, _precision, _model, _checkpoint, _profile):
+    for section in (
+        _layout, _batch, _precision, _model, _checkpoint, _profile, quantization.translate
+    ):  # fmt: skip
         section(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *_BY_HAND))
+    require_all_taken(theirs, (*TABLE, *_BY_HAND, *quantization.NAMES))
     return ours
 
 

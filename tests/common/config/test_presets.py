@@ -50,6 +50,7 @@ EXPECTED = {
     "run_gpt2_124m": Expected(124_439_808, (1, 1, 1), 12, 40, 480, 491_520, (6e-4, 6e-5)),
     "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
+    "run_gpt2_345m_fleetx_qat": Expected(354_823_168, (1, 8, 1), 1, 8, 8, 8192, (5e-5, 1e-5)),
     "run_gpt2_345m_modelzoo": Expected(354_823_168, (4, 1, 2), 4, 1, 16, 16_384, (1.5e-4, 1.5e-5)),
     "run_gpt2_345m_modelzoo_without_mp": Expected(
         354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)
@@ -186,6 +187,11 @@ OWN: dict[str, dict[str, Any]] = {
     "run_gpt2_2.7b": MODELZOO_SCALE,
     "run_gpt2_3.7b": MODELZOO_SCALE,
     "run_gpt2_345m_fleetx": {"train.recompute": "none", "parallel.zero_stage": 0},
+    "run_gpt2_345m_fleetx_qat": {
+        "train.recompute": "full",
+        "quantization.weights": "abs_max",
+        "quantization.weight_bits": 8,
+    },
     "run_gpt2_1.3b_fleetx": {"train.recompute": "full", "parallel.zero_stage": 0},
     "run_gpt2_6.7b": {"train.recompute": "full", "parallel.zero_stage": 2},
     "run_gpt2_175b": {"train.recompute": "full", "parallel.zero_stage": 0},

@@ -223,6 +223,7 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, 
     ("name", "preset", "devices"),
     [
         ("pretrain_gpt_345M_single_card", "run_gpt2_345m_fleetx", 1),
+        ("pretrain_gpt_345M_mp8_qat", "run_gpt2_345m_fleetx_qat", 8),
         ("pretrain_gpt_1.3B_dp8", "run_gpt2_1.3b_fleetx", 8),
         ("pretrain_gpt_6.7B_sharding16", "run_gpt2_6.7b", 16),
         ("pretrain_gpt_175B_mp8_pp16", "run_gpt2_175b", 128),
@@ -414,8 +415,20 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         r"moe_config\.expert_num=8: mixture of experts is not in this version",
     ),
     "QAT": (
-        {"a.yaml": "Quantization: {enable: True}\n"},
-        r"Quantization\.enable=True: quantization-aware training is not in this version",
+        {"a.yaml": "Quantization: {enable: True, weight_quantize_type: lsq_weight}\n"},
+        r"a\.yaml:1: Quantization\.weight_quantize_type='lsq_weight': expected abs_max or",
+    ),
+    "QAT of weights": (
+        {"a.yaml": "Quantization: {enable: True, weight_preprocess_type: PACT}\n"},
+        r"weight_preprocess_type='PACT': weights are rounded as they are; set None",
+    ),
+    "QAT of other layers": (
+        {"a.yaml": "Quantization: {enable: True, quantizable_layer_type: [Conv2D]}\n"},
+        r"quantizable_layer_type=\['Conv2D'\]: expected a list with ColumnParallelLinear",
+    ),
+    "QAT without a layer": (
+        {"a.yaml": "Compress: {Quantization: {enable: True, skip_tensor_map: {block_3: [x]}}}\n"},
+        r"skip_tensor_map\.block_3=\['x'\]: expected layers among q_proj",
     ),
     "conflict": (
         {

@@ -45,7 +45,7 @@ FIGURES: dict[str, tuple[list[str], int, tuple[int, int, int], tuple[int, int, i
     "fleetx/eval_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
     "fleetx/inference_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
     "fleetx/pretrain_gpt_345M_mp8_qat.yaml": (
-        ["Quantization.enable=False"], 354_871_296, (1, 8, 1), (1, 8, 8), 5e-5),
+        [], 354_871_296, (1, 8, 1), (1, 8, 8), 5e-5),
     "fleetx/pretrain_gpt_1.3B_dp8.yaml": ([], 1_313_722_368, (8, 1, 1), (8, 1, 64), 5e-5),
     "fleetx/pretrain_gpt_6.7B_sharding16.yaml": ([], 6_654_402_560, (16, 1, 1), (8, 1, 128), 5e-5),
     "fleetx/pretrain_gpt_175B_mp8_pp16.yaml": (
@@ -228,8 +228,6 @@ def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
             found = systems.find_dialect(path)
             assert found is not None
             tree, sources = read_with_bases(path, found.BASE)
-            if "Quantization" in tree:
-                tree["Quantization"]["enable"] = False
             yield name, found, tree, sources
 
 

@@ -1,0 +1,104 @@
+"""PaddleFleetX's quantization-aware training in our words: the section Quantization of release 2.3,
+Compress.Quantization of 2.4.
+
+Keys and defaults: pretrain_gpt_345M_mp8_qat.yaml and qat_gpt_345M_mp8.yaml in ppfleetx/configs;
+kinds of scales: Paddle's ImperativeQuantAware.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.systems.dialect import Table, Theirs, To, Translation, Without, apply, one_of
+
+_SECTIONS = ("Quantization", "Compress.Quantization")
+_LINEARS = {
+    "q_proj": ("attn.q_proj",), "k_proj": ("attn.k_proj",), "v_proj": ("attn.v_proj",),
+    "qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    "out_proj": ("attn.c_proj",), "linear1": ("mlp.c_fc",), "linear2": ("mlp.c_proj",),
+}  # fmt: skip
+"""FleetX's layer of a block -> ours."""
+_LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
+_NONE = ("None", "null")
+
+
+_RULES: Table = {
+    "weight_bits": To("quantization.weight_bits"),
+    "activation_bits": To("quantization.activation_bits"),
+    "weight_quantize_type": To("quantization.weights",
+        one_of(abs_max="abs_max", channel_wise_abs_max="channel_wise_abs_max")),
+    "activation_quantize_type": To("quantization.activations",
+        one_of(abs_max="abs_max", moving_average_abs_max="moving_average_abs_max")),
+    "moving_rate": To("quantization.moving_rate"),
+    "freeze_embedding": To("quantization.freeze_embedding"),
+    "for_tensorrt": Without("--run_mode export writes what an inference program reads"),
+    "onnx_format": Without("--run_mode export writes ONNX with export.format=onnx"),
+    "is_full_quantize": Without("every linear layer of a block is quantized"),
+}  # fmt: skip
+"""What becomes of the keys of an enabled section."""
+_BY_HAND = (
+    "enable", "weight_preprocess_type", "activation_preprocess_type", "quantizable_layer_type",
+    "skip_tensor_map",
+)  # fmt: skip
+NAMES = tuple(f"{section}.{name}" for section in _SECTIONS for name in (*_RULES, *_BY_HAND))
+"""The keys that ``translate`` takes."""
+
+
+def translate(theirs: Theirs, ours: Translation) -> None:
+    """Raises ConfigError for a kind of scale, or a layer, that is not known here."""
+    for section in _SECTIONS:
+        if not list(theirs.under(f"{section}.")):
+            continue
+        enable = f"{section}.enable"
+        value = theirs.take(enable, False)
+        if value not in (True, False):
+            theirs.refuse(enable, value, "expected True or False")
+        if not value:
+            apply({f"{section}.*": Without("it is not enabled")}, theirs, ours)
+            continue
+        # Paddle's defaults
+        ours.set("quantization.weights", "abs_max")
+        ours.set("quantization.activations", "moving_average_abs_max")
+        _bounds(section, theirs, ours)
+        _layers(section, theirs, ours)
+        apply({f"{section}.{name}": rule for name, rule in _RULES.items()}, theirs, ours)
+
+
+def _bounds(section: str, theirs: Theirs, ours: Translation) -> None:
+    key = f"{section}.weight_preprocess_type"
+    if (value := theirs.take(key)) is not None and value not in _NONE:
+        theirs.refuse(key, value, "weights are rounded as they are; set None")
+    key = f"{section}.activation_preprocess_type"
+    value = theirs.take(key)
+    if value == "PACT":
+        ours.note(key, "the moving average of the maxima clips activations, not a learned bound")
+    elif value is not None and value not in _NONE:
+        theirs.refuse(key, value, "expected None or PACT")
+
+
+def _layers(section: str, theirs: Theirs, ours: Translation) -> None:
+    key = f"{section}.quantizable_layer_type"
+    kinds = theirs.take(key)
+    if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
+        theirs.refuse(key, kinds, f"expected a list with {', '.join(sorted(_LAYER_TYPES))}")
+    prefix = f"{section}.skip_tensor_map"
+    skip: list[str] = []
+    for key in list(theirs.under(f"{prefix}.")):
+        skip += _skipped(key, theirs.take(key), theirs)
+    if skip:
+        ours.set("quantization.skip", skip, theirs.where(prefix), prefix)
+    elif prefix in theirs.left() and theirs.peek(prefix) is None:
+        theirs.take(prefix)
+
+
+def _skipped(key: str, names: Any, theirs: Theirs) -> list[str]:
+    block = key.rpartition(".")[2]
+    number = block.removeprefix("block_")
+    if block == number or not number.isdigit():
+        theirs.refuse(key, names, "expected block_0, block_1 ... with the names of layers")
+    found: list[str] = []
+    for name in names if isinstance(names, list) else [names]:
+        if str(name) not in _LINEARS:
+            theirs.refuse(key, names, f"expected layers among {', '.join(_LINEARS)}")
+        found += [f"h.{number}.{ours}" for ours in _LINEARS[str(name)]]
+    return found

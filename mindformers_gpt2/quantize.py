@@ -1,0 +1,194 @@
+"""Fake quantization of linear layers, by the rules of ``common.quantization.scheme``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+from common.config.schema import QuantizationConfig
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import Role, role_of
+from common.parallel.topology import GroupKind
+from common.quantization.scheme import (
+    ActivationScales,
+    Levels,
+    activation_levels,
+    quantized_layers,
+    weight_levels,
+)
+from common.training.checkpoint_reader import CheckpointReader
+from mindformers_gpt2.model import GPT2, Linear
+from mindformers_gpt2.parallel.collectives import AllGather, Group
+from mindformers_gpt2.parallel.world import World
+
+
+class FakeQuantize(nn.Cell):
+    """x rounded to multiples of ``scale`` within the levels, in the type of x.
+
+    The gradient passes unchanged to what was not clipped, and is 0 for the rest.
+    """
+
+    def __init__(self, levels: Levels) -> None:
+        super().__init__()
+        self.low, self.high = float(levels.low), float(levels.high)
+        self.round = ops.Round()
+
+    def construct(self, x: Tensor, scale: Tensor) -> Tensor:
+        steps = ops.clamp(self.steps(x, scale), self.low, self.high)
+        return ops.cast(steps * scale, x.dtype)
+
+    def steps(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.round(ops.cast(x, ms.float32) * (1.0 / scale))
+
+    def bprop(self, x: Tensor, scale: Tensor, out: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+        steps = self.steps(x, scale)
+        inside = ops.logical_and(steps >= self.low, steps <= self.high)
+        return slope * ops.cast(inside, slope.dtype), ops.zeros_like(scale)
+
+
+class _GroupMaximum(nn.Cell):
+    """The largest of what the ranks of a group have."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.gather = AllGather(group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.ReduceMax()(self.gather(ops.expand_dims(x, 0)), 0)
+
+
+class LinearQuantizer(nn.Cell):
+    """Quantizes what enters a linear layer, and its weight, of which a rank may hold a part."""
+
+    def __init__(
+        self,
+        config: QuantizationConfig,
+        weight_group: Group | None = None,
+        input_group: Group | None = None,
+    ) -> None:
+        """weight_group, input_group: the ranks whose parts share a scale."""
+        super().__init__()
+        self.kind = config.activations
+        self.weight_axes = 1 if config.weights == "channel_wise_abs_max" else (0, 1)
+        self.input_axes = -1 if config.activations == "dynamic" else ()
+        self.round_weight = FakeQuantize(weight_levels(config.weight_bits))
+        self.round_input = FakeQuantize(activation_levels(config.activation_bits))
+        self.weight_high = Tensor(weight_levels(config.weight_bits).high, ms.float32)
+        self.input_high = Tensor(activation_levels(config.activation_bits).high, ms.float32)
+        self.of_weight = _GroupMaximum(weight_group) if weight_group is not None else None
+        self.of_input = _GroupMaximum(input_group) if input_group is not None else None
+        self.scale = _state("scale")
+        """Of what enters, from the steps before; while it is 0 nothing is rounded there."""
+        self.maximum = _state("maximum")
+        """The largest absolute number that has entered in this step."""
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """(out, in) -> the same, rounded."""
+        fixed = ops.stop_gradient(ops.cast(weight, ms.float32))
+        maximum = ops.ReduceMax(keep_dims=True)(ops.abs(fixed), self.weight_axes)
+        if self.of_weight is not None:
+            maximum = self.of_weight(maximum)
+        return self.round_weight(weight, _scale(maximum, self.weight_high))
+
+    def input(self, x: Tensor) -> Tensor:
+        """(..., in) -> the same, rounded."""
+        if self.kind == "none":
+            return x
+        magnitude = ops.abs(ops.stop_gradient(ops.cast(x, ms.float32)))
+        if self.kind == "moving_average_abs_max":
+            self.maximum = ops.maximum(self.maximum, ops.ReduceMax()(magnitude))
+            is_known = self.scale > 0
+            scale = ops.select(is_known, self.scale, ops.ones_like(self.scale))
+            return ops.where(is_known, self.round_input(x, scale), x)
+        maximum = ops.ReduceMax(keep_dims=True)(magnitude, self.input_axes)
+        if self.of_input is not None:
+            maximum = self.of_input(maximum)
+        return self.round_input(x, _scale(maximum, self.input_high))
+
+
+def _state(name: str) -> Parameter:
+    return Parameter(Tensor(0.0, ms.float32), name=name, requires_grad=False)
+
+
+def _scale(maximum: Tensor, high: Tensor) -> Tensor:
+    scale = maximum / high
+    return ops.stop_gradient(ops.where(scale == 0, ops.ones_like(scale), scale))
+
+
+def forget_maxima(model: GPT2) -> None:
+    """Forget what has entered the layers, as after a pass on values that mean nothing."""
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, LinearQuantizer):
+            ops.assign(cell.maximum, Tensor(0.0, ms.float32))
+
+
+class Quantization:
+    """The quantizers of a rank's part of the model, and the scales that all ranks share."""
+
+    def __init__(self, config: ResolvedRun, model: GPT2, world: World) -> None:
+        settings = config.quantization
+        assert settings is not None
+        self._model, self._world = model, world
+        self.averages = settings.activations == "moving_average_abs_max"
+        self.scales = ActivationScales(
+            quantized_layers(settings, config.model.num_layers), settings
+        )
+        self.quantizers: dict[str, LinearQuantizer] = {}
+        """By layer, of those that this rank holds."""
+        group = world.groups.get(GroupKind.TENSOR)
+        by_tensor = settings.weights == "abs_max"
+        for _, cell in list(model.cells_and_names()):
+            if not isinstance(cell, Linear):
+                continue
+            # the name in the whole model, of which this may be a stage
+            name = cell.weight.name.removesuffix(".weight")
+            if name in self.scales.layers:
+                is_row = role_of(f"{name}.weight") is Role.ROW
+                cell.quantizer = self.quantizers[name] = LinearQuantizer(
+                    settings,
+                    weight_group=group if is_row or by_tensor else None,
+                    input_group=group if is_row else None,
+                )
+                for parameter in cell.quantizer.get_parameters():  # renamed by the assignment
+                    parameter.name = f"{name}.{parameter.name}"
+
+    def begin_step(self) -> None:
+        """Forget the maxima of the step before."""
+        forget_maxima(self._model)
+
+    def end_step(self) -> None:
+        """Take in the maxima of all ranks; every rank calls it."""
+        if not self.averages:
+            return
+        own = [
+            float(self.quantizers[name].maximum.asnumpy()) if name in self.quantizers else 0.0
+            for name in self.scales.layers
+        ]
+        self.scales.update([max(column) for column in zip(*self._world.gather(own), strict=True)])
+        self._set_scales()
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        reader.load_scales(self.scales)
+        self._set_scales()
+
+    def calibrate(self, run: Callable[[], Any]) -> None:
+        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
+        meanwhile, activations are not.
+        """
+        if self.averages and not self.scales.is_known:
+            self.begin_step()
+            run()
+            self.end_step()
+
+    def _set_scales(self) -> None:
+        for name, quantizer in self.quantizers.items():
+            ops.assign(quantizer.scale, Tensor(self.scales.scale(name), ms.float32))
+
+
+def quantize_model(config: ResolvedRun, model: GPT2, world: World) -> Quantization | None:
+    """Let the linear layers round as the section ``quantization`` says; None without one."""
+    return Quantization(config, model, world) if config.quantization is not None else None

@@ -1,0 +1,181 @@
+"""Fake quantization of linear layers, by the rules of ``common.quantization.scheme``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.config.schema import QuantizationConfig
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import Role, role_of
+from common.parallel.topology import GroupKind
+from common.quantization.scheme import (
+    ActivationScales,
+    Levels,
+    activation_levels,
+    quantized_layers,
+    weight_levels,
+)
+from common.training.checkpoint_reader import CheckpointReader
+from torch_gpt2.model import GPT2, Linear
+from torch_gpt2.parallel.world import World
+
+
+class FakeQuantize(torch.autograd.Function):
+    """x rounded to multiples of ``scale`` within the levels, in the type of x.
+
+    The gradient passes unchanged to what was not clipped, and is 0 for the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, levels: Levels) -> Tensor:
+        steps = (x.float() * scale.reciprocal()).round()
+        ctx.save_for_backward((steps >= levels.low) & (steps <= levels.high))
+        return (steps.clamp(*levels) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return grads[0] * inside, None, None
+
+
+class LinearQuantizer:
+    """Quantizes what enters a linear layer, and its weight, of which a rank may hold a part."""
+
+    def __init__(
+        self,
+        config: QuantizationConfig,
+        device: torch.device,
+        weight_group: dist.ProcessGroup | None = None,
+        input_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """weight_group, input_group: the ranks whose parts share a scale."""
+        self._config = config
+        self._weight_levels = weight_levels(config.weight_bits)
+        self._input_levels = activation_levels(config.activation_bits)
+        self._weight_axes = (1,) if config.weights == "channel_wise_abs_max" else (0, 1)
+        self._weight_group, self._input_group = weight_group, input_group
+        self._averages = config.activations == "moving_average_abs_max"
+        self.scale = torch.zeros((), device=device)
+        """Of what enters, from the steps before; while it is 0 nothing is rounded there."""
+        self.maximum = torch.zeros((), device=device)
+        """The largest absolute number that has entered in this step."""
+
+    def forget_maximum(self) -> None:
+        """Begin another step."""
+        self.maximum.zero_()
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """(out, in) -> the same, rounded."""
+        maximum = weight.detach().float().abs().amax(self._weight_axes, keepdim=True)
+        return _rounded(weight, _everywhere(maximum, self._weight_group), self._weight_levels)
+
+    def input(self, x: Tensor) -> Tensor:
+        """(..., in) -> the same, rounded."""
+        kind = self._config.activations
+        if kind == "none":
+            return x
+        if self._averages:
+            with torch.no_grad():
+                self.maximum.copy_(torch.maximum(self.maximum, x.detach().abs().amax().float()))
+            is_known = self.scale > 0
+            scale = torch.where(is_known, self.scale, 1.0)
+            rounded: Tensor = FakeQuantize.apply(x, scale, self._input_levels)  # type: ignore[no-untyped-call]
+            return torch.where(is_known, rounded, x)
+        axes = (-1,) if kind == "dynamic" else tuple(range(x.dim()))
+        maximum = x.detach().float().abs().amax(axes, keepdim=True)
+        return _rounded(x, _everywhere(maximum, self._input_group), self._input_levels)
+
+
+def _rounded(x: Tensor, maximum: Tensor, levels: Levels) -> Tensor:
+    scale = maximum / torch.tensor(levels.high, dtype=torch.float32, device=x.device)
+    scale = torch.where(scale == 0, 1.0, scale)
+    result: Tensor = FakeQuantize.apply(x, scale, levels)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _everywhere(maximum: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the largest of the ranks' maxima."""
+    if group is not None:
+        maximum = maximum.contiguous()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    return maximum
+
+
+def forget_maxima(model: nn.Module) -> None:
+    """Forget what has entered the layers, as after a pass on values that mean nothing."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.quantizer is not None:
+            module.quantizer.forget_maximum()
+
+
+class Quantization:
+    """The quantizers of a rank's parts of the model, and the scales that all ranks share."""
+
+    def __init__(self, config: ResolvedRun, parts: Sequence[GPT2], world: World) -> None:
+        settings = config.quantization
+        assert settings is not None
+        self._parts, self._world = parts, world
+        self.averages = settings.activations == "moving_average_abs_max"
+        self.scales = ActivationScales(
+            quantized_layers(settings, config.model.num_layers), settings
+        )
+        self.quantizers: dict[str, LinearQuantizer] = {}
+        """By layer, of those that this rank holds."""
+        group = world.groups.get(GroupKind.TENSOR)
+        by_tensor = settings.weights == "abs_max"
+        for part in parts:
+            for name, module in part.named_modules():
+                if name not in self.scales.layers:
+                    continue
+                assert isinstance(module, Linear)
+                is_row = role_of(f"{name}.weight") is Role.ROW
+                module.quantizer = self.quantizers[name] = LinearQuantizer(
+                    settings,
+                    module.weight.device,
+                    weight_group=group if is_row or by_tensor else None,
+                    input_group=group if is_row else None,
+                )
+
+    def begin_step(self) -> None:
+        """Forget the maxima of the step before."""
+        for part in self._parts:
+            forget_maxima(part)
+
+    def end_step(self) -> None:
+        """Take in the maxima of all ranks; every rank calls it."""
+        if not self.averages:
+            return
+        own = [
+            float(self.quantizers[name].maximum) if name in self.quantizers else 0.0
+            for name in self.scales.layers
+        ]
+        self.scales.update([max(column) for column in zip(*self._world.gather(own), strict=True)])
+        self._set_scales()
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        reader.load_scales(self.scales)
+        self._set_scales()
+
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
+        meanwhile, activations are not.
+        """
+        if self.averages and not self.scales.is_known:
+            self.begin_step()
+            run()
+            self.end_step()
+
+    def _set_scales(self) -> None:
+        for name, quantizer in self.quantizers.items():
+            quantizer.scale.fill_(float(self.scales.scale(name)))
+
+
+def quantize_model(config: ResolvedRun, parts: Sequence[GPT2], world: World) -> Quantization | None:
+    """Let the linear layers round as the section ``quantization`` says; None without one."""
+    return Quantization(config, parts, world) if config.quantization is not None else None
