@@ -9,6 +9,7 @@ from pathlib import Path
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError, DataError
+from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.paths import looked_in
@@ -37,7 +38,8 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
         return
     if run_mode == "predict":
         given_prompts(config)
-    if run_mode == "predict" or (run_mode == "eval" and config.evaluation.task != "validation"):
+    on_text = run_mode == "eval" and config.evaluation.task not in VALIDATION_TASKS
+    if run_mode == "predict" or on_text:
         _check_tokenizer(config)
     if run_mode == "eval":
         _check_evaluation(config)
@@ -70,7 +72,7 @@ def _check_training(run_mode: str, config: ResolvedRun) -> None:
 
 
 def _check_evaluation(config: ResolvedRun) -> None:
-    if config.evaluation.task == "validation":
+    if config.evaluation.task in VALIDATION_TASKS:
         _check_data(require_entries(config.data.validation or config.data.train))
     elif config.evaluation.file is not None and not Path(config.evaluation.file).exists():
         raise DataError(

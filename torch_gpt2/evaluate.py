@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -21,6 +21,7 @@ from common.evaluation import (
     report,
     score_rows,
 )
+from common.evaluation.sensitivity import Sensitivity, require_quantization, sensitivity_result
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slices_of_rank
 from common.planner.room import check_memory
@@ -36,7 +37,7 @@ from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import open_world
-from torch_gpt2.quantize import quantize_model
+from torch_gpt2.quantize import Quantization, quantize_model
 
 
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -45,6 +46,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     topology = config.topology
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)
+    require_quantization(config)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
         checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
@@ -75,7 +77,10 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
 
             if quantization is not None:
                 quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
-            result = task.result(*measure(task.windows()))
+            if quantization is not None and config.evaluation.task == "sensitivity":
+                result = sensitivity_result(task, _sensitivity(quantization, task, measure))
+            else:
+                result = task.result(*measure(task.windows()))
         else:
             score, size = make_scorer(parts[0], device), config.evaluation.batch_size
             if quantization is not None:
@@ -84,6 +89,19 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
             result = task.result(score_rows(task.rows, score, size, task.unit))
         if world.rank == 0:
             report(config, checkpoint, result)
+
+
+def _sensitivity(
+    quantization: Quantization,
+    task: ValidationTask,
+    measure: Callable[[Iterable[Tokens]], tuple[float, int]],
+) -> Sensitivity:
+    def loss_with(layers: Collection[str]) -> float:
+        quantization.round_only(layers)
+        total, tokens = measure(task.windows())
+        return total / tokens
+
+    return Sensitivity.measure(quantization.scales.layers, loss_with)
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:

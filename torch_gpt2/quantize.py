@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ class Quantization:
         )
         self.quantizers: dict[str, LinearQuantizer] = {}
         """By layer, of those that this rank holds."""
+        self._modules: dict[str, Linear] = {}
         group = world.groups.get(GroupKind.TENSOR)
         by_tensor = settings.weights == "abs_max"
         for part in parts:
@@ -133,6 +134,7 @@ class Quantization:
                 if name not in self.scales.layers:
                     continue
                 assert isinstance(module, Linear)
+                self._modules[name] = module
                 is_row = role_of(f"{name}.weight") is Role.ROW
                 module.quantizer = self.quantizers[name] = LinearQuantizer(
                     settings,
@@ -170,6 +172,11 @@ class Quantization:
             self.begin_step()
             run()
             self.end_step()
+
+    def round_only(self, layers: Collection[str]) -> None:
+        """Let these layers round, and no other."""
+        for name, module in self._modules.items():
+            module.quantizer = self.quantizers[name] if name in layers else None
 
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():

@@ -724,8 +724,9 @@ class PredictConfig(Section):
 class EvaluationConfig(Section):
     """What --run_mode eval measures."""
 
-    task: Literal["validation", "text", "lambada"] = "validation"
-    """validation: the validation windows of the data; text: perplexity of a file; lambada: the last
+    task: Literal["validation", "sensitivity", "text", "lambada"] = "validation"
+    """validation: the validation windows of the data; sensitivity: the same with one layer at a
+    time quantized, on torch; text: perplexity of a file; lambada: the last
     word of each passage of a file.
     """
     file: Text | None = None

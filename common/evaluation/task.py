@@ -18,8 +18,11 @@ from common.processes.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import perplexity
 
+VALIDATION_TASKS = ("validation", "sensitivity")
+"""Those that measure on the validation windows of the data."""
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "validation": (),
+    "sensitivity": (),
     "text": ("file", "detokenize", "stride", "batch_size", "max_samples"),
     "lambada": ("file", "batch_size", "max_samples"),
 }
@@ -35,7 +38,7 @@ def open_task(
     Raises ConfigError, TokenizerError.
     """
     _check_settings(config.evaluation)
-    if config.evaluation.task == "validation":
+    if config.evaluation.task in VALIDATION_TASKS:
         data, config = open_data(config, training=False, rank=rank)
         return ValidationTask(config=config, data=data), config
     window, stride = config.model.seq_length, config.evaluation.stride

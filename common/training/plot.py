@@ -25,7 +25,7 @@ def plot_loss(folder: Path) -> Path:
     """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and
     validation loss over steps.
     """
-    pyplot = _pyplot()
+    pyplot = open_pyplot()
     rows = read_metrics(folder / METRICS_FILE)
     train, valid = _series(rows, "loss"), _series(rows, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -91,7 +91,7 @@ def plot_runs(
                 f"no run has numbers called {metric}; --metric may name"
                 f" {', '.join(known) or 'nothing: the files are empty'}"
             )
-    pyplot = _pyplot()
+    pyplot = open_pyplot()
     figure, panels = pyplot.subplots(
         len(metrics),
         figsize=(9, 1 + 3.2 * len(metrics)),
@@ -165,7 +165,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _pyplot() -> Any:
+def open_pyplot() -> Any:
+    """Return matplotlib's pyplot for files, without a screen."""
     import matplotlib
 
     matplotlib.use("Agg")

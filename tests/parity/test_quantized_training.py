@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 SMALL: dict[str, Any] = {"model__num_layers": 2}  # its compiler takes seconds a layer
 LAYOUTS = {
     "tp2": TENSOR | SMALL,
-    "dp2": SMALL,
+    "dp2": SMALL | {"train__micro_batch_size": 2},
     "pp2": PIPELINE | SMALL | {"parallel__pipeline_schedule": "1f1b"},
 }
 
