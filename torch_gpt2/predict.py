@@ -21,7 +21,7 @@ from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.model import GPT2, Block, build_model
-from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
+from torch_gpt2.products import Product
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -51,7 +51,7 @@ class Decoder:
         self._device = device.torch_device
         dtype = model.compute_dtype
         self._layers = [_Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
-        self._head = _Product(
+        self._head = Product(
             [model.wte.weight[: model.config.vocab_size]], [], model.compute_dtype, rows
         )
 
@@ -148,7 +148,7 @@ class Decoder:
 
 
 class _Layer:
-    """A block with its products in the form of ``_Product``, q, k and v in one, and its caches (B,
+    """A block with its products in the form of ``Product``, q, k and v in one, and its caches (B,
     nh, K, hs).
     """
 
@@ -156,8 +156,8 @@ class _Layer:
     values: Tensor
 
     def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
-        def product(*parts: nn.Linear) -> _Product:
-            return _Product(
+        def product(*parts: nn.Linear) -> Product:
+            return Product(
                 [part.weight for part in parts], [part.bias for part in parts], dtype, rows
             )
 
@@ -175,45 +175,3 @@ class _Layer:
             .permute(2, 0, 3, 1, 4)
             .unbind(0)
         )
-
-
-class _Product:
-    """x W^T + b for few rows of x, with the weights of several products one below the other,
-    converted once.
-
-    On a CPU without kernels for a type below float32, the rounded weights are held and multiplied
-    in float32 and the result is rounded, which is what such a kernel does inside. In float32, for
-    several rows, oneDNN wants the weights in an order of its own (twice as fast for 8 rows). For
-    one row numpy's product reads them 1.3 to 1.6 times as fast as torch's.
-    """
-
-    def __init__(
-        self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int
-    ) -> None:
-        on_cpu = weights[0].device.type == "cpu"
-        self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
-        weight = _joined(weights, dtype).to(self.dtype)  # (out, in)
-        self.bias = _joined(biases, dtype).to(self.dtype) if biases else None
-        is_float = on_cpu and self.dtype == torch.float32
-        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.packed = is_float and rows > 1 and has_onednn
-        if self.packed:
-            weight = pack_weight(weight, rows)
-        self.matrix = None
-        if is_float and rows == 1:  # a copy, since numpy asks for huge pages
-            self.matrix = np.array(weight.numpy())
-            weight = torch.from_numpy(self.matrix)
-        self.weight = weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.matrix is not None and x.numel() == x.shape[-1]:
-            row = torch.from_numpy(self.matrix @ x.to(self.dtype).reshape(-1).numpy())
-            row = row if self.bias is None else row + self.bias
-            return row.view(*x.shape[:-1], -1).to(x.dtype)
-        product = packed_linear if self.packed else F.linear
-        return product(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
-
-
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    cast = [part.detach().to(dtype) for part in parts]
-    return cast[0] if len(cast) == 1 else torch.cat(cast)  # no copy of what already has the form

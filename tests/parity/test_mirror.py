@@ -16,6 +16,7 @@ ONE_SIDED_FILES = {
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
     " caller",
     "private_api.py": "MindSpore needs none of its private interfaces",
+    "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
     "layers.py": "torch's own layers and generators serve",
     "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
