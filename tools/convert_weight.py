@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=(*FLOATS, "int8", "int4"),
-        help="of the output; as in the input when left out. int8 and int4: of onnx and gguf",
+        help="of the output; as in the input when left out. int8: of torch_gpt2, onnx and gguf;"
+        " int4: of the last two",
     )
     add(
         "--model_parallel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,11 +33,12 @@ from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.engine import sum_losses
+from torch_gpt2.int8 import load_integer_model
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
-from torch_gpt2.parallel.world import open_world
+from torch_gpt2.parallel.world import World, open_world
 from torch_gpt2.quantize import Quantization, quantize_model
 
 
@@ -52,17 +54,9 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
         checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
-        parts = build_parts(config, device, world)
-        parameters = {
-            name: parameter for part in parts for name, parameter in part.named_parameters()
-        }
-        load_weights(
-            parameters,
-            config.model,
-            checkpoint,
-            slices_of_rank(config, topology, world.at, parameters),
-        )
-        quantization = quantize_model(config, parts, world)
+        integer = load_integer_model(config, device, checkpoint)
+        parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
+        quantization = None if integer else quantize_model(config, parts, world)
         if quantization is not None:
             quantization.load(CheckpointReader(checkpoint))
         if isinstance(task, ValidationTask):
@@ -102,6 +96,20 @@ def _sensitivity(
         return total / tokens
 
     return Sensitivity.measure(quantization.scales.layers, loss_with)
+
+
+def _load_parts(
+    config: ResolvedRun, device: TorchDevice, world: World, checkpoint: Path
+) -> list[GPT2]:
+    parts = build_parts(config, device, world)
+    parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+    load_weights(
+        parameters,
+        config.model,
+        checkpoint,
+        slices_of_rank(config, config.topology, world.at, parameters),
+    )
+    return parts
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
@@ -18,9 +18,9 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.start import weights_to_use
-from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import TorchDevice, open_device
-from torch_gpt2.model import GPT2, Block, build_model
+from torch_gpt2.int8 import Int8GPT2, Int8Linear, load_model, product_of
+from torch_gpt2.model import GPT2, Block, Linear
 from torch_gpt2.products import Product
 
 
@@ -30,8 +30,7 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
     checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
-    model = build_model(config, device)
-    load_weights(dict(model.named_parameters()), config.model, checkpoint)
+    model = load_model(config, device, checkpoint)
     rows = rows_at_once(config.predict, len(prompts))
     write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
 
@@ -51,9 +50,8 @@ class Decoder:
         self._device = device.torch_device
         dtype = model.compute_dtype
         self._layers = [_Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
-        self._head = Product(
-            [model.wte.weight[: model.config.vocab_size]], [], model.compute_dtype, rows
-        )
+        head = model.head if isinstance(model, Int8GPT2) else None
+        self._head = head or Product([model.wte.weight[: model.config.vocab_size]], [], dtype, rows)
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
@@ -156,10 +154,8 @@ class _Layer:
     values: Tensor
 
     def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
-        def product(*parts: nn.Linear) -> Product:
-            return Product(
-                [part.weight for part in parts], [part.bias for part in parts], dtype, rows
-            )
+        def product(*layers: Linear | Int8Linear) -> Callable[[Tensor], Tensor]:
+            return product_of(layers, dtype, rows)
 
         self.block = block
         self.qkv = product(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)

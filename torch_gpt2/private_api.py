@@ -7,6 +7,8 @@ one that is gone. ``PRIVATE`` says what each is for, and which public way would 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ PRIVATE = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full"
     " speed; publicly the flags of torch.cpu.get_capabilities, where a version has it",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
+    "torch._int_mm": "products of 8-bit integers; publicly plain F.linear on them as float32, four"
+    " times as slow",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
@@ -47,6 +51,20 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + b with a weight that ``pack_weight`` returned."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x W^T in int32, of int8 x (rows, in) and W (out, in)."""
+    return torch._int_mm(x, weight.t())
+
+
+@cache
+def multiplies_integers() -> bool:
+    """Whether ``integer_product`` is exact on this CPU. Kernels for processors without VNNI add
+    pairs of products in 16 bits, which do not hold the largest ones.
+    """
+    largest = torch.full((4, 64), 127, dtype=torch.int8)
+    return bool((integer_product(largest, largest) == 127 * 127 * 64).all())
 
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:

@@ -758,7 +758,9 @@ class ExportConfig(Section):
     left out, mindir on mindspore and safetensors on torch.
     """
     weights: Literal["float32", "float16", "int8", "int4"] = "float32"
-    """Of onnx and gguf: the type of the weights. int8 and int4 share a scale in blocks of 32."""
+    """The type of the weights: any of these of onnx and gguf, where int8 and int4 share a scale in
+    blocks of 32; float32 or int8 of safetensors, where each output channel has a scale.
+    """
     cache: bool = True
     """Of onnx: the graph takes and returns keys and values, so that a step computes one token."""
     check: bool = True

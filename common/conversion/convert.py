@@ -115,7 +115,8 @@ def convert(
             weights = stack.enter_context(_opener(source_format)(source))
         temporary = stack.enter_context(_folder(target))
         warn_of_heads(source, weights.model)
-        if weights_only or not FORMATS[target_format].holds_run:
+        is_float = dtype is None or dtype in FLOATS
+        if weights_only or not FORMATS[target_format].holds_run or not is_float:
             weights = weights.without_run()
         put_tokenizer(temporary, weights)
         weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from common.errors import CheckpointError
 from common.tensor_files.arrays import copy_in_bands
-from common.weights.names import EMBEDDING
+from common.weights.names import EMBEDDING, POSITIONS
 
-POSITIONS = "wpe.weight"
 _GLOBAL = (EMBEDDING, POSITIONS, "ln_f")
 LINEAR = ("attn.qkv_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 """The linear layers of a block, where query, key and value are one tensor."""

@@ -17,10 +17,18 @@ from common.quantization.scheme import ActivationScales
 from common.training.foreign import StoredTensors, is_foreign, manifest_of, open_foreign
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES, EngineState
+from common.training.snapshot import (
+    INT8,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_NAMES,
+    WEIGHTS,
+    EngineState,
+)
 from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 from common.weights.pieces import TensorSlice, open_stored
+from common.weights.quantized import QuantizedWeight, open_parameters
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
@@ -94,6 +102,12 @@ class CheckpointReader:
             stored.require(shapes)
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
+
+    def quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Yield the weights of 8 bits as they are stored; nothing where all weights are float."""
+        if self._own is not None and self._own.get(WEIGHTS) == INT8:
+            with open_parameters(self.folder / MODEL_FILE) as reader:
+                yield from reader.quantized()
 
     def moments(
         self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None

@@ -1,8 +1,8 @@
 """Any checkpoint, in whichever parts ranks have written it, as one safetensors file: a tensor at a
 time, and without a framework.
 
-    weights/model.safetensors    the file that one rank alone would have written: float32, true
-                                 vocabulary
+    weights/model.safetensors    the file that one rank alone would have written: true vocabulary,
+                                 float32, or 8 bits as ``common.weights.quantized`` says
     weights/manifest.json        the checkpoint's own, for this file alone, so that checkpoint.load
                                  and checkpoint.init_from take the folder
     weights/vocab.json, ...      the files of data.tokenizer, where they are there
@@ -29,9 +29,10 @@ from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
-from common.training.snapshot import MODEL_FILE
+from common.training.snapshot import INT8, MODEL_FILE, WEIGHTS
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
+from common.weights.quantized import arrays_of_8_bits, kinds_of_8_bits
 from common.yaml_files import dump_yaml
 
 SETTINGS_FILE = "model.yaml"
@@ -49,17 +50,18 @@ def export(config: ResolvedRun) -> None:
     config = resolve_vocabulary(
         config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
     )
-    kinds = {
-        name: TensorKind(dtype="float32", shape=shape)
-        for name, shape in parameter_shapes(config.model).items()
-    }
+    shapes = parameter_shapes(config.model)
+    values = CheckpointReader(checkpoint).weights(config.model)
+    if config.export.weights == INT8:
+        kinds, arrays = kinds_of_8_bits(shapes), arrays_of_8_bits(values)
+        manifest = {**manifest, WEIGHTS: INT8}
+    else:
+        kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in shapes.items()}
+        arrays = (array for _, array in values)
+        manifest.pop(WEIGHTS, None)
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
-        checksum = stream_safetensors(
-            file,
-            kinds,
-            (values for _, values in CheckpointReader(checkpoint).weights(config.model)),
-        )
+        checksum = stream_safetensors(file, kinds, arrays)
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
         write_manifest(

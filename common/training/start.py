@@ -28,7 +28,7 @@ from common.training.checkpoint import (
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
-from common.training.snapshot import OPTIMIZER_FILE
+from common.training.snapshot import INT8, OPTIMIZER_FILE, WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,8 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             " taken for checkpoint.init_from"
         )
         init_from, resume = str(resume), find_checkpoint(folder)
+    for key, path in (("checkpoint.resume", resume), ("checkpoint.init_from", init_from)):
+        _refuse_integers(key, path, config)
     if resume is not None:
         manifest = _read_fitting(
             resume,
@@ -115,6 +117,22 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
         _read_fitting(weights, key, config, data.tokenizer_record)
         return Start(weights=weights)
     return Start()
+
+
+def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> None:
+    """Raise ConfigError where a run would begin with weights of 8 bits."""
+    found = None if path is None else find_checkpoint(Path(path))
+    if found is None:
+        return
+    manifest = manifest_of(found, config.model, checksums=False)
+    if manifest.get(WEIGHTS) != INT8:
+        return
+    source = manifest.get("exported_from") or manifest.get("converted_from", {}).get("path")
+    raise ConfigError(
+        f"{key}={path}: its weights are of 8 bits, which eval and predict take and training does"
+        f" not; give what they were made of ({source}), or make float32 of them: python"
+        f" tools/convert_weight.py --to torch_gpt2 --input {path} --output FOLDER"
+    )
 
 
 def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 
 EMBEDDING = "wte.weight"
+POSITIONS = "wpe.weight"
 
 
 def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
@@ -22,7 +23,7 @@ def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (model.vocab_size, hidden),
-        "wpe.weight": (positions, hidden),
+        POSITIONS: (positions, hidden),
     }
 
     def norm(name: str) -> None:

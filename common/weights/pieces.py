@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.tensor_files.safetensors_file import open_safetensors, shapes_of
+from common.tensor_files.safetensors_file import shapes_of
 from common.weights.names import check_tensors
+from common.weights.quantized import open_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def open_stored(
         for name, record in manifest["files"].items():
             if name == file or name.startswith(f"{Path(file).stem}.rank_"):
                 stored.add(
-                    stack.enter_context(open_safetensors(checkpoint / name)), record.get("pieces")
+                    stack.enter_context(open_parameters(checkpoint / name)), record.get("pieces")
                 )
         yield stored
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from common.systems.name_map import POSITIONS, Fusion, name_map
-from common.weights.names import EMBEDDING
+from common.systems.name_map import Fusion, name_map
+from common.weights.names import EMBEDDING, POSITIONS
 
 _BLOCK = "layers.{layer}."
 NAME_MAP = name_map(

@@ -2,8 +2,8 @@
 is the embedding where there is none.
 """
 
-from common.systems.name_map import POSITIONS, name_map
-from common.weights.names import EMBEDDING
+from common.systems.name_map import name_map
+from common.weights.names import EMBEDDING, POSITIONS
 
 _BLOCK = "blk.{layer}."
 

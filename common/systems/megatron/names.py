@@ -2,8 +2,8 @@
 (out, in).
 """
 
-from common.systems.name_map import POSITIONS, Fusion, NameMap, name_map
-from common.weights.names import EMBEDDING
+from common.systems.name_map import Fusion, NameMap, name_map
+from common.weights.names import EMBEDDING, POSITIONS
 
 
 def _megatron(encoder: str, attention: str) -> NameMap:

@@ -3,8 +3,8 @@
 Query, key and value are (out, in), all other linear weights (in, out).
 """
 
-from common.systems.name_map import LINEAR, POSITIONS, NameMap, name_map
-from common.weights.names import EMBEDDING
+from common.systems.name_map import LINEAR, NameMap, name_map
+from common.weights.names import EMBEDDING, POSITIONS
 
 
 def _names(block: str, norm: str) -> NameMap:

@@ -17,12 +17,12 @@ from common.systems.mindformers.model import find_model
 from common.systems.mindformers.names import NAME_MAPS
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.model_yaml import MODEL_YAML
-from common.systems.name_map import POSITIONS, match_name_map
+from common.systems.name_map import match_name_map
 from common.systems.run_state import NO_SCALE, new_run, require_moments
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
-from common.weights.names import EMBEDDING
+from common.weights.names import EMBEDDING, POSITIONS
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""

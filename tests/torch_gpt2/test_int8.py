@@ -1,0 +1,221 @@
+"""Weights of 8 bits: the folder as safetensors alone reads it, the products against numpy's, the
+model against transformers' with rounded inputs, and what is refused.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import torch_gpt2.int8
+from common.config.load import build_config
+from common.config.schema import PredictConfig
+from common.conversion.convert import convert
+from common.errors import CheckpointError, ConfigError
+from common.generation.generate import generate
+from common.generation.prompts import Prompt
+from common.parallel.resolved_run import ResolvedRun
+from common.resolve.derive import resolve_config
+from common.systems.own_folder import write_project
+from common.systems.weights import Weight, Weights
+from common.training.checkpoint_reader import CheckpointReader
+from common.training.export import export
+from common.training.manifest import read_manifest, write_manifest
+from common.training.start import where_to_start
+from common.weights.names import parameter_shapes
+from common.weights.quantized import quantize_rows
+from tests.reference import hugging_face_model
+from torch_gpt2.device import select_device
+from torch_gpt2.int8 import Int8Linear, load_model
+from torch_gpt2.model import GPT2
+from torch_gpt2.predict import Decoder
+
+TREE: dict[str, Any] = {
+    "model": {
+        "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24, "vocab_size": 101,
+    },
+    "device": "cpu",
+    "train": {"micro_batch_size": 1},
+    "optimizer": {"learning_rate": 1.0},
+}  # fmt: skip
+
+
+def config_at(folder: Path, **more: Any) -> ResolvedRun:
+    return resolve_config(build_config({**TREE, "output_dir": str(folder), **more}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in float32 and in 8 bits."""
+    root = tmp_path_factory.mktemp("int8")
+    rng, model = np.random.default_rng(0), config_at(root).model
+    values = {
+        name: rng.normal(0, 0.3, shape).astype(np.float32)
+        for name, shape in parameter_shapes(model).items()
+    }
+    tensors = {
+        name: Weight(dtype="float32", shape=array.shape, load=partial(np.asarray, array))
+        for name, array in values.items()
+    }
+    weights = Weights(path=root, format="torch_gpt2", model=model, tensors=tensors)
+    (root / "float32").mkdir()
+    write_project(root / "float32", weights, None)
+    convert(root / "float32", root / "int8", target_format="torch_gpt2", dtype="int8")
+    return {"float32": root / "float32", "int8": root / "int8"}
+
+
+def integer_model(folder: Path) -> GPT2:
+    model = load_model(config_at(folder), select_device("cpu"), folder)
+    assert any(isinstance(module, Int8Linear) for module in model.modules())
+    return model
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["integers", "no VNNI"])
+@pytest.mark.parametrize("input_scale", [None, 0.02])
+def test_a_product_is_that_of_integers_in_numpy(
+    monkeypatch: pytest.MonkeyPatch, input_scale: float | None, exact: bool
+) -> None:
+    """Bit for bit, with inputs beyond the fixed scale too. Sums of 40 products are below 2^24, so
+    that float32 holds them.
+    """
+    if not exact:
+        monkeypatch.setattr(torch_gpt2.int8, "multiplies_integers", lambda: False)
+    rng = np.random.default_rng(1)
+    w, x = rng.normal(0, 1, (24, 40)).astype(np.float32), rng.normal(0, 1, (2, 3, 40))
+    x[0, 0] = 0.0
+    x[1, 1] *= 1e3
+    x = x.astype(np.float32)
+    bias = rng.normal(0, 1, 24).astype(np.float32)
+    quantized = quantize_rows("w", w)
+    tensors = map(torch.from_numpy, (quantized.integers, quantized.scales, bias))
+    layer = Int8Linear(*tensors, input_scale)
+    largest = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    scale = np.float32(input_scale) if input_scale else largest.clip(np.finfo(np.float32).tiny)
+    integers = np.rint(x / scale).clip(-128, 127).astype(np.int64)
+    sums = integers @ quantized.integers.T.astype(np.int64)
+    expected = sums.astype(np.float32) * (scale * quantized.scales) + bias
+    np.testing.assert_array_equal(layer(torch.from_numpy(x)).numpy(), expected)
+
+
+def test_safetensors_alone_reads_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    """By its documented names; export writes the same file; converted back it is float32."""
+    found, floats = (load_file(folders[kind] / "model.safetensors") for kind in ("int8", "float32"))
+    for name, weight in floats.items():
+        if weight.ndim == 1 or name == "wpe.weight":
+            np.testing.assert_array_equal(found[name], weight)
+            continue
+        integers, scales = found[name], found[f"{name}_scale"]
+        assert integers.dtype == np.int8 and (np.abs(integers).max(1) == 127).all()
+        np.testing.assert_array_equal(scales, np.abs(weight).max(1) / np.float32(127))
+        assert np.abs(integers * scales[:, None] - weight).max() <= scales.max() * 0.5001
+    settings = {"export": {"format": "safetensors", "weights": "int8"}}
+    export(config_at(tmp_path, **settings, checkpoint={"load": str(folders["float32"])}))
+    written = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    assert written == (folders["int8"] / "model.safetensors").read_bytes()
+    convert(folders["int8"], tmp_path / "back", target_format="torch_gpt2")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert list(back) == list(floats)
+    name = "h.1.mlp.c_fc.weight"
+    np.testing.assert_array_equal(back[name], found[name] * found[f"{name}_scale"][:, None])
+
+
+@torch.no_grad()
+def test_the_model_is_transformers_with_rounded_inputs(folders: dict[str, Path]) -> None:
+    """Each linear layer's input rounded token by token; 1e-4 of 20 is float32's order of sums."""
+    config = config_at(folders["int8"]).model
+    values = {
+        name: torch.from_numpy(np.array(array))
+        for name, array in CheckpointReader(folders["int8"]).weights(config)
+    }
+    reference = hugging_face_model(config, values)
+
+    def rounded(module: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
+        scale = given[0].abs().amax(-1, keepdim=True) / 127
+        return (given[0] / scale).round() * scale
+
+    for name, module in reference.named_modules():
+        if name.endswith(("c_attn", "c_proj", "c_fc", "lm_head")):
+            module.register_forward_pre_hook(rounded)
+    ids = torch.from_numpy(np.random.default_rng(2).integers(0, 101, (3, 24)))
+    expected = reference(ids).logits
+    model = integer_model(folders["int8"])
+    assert (model.logits(model(ids)) - expected).abs().max() < 1e-4
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), ids.flatten(), reduction="sum")
+    assert abs(model.loss_sum(ids, ids) / loss - 1) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], rows: int) -> None:
+    model = integer_model(folders["int8"])
+    prompts = [[5, 17, 50], [9], [1, 2, 3, 4, 5, 6]][:rows]
+    given = [Prompt(text="", ids=ids, new_tokens=8) for ids in prompts]
+    decoder = Decoder(model, select_device("cpu"), rows)
+    settings = PredictConfig.model_validate({"strategy": "greedy"})
+    found = [each.tokens for each in generate(decoder, given, settings, seed=0, end_of_text=-1)]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        for _ in range(8):
+            ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
+        assert tokens == ids[len(prompt) :]
+
+
+def _without(tensors: dict[str, np.ndarray]) -> None:
+    del tensors["h.0.mlp.c_fc.weight_scale"]
+
+
+def _short(tensors: dict[str, np.ndarray]) -> None:
+    tensors["h.0.mlp.c_fc.weight_scale"] = np.ones(3, np.float32)
+
+
+def _infinite(tensors: dict[str, np.ndarray]) -> None:
+    tensors["h.0.mlp.c_fc.weight_scale"][5] = np.inf
+
+
+def _negative(tensors: dict[str, np.ndarray]) -> None:
+    tensors["h.0.attn.c_proj.input_scale"] = np.array([-1.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without, "lacks h.0.mlp.c_fc.weight_scale"),
+        (_short, r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]"),
+        (_infinite, "c_fc.weight_scale holds inf; expected finite numbers above 0"),
+        (_negative, "input_scale holds -1.0; expected finite"),
+    ],
+)
+def test_broken_scales_are_refused(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    change: Callable[[dict[str, np.ndarray]], None],
+    message: str,
+) -> None:
+    tensors = load_file(folders["int8"] / "model.safetensors")
+    change(tensors)
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    record = read_manifest(folders["int8"])
+    record["files"][file.name]["bytes"] = file.stat().st_size
+    write_manifest(tmp_path, record)
+    with pytest.raises(CheckpointError, match=message):
+        list(CheckpointReader(tmp_path).weights(config_at(tmp_path).model))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(config_at(tmp_path), select_device("cpu"), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["resume", "init_from"])
+def test_training_refuses_8_bits(folders: dict[str, Path], tmp_path: Path, key: str) -> None:
+    config = config_at(tmp_path, checkpoint={key: str(folders["int8"])})
+    with pytest.raises(ConfigError, match=rf"checkpoint.{key}=.*of 8 bits.*--to torch_gpt2"):
+        where_to_start(config, None)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="w: holds numbers that are not finite"):
+        quantize_rows("w", np.array([[1.0, np.nan]], np.float32))

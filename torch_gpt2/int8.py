@@ -1,0 +1,181 @@
+"""The model with weights of 8 bits, whose products are of integers.
+
+``common.weights.quantized`` says how the weights are stored and what a layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.config.resolved import ResolvedModel
+from common.config.schema import PrecisionConfig
+from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import slice_of
+from common.training.checkpoint_reader import CheckpointReader
+from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.quantized import LARGEST, QuantizedWeight
+from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.loss import ROWS_AT_ONCE
+from torch_gpt2.model import GPT2, Linear, build_model
+from torch_gpt2.private_api import integer_product, multiplies_integers
+from torch_gpt2.products import Product
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights and inputs are of 8 bits; the sums of products are int32.
+
+    On a CPU whose product is not exact, the integers are held and multiplied as float32.
+    """
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None
+    ) -> None:
+        """weight: int8 (out, in). scales: float32 (out,). input_scale: see QuantizedWeight."""
+        super().__init__()
+        self.weight = weight if multiplies_integers() else weight.float()
+        self.scales = scales
+        self.bias = bias
+        self.input_scale = input_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), of the type of x."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        if self.input_scale is None:
+            scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(_SMALLEST)
+            integers = (rows / scale).round()
+            scales = scale * self.scales  # (rows, out)
+        else:
+            integers = (rows / self.input_scale).round().clamp(-LARGEST - 1, LARGEST)
+            scales = self.input_scale * self.scales
+        if self.weight.dtype == torch.int8:
+            sums = integer_product(integers.to(torch.int8), self.weight).float()
+        else:
+            sums = F.linear(integers, self.weight)
+        y = sums * scales
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+class Int8Embedding(nn.Module):
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        """weight: int8 (tokens, width). scales: float32 (tokens,)."""
+        super().__init__()
+        self.weight = weight
+        self.scales = scales
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows (..., width) in float32 of ids (...)."""
+        return self.weight[ids] * self.scales[ids, None]
+
+
+class Int8GPT2(GPT2):
+    """For evaluation and generation alone. Layers that are not of 8 bits remain as they are."""
+
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int) -> None:
+        super().__init__(config, precision, vocab_rows)
+        self.head: Int8Linear | None = None
+        """The table of tokens as a layer; None where it is float."""
+
+    def replace(self, name: str, weight: QuantizedWeight) -> None:
+        """Make the layer with the parameter ``name`` one of 8 bits."""
+        integers, scales = torch.from_numpy(weight.integers), torch.from_numpy(weight.scales)
+        if name == EMBEDDING:
+            self.wte = Int8Embedding(integers, scales)  # type: ignore[assignment]
+            self.head = Int8Linear(integers, scales, None, weight.input_scale)
+            return
+        layer, _, own = name.removesuffix(".weight").rpartition(".")
+        parent = self.get_submodule(layer)
+        bias = getattr(parent, own).bias
+        setattr(parent, own, Int8Linear(integers, scales, bias, weight.input_scale))
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if self.head is None:
+            return super().loss_of(hidden, targets)
+        rows, wanted = hidden.flatten(0, 1), targets.flatten()
+        total = torch.zeros((), device=hidden.device)
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            total += F.cross_entropy(self.logits(rows[part]), wanted[part], reduction="sum")
+        return total
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) if self.head is None else self.head(hidden).float()
+
+
+def load_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2:
+    """Return the model with the weights of a checkpoint, on integers where those are of 8 bits and
+    the device has such products. Raises CheckpointError.
+    """
+    integer = load_integer_model(config, device, checkpoint)
+    if integer is not None:
+        return integer
+    model = build_model(config, device)
+    load_weights(dict(model.named_parameters()), config.model, checkpoint)
+    return model
+
+
+def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2 | None:
+    """Return the model of a folder of 8 bits; None for one of float32, and for devices and layouts
+    without such products, which take the weights as float32. Raises CheckpointError.
+    """
+    if device.kind != "cpu" or config.topology.world_size > 1:
+        return None
+    model: Int8GPT2 | None = None
+    for name, weight in CheckpointReader(checkpoint).quantized():
+        model = model or _build(config)
+        model.replace(name, weight)
+    if model is None:
+        return None
+    if not multiplies_integers():
+        LOG.warning(
+            f"{checkpoint}: this processor has no exact product of 8 bits (VNNI); its integers"
+            " are multiplied as float32, which is as slow as a model in float32"
+        )
+    model.to_empty(device="cpu")
+    shapes = parameter_shapes(config.model)
+    floats = dict(model.named_parameters())
+    load_weights(
+        floats, config.model, checkpoint, {name: slice_of(name, shapes[name]) for name in floats}
+    )
+    return model.eval()
+
+
+def _build(config: ResolvedRun) -> Int8GPT2:
+    with torch.device("meta"):
+        model = Int8GPT2(config.model, config.precision, config.vocab_rows)
+    return model.to(DTYPES[config.precision.parameters])
+
+
+def product_of(
+    layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the product of layers that have one input, with their outputs side by side, in the
+    form that is fastest for ``rows`` rows.
+    """
+    floats = [layer for layer in layers if isinstance(layer, Linear)]
+    integers = [layer for layer in layers if isinstance(layer, Int8Linear)]
+    if not integers:
+        weights, biases = (
+            [getattr(layer, part) for layer in floats] for part in ("weight", "bias")
+        )
+        return Product(weights, biases, dtype, rows)
+    if len(layers) == 1:
+        return integers[0]
+    if floats or len({layer.input_scale for layer in integers}) > 1:
+        products = [product_of([layer], dtype, rows) for layer in layers]
+        return lambda x: torch.cat([product(x) for product in products], -1)
+    weight, scales, bias = (
+        torch.cat([getattr(layer, part).detach() for layer in integers])
+        for part in ("weight", "scales", "bias")
+    )
+    return Int8Linear(weight, scales, bias, integers[0].input_scale)
