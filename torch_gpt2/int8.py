@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,9 +18,10 @@ from common.config.schema import PrecisionConfig
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
+from common.quantization.scheme import activation_levels
 from common.training.checkpoint_reader import CheckpointReader
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.quantized import LARGEST, QuantizedWeight
+from common.weights.quantized import QuantizedWeight
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
@@ -27,6 +29,7 @@ from torch_gpt2.model import GPT2, Linear, build_model
 from torch_gpt2.private_api import integer_product, multiplies_integers
 from torch_gpt2.products import Product
 
+_LEVELS = activation_levels(8)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -45,16 +48,18 @@ class Int8Linear(nn.Module):
         self.scales = scales
         self.bias = bias
         self.input_scale = input_scale
+        if input_scale is not None:
+            self._inverse = float(np.float32(1) / np.float32(input_scale))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), of the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if self.input_scale is None:
-            scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(_SMALLEST)
-            integers = (rows / scale).round()
+            scale = (rows.abs().amax(-1, keepdim=True) / _LEVELS.high).clamp_min(_SMALLEST)
+            integers = (rows * scale.reciprocal()).round()
             scales = scale * self.scales  # (rows, out)
         else:
-            integers = (rows / self.input_scale).round().clamp(-LARGEST - 1, LARGEST)
+            integers = (rows * self._inverse).round().clamp(*_LEVELS)
             scales = self.input_scale * self.scales
         if self.weight.dtype == torch.int8:
             sums = integer_product(integers.to(torch.int8), self.weight).float()
@@ -131,7 +136,7 @@ def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Pat
     if device.kind != "cpu" or config.topology.world_size > 1:
         return None
     model: Int8GPT2 | None = None
-    for name, weight in CheckpointReader(checkpoint).quantized():
+    for name, weight in CheckpointReader(checkpoint).quantized(config.model):
         model = model or _build(config)
         model.replace(name, weight)
     if model is None:

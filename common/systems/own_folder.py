@@ -13,17 +13,18 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
+from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.systems.run_state import checked_run, moment_shapes, require_moments
 from common.systems.weight_format import System, WeightFormat
 from common.systems.weights import FLOATS, Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint import find_checkpoint, require_checkpoint
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.manifest import MANIFEST, read_manifest, write_manifest
-from common.training.snapshot import INT8, MODEL_FILE, OPTIMIZER_FILE, WEIGHTS, EngineState
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.training.state import TrainState
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
-from common.weights.quantized import arrays_of_8_bits, kinds_of_8_bits
 
 
 def detects(path: Path) -> bool:
@@ -49,6 +50,7 @@ def open_project(path: Path) -> Iterator[Weights]:
             model=model,
             tensors=tensors,
             tokenizer=_tokenizer_of(manifest),
+            scheme=CheckpointReader(checkpoint).scheme(),
         )
         if manifest["files"].keys() == {MODEL_FILE}:  # an export, or made of weights without a run
             yield weights
@@ -65,7 +67,7 @@ def open_project(path: Path) -> Iterator[Weights]:
         yield replace(weights, moments=moments, run=run)
 
 
-_OF_THE_FOLDER = ("format_version", "converted_from", "files", WEIGHTS)
+_OF_THE_FOLDER = ("format_version", "converted_from", "files")
 """Keys of a manifest that describe the folder, not the run."""
 
 
@@ -91,22 +93,23 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 
     Returns the CRC-32 of its files.
     """
-    if dtype not in (None, "float32", INT8):
+    if dtype not in (None, "float32", "int8"):
         raise ConfigError(
             f"--dtype {dtype}: our own folders hold float32, or int8 to generate with; leave it"
             f" out, and say precision.parameters={dtype} when you train"
         )
-    is_integer = dtype == INT8
+    is_integer = dtype == "int8"
     if is_integer:
         weights = weights.without_run()
     files = {MODEL_FILE: weights.tensors} | (
         {} if weights.run is None else {OPTIMIZER_FILE: weights.moments}
     )
-    write = _write_integers if is_integer else _write_tensors
-    sums = {name: write(folder / name, tensors) for name, tensors in files.items()}
+    if is_integer:
+        sums = {MODEL_FILE: _write_integers(folder / MODEL_FILE, weights)}
+    else:
+        sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
     manifest = {
         **manifest_of(weights),
-        **({WEIGHTS: INT8} if is_integer else {}),
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
         "files": {
             name: {"bytes": (folder / name).stat().st_size, "crc32": checksum}
@@ -135,10 +138,11 @@ def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
     return stream_safetensors(path, whole, arrays_of(whole))
 
 
-def _write_integers(path: Path, tensors: Mapping[str, Weight]) -> int:
-    kinds = kinds_of_8_bits({name: weight.shape for name, weight in tensors.items()})
-    values = ((name, weight.load_as("float32")) for name, weight in tensors.items())
-    return stream_safetensors(path, kinds, arrays_of_8_bits(values))
+def _write_integers(path: Path, weights: Weights) -> int:
+    scheme = weights.scheme or usual_scheme(weights.tensors)
+    kinds = kinds_of_integers({name: each.shape for name, each in weights.tensors.items()}, scheme)
+    values = ((name, weight.load_as("float32")) for name, weight in weights.tensors.items())
+    return stream_safetensors(path, kinds, arrays_of_integers(values, scheme))
 
 
 SYSTEM = System(
@@ -148,7 +152,7 @@ SYSTEM = System(
             detects=detects,
             open=open_project,
             write=write_project,
-            dtypes=(*FLOATS, INT8),
+            dtypes=(*FLOATS, "int8"),
         ),
     }
 )

@@ -28,6 +28,7 @@ from common.tensor_files.arrays import (
     widen_bfloat16,
 )
 from common.weights.names import EMBEDDING, check_tensors, parameter_shapes
+from common.weights.quantized import Scheme
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -67,6 +68,8 @@ class Weights:
     """The run's record of its tokenizer (kind, sha256, vocab_size), with the keys of
     data.tokenizer, which say where it was.
     """
+    scheme: Scheme | None = None
+    """How they are, or were trained to become, 8 bits; None where nothing says so."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Names that were left out, and why."""
 

@@ -8,27 +8,34 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from common.config.resolved import ResolvedModel
+from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
-from common.quantization.scheme import ActivationScales
+from common.quantization.integers import trained_scheme
+from common.quantization.scheme import ActivationScales, quantized_layers
+from common.tensor_files.safetensors_file import shapes_of
 from common.training.foreign import StoredTensors, is_foreign, manifest_of, open_foreign
 from common.training.loss_scale import LossScale
 from common.training.manifest import MANIFEST, read_manifest
 from common.training.snapshot import (
-    INT8,
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_NAMES,
-    WEIGHTS,
     EngineState,
 )
 from common.training.state import TrainState
-from common.weights.names import parameter_shapes
+from common.weights.names import check_tensors, parameter_shapes
 from common.weights.pieces import TensorSlice, open_stored
-from common.weights.quantized import QuantizedWeight, open_parameters
+from common.weights.quantized import (
+    QuantizedReader,
+    QuantizedWeight,
+    Scheme,
+    open_parameters,
+)
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
@@ -44,6 +51,15 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._own = None if is_foreign(folder) else read_manifest(folder, checksums=False)
+
+    @contextmanager
+    def _open_integers(self) -> Iterator[QuantizedReader | None]:
+        """The file of a folder with weights of 8 bits; None where they are float."""
+        if self._own is None or MODEL_FILE not in self._own["files"]:
+            yield None
+            return
+        with open_parameters(self.folder / MODEL_FILE) as reader:
+            yield reader if isinstance(reader, QuantizedReader) else None
 
     @contextmanager
     def _open(self, model: ResolvedModel, file: str) -> Iterator[StoredTensors]:
@@ -103,11 +119,41 @@ class CheckpointReader:
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
 
-    def quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield the weights of 8 bits as they are stored; nothing where all weights are float."""
-        if self._own is not None and self._own.get(WEIGHTS) == INT8:
-            with open_parameters(self.folder / MODEL_FILE) as reader:
+    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Yield the weights of 8 bits as they are stored; nothing where all weights are float.
+
+        Raises CheckpointError unless every tensor is there with the model's shape.
+        """
+        with self._open_integers() as reader:
+            if reader is not None:
+                check_tensors(self.folder, shapes_of(reader), parameter_shapes(model))
                 yield from reader.quantized()
+
+    def is_quantized(self) -> bool:
+        """Whether its weights are of 8 bits."""
+        with self._open_integers() as reader:
+            return reader is not None
+
+    def scheme(self) -> Scheme | None:
+        """Return how its weights are, or were trained to become, integers; None where nothing says
+        so. Raises CheckpointError and ConfigError.
+        """
+        with self._open_integers() as reader:
+            if reader is not None:
+                return reader.scheme
+        config = (self._own or {}).get("config", {})
+        if not config.get("quantization"):
+            return None
+        try:
+            settings = QuantizationConfig.model_validate(config["quantization"])
+            blocks = config["model"]["num_layers"]
+        except (KeyError, TypeError, ValidationError) as error:
+            raise CheckpointError(
+                f"{self.folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
+            ) from None
+        scales = ActivationScales(quantized_layers(settings, blocks), settings)
+        self.load_scales(scales)
+        return trained_scheme(self.folder, settings, blocks, scales)
 
     def moments(
         self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None

@@ -23,16 +23,16 @@ from common.errors import ConfigError
 from common.files import atomic_write, whole_folder
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
+from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
-from common.training.snapshot import INT8, MODEL_FILE, WEIGHTS
+from common.training.snapshot import MODEL_FILE
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
-from common.weights.quantized import arrays_of_8_bits, kinds_of_8_bits
 from common.yaml_files import dump_yaml
 
 SETTINGS_FILE = "model.yaml"
@@ -51,14 +51,14 @@ def export(config: ResolvedRun) -> None:
         config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
     )
     shapes = parameter_shapes(config.model)
-    values = CheckpointReader(checkpoint).weights(config.model)
-    if config.export.weights == INT8:
-        kinds, arrays = kinds_of_8_bits(shapes), arrays_of_8_bits(values)
-        manifest = {**manifest, WEIGHTS: INT8}
+    reader = CheckpointReader(checkpoint)
+    values = reader.weights(config.model)
+    if config.export.weights == "int8":
+        scheme = reader.scheme() or usual_scheme(shapes)
+        kinds, arrays = kinds_of_integers(shapes, scheme), arrays_of_integers(values, scheme)
     else:
         kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in shapes.items()}
         arrays = (array for _, array in values)
-        manifest.pop(WEIGHTS, None)
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         file = temporary / MODEL_FILE
         checksum = stream_safetensors(file, kinds, arrays)

@@ -23,8 +23,6 @@ from common.weights.pieces import TensorSlice
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-WEIGHTS, INT8 = "weights", "int8"
-"""A key of the manifest, and its value where the weights are of 8 bits."""
 STATE_NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),

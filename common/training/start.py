@@ -25,10 +25,11 @@ from common.training.checkpoint import (
     require_checkpoint,
     step_of,
 )
+from common.training.checkpoint_reader import CheckpointReader
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
-from common.training.snapshot import INT8, OPTIMIZER_FILE, WEIGHTS
+from common.training.snapshot import OPTIMIZER_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +123,9 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
 def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> None:
     """Raise ConfigError where a run would begin with weights of 8 bits."""
     found = None if path is None else find_checkpoint(Path(path))
-    if found is None:
+    if found is None or not CheckpointReader(found).is_quantized():
         return
     manifest = manifest_of(found, config.model, checksums=False)
-    if manifest.get(WEIGHTS) != INT8:
-        return
     source = manifest.get("exported_from") or manifest.get("converted_from", {}).get("path")
     raise ConfigError(
         f"{key}={path}: its weights are of 8 bits, which eval and predict take and training does"

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH = (
     "tests/torch_gpt2/parallel",
     "tests/torch_gpt2/deepspeed",
-    *(f"tests/torch_gpt2/test_{name}.py" for name in ("engine", "loss", "model", "npu", "train")),
+    *(
+        f"tests/torch_gpt2/test_{name}.py"
+        for name in ("engine", "int8", "loss", "model", "npu", "train")
+    ),
 )
 MINDSPORE = (
     "tests/mindformers_gpt2/parallel",

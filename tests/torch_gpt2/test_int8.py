@@ -20,6 +20,7 @@ from common.errors import CheckpointError, ConfigError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.parallel.resolved_run import ResolvedRun
+from common.quantization.integers import to_integers
 from common.resolve.derive import resolve_config
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
@@ -28,7 +29,7 @@ from common.training.export import export
 from common.training.manifest import read_manifest, write_manifest
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
-from common.weights.quantized import quantize_rows
+from common.weights.quantized import LayerScheme
 from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device
 from torch_gpt2.int8 import Int8Linear, load_model
@@ -91,12 +92,12 @@ def test_a_product_is_that_of_integers_in_numpy(
     x[1, 1] *= 1e3
     x = x.astype(np.float32)
     bias = rng.normal(0, 1, 24).astype(np.float32)
-    quantized = quantize_rows("w", w)
+    quantized = to_integers("w", w, LayerScheme())
     tensors = map(torch.from_numpy, (quantized.integers, quantized.scales, bias))
     layer = Int8Linear(*tensors, input_scale)
     largest = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     scale = np.float32(input_scale) if input_scale else largest.clip(np.finfo(np.float32).tiny)
-    integers = np.rint(x / scale).clip(-128, 127).astype(np.int64)
+    integers = np.rint(x * (np.float32(1) / scale)).clip(-128, 127).astype(np.int64)
     sums = integers @ quantized.integers.T.astype(np.int64)
     expected = sums.astype(np.float32) * (scale * quantized.scales) + bias
     np.testing.assert_array_equal(layer(torch.from_numpy(x)).numpy(), expected)
@@ -181,9 +182,19 @@ def _negative(tensors: dict[str, np.ndarray]) -> None:
     tensors["h.0.attn.c_proj.input_scale"] = np.array([-1.0], np.float32)
 
 
+def _bias(tensors: dict[str, np.ndarray]) -> None:
+    tensors["h.0.mlp.c_fc.bias"] = np.ones(128, np.int8)
+
+
+def _other_shape(tensors: dict[str, np.ndarray]) -> None:
+    tensors["h.0.mlp.c_fc.weight"] = np.ones((128, 31), np.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_bias, r"c_fc.bias \[128\] is of 8 bits; expected"),
+        (_other_shape, r"c_fc.weight is \[128, 31\], the model's is \[128, 32\]"),
         (_without, "lacks h.0.mlp.c_fc.weight_scale"),
         (_short, r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]"),
         (_infinite, "c_fc.weight_scale holds inf; expected finite numbers above 0"),
@@ -218,4 +229,4 @@ def test_training_refuses_8_bits(folders: dict[str, Path], tmp_path: Path, key: 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:
     with pytest.raises(CheckpointError, match="w: holds numbers that are not finite"):
-        quantize_rows("w", np.array([[1.0, np.nan]], np.float32))
+        to_integers("w", np.array([[1.0, np.nan]], np.float32), LayerScheme())

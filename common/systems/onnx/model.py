@@ -4,8 +4,8 @@
     past_key_values.L.key and .value (batch, heads, past, head size)
         -> logits (batch, length, vocabulary), present.L.key and .value
 
-Weights of 8 and 4 bits need two operators of onnxruntime (domain com.microsoft). All others are
-standard operators.
+Weights of 8 and 4 bits in blocks need two operators of onnxruntime (domain com.microsoft). All
+others are standard operators.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from onnx import TensorProto
 
 from common.config.resolved import ResolvedModel
 from common.systems.onnx.graph import GraphBuilder
+from common.systems.onnx.integers import IntegerLayers
 from common.systems.onnx.quantize import BLOCK, quantize_blocks
 from common.tensor_files.checksummed import ChecksummedFile
+from common.weights.quantized import Scheme
 
 OPSET = 20
 BITS = {"int8": 8, "int4": 4}
@@ -40,19 +42,23 @@ class GPT2Graph:
         dtype: str,
         *,
         cache: bool = True,
+        scheme: Scheme | None = None,
     ) -> None:
         """dtype: of the weights: float32, float16, int8 or int4. cache: whether the graph takes and
-        returns keys and values, so that a step computes its own token only.
+        returns keys and values, so that a step computes its own token only. scheme: which weights
+        become integers with scales of their own; all others then are of ``dtype``.
         """
         self._model = model
         self._read = read
         self._dtype = dtype
         self._cache = cache
+        self._scheme = scheme or {}
         self._head_size = model.hidden_size // model.num_heads
 
     def write(self, data: ChecksummedFile, location: str) -> bytes:
         """Write the weights to ``data``, whose name is ``location``; return the graph's file."""
         self._graph = graph = GraphBuilder(data, location)
+        self._integers = IntegerLayers(graph, self._read, self._scheme)
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "length"])
         total = "past + length" if self._cache else "length"
         graph.input("attention_mask", TensorProto.INT64, ["batch", total])
@@ -88,6 +94,8 @@ class GPT2Graph:
         graph.node("Where", ["may_look", graph.constant("nothing", 0, np.float32), hidden], "mask")
 
     def _embed(self, ids: str) -> str:
+        if self._integers.has("wte"):
+            return self._integers.gather("wte", ids)
         table = self._read("wte.weight")
         if bits := BITS.get(self._dtype):
             integers, scales = self._write_quantized("wte", table, bits)
@@ -178,6 +186,8 @@ class GPT2Graph:
         """x W^T + b of one layer, or of several with their outputs side by side."""
         graph = self._graph
         name = names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn"
+        if self._integers.has(*names):
+            return self._integers.linear(names, name, x)
         weight, bias = (
             np.concatenate([self._read(f"{part}.{kind}") for part in names])
             for kind in ("weight", "bias")
@@ -197,7 +207,9 @@ class GPT2Graph:
         rows = graph.node(
             "Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows"
         )
-        if bits := BITS.get(self._dtype):
+        if self._integers.has("wte"):
+            logits = self._integers.head("wte", rows)
+        elif bits := BITS.get(self._dtype):
             shape = [model.vocab_size, model.hidden_size // BLOCK, BLOCK * bits // 8]
             table = graph.node(
                 "Reshape", ["wte.integers", graph.constant("table_blocks", shape)], "wte.blocks"

@@ -1,0 +1,182 @@
+"""A checkpoint that was trained with rounded weights and inputs, as integers: in our folder and in
+ONNX it equals transformers' model with the same rounding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from common.config.load import build_config
+from common.config.schema import QuantizationConfig
+from common.conversion.convert import convert
+from common.conversion.logits import config_of
+from common.errors import CheckpointError, ConfigError
+from common.quantization.scheme import (
+    activation_levels,
+    fake_quantize,
+    quantized_layers,
+    scale_of,
+    token_scales,
+    weight_levels,
+    weight_scales,
+)
+from common.resolve.derive import resolve_config
+from common.systems.onnx.session import logits
+from common.systems.own_folder import write_project
+from common.systems.weights import Weight, Weights
+from common.training.manifest import read_manifest, write_manifest
+from common.weights.names import parameter_shapes
+from tests.reference import hugging_face_model
+from torch_gpt2.device import select_device
+from torch_gpt2.int8 import Int8Linear, load_model
+
+MODEL = resolve_config(
+    build_config(
+        {
+            "output_dir": "unused",
+            "model": {
+                "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24,
+                "vocab_size": 101,
+            },
+            "train": {"micro_batch_size": 1},
+            "optimizer": {"learning_rate": 1.0},
+        }
+    )
+).model  # fmt: skip
+SKIP = ["h.0.attn.k_proj", "h.1.mlp"]
+IDS = np.random.default_rng(3).integers(0, 101, (3, 24))
+MAXIMUM = 3.0
+"""Of every layer's input, by the moving average: some inputs are beyond it."""
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.normal(0, 0.3, shape).astype(np.float32)
+        for name, shape in parameter_shapes(MODEL).items()
+    }
+
+
+def checkpoint(
+    folder: Path, values: dict[str, np.ndarray], settings: dict[str, Any], **state: Any
+) -> Path:
+    tensors = {
+        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+        for name, array in values.items()
+    }
+    folder.mkdir()
+    weights = Weights(path=folder, format="torch_gpt2", model=MODEL, tensors=tensors)
+    write_project(folder, weights, None)
+    record = read_manifest(folder)
+    record["config"]["quantization"] = settings
+    record["engine"]["quantization"] = state
+    write_manifest(folder, record)
+    return folder
+
+
+def known(settings: dict[str, Any]) -> dict[str, Any]:
+    layers = quantized_layers(QuantizationConfig(**settings), MODEL.num_layers)
+    return {"weight": 2.0, "accumulated": dict.fromkeys(layers, 2.0 * MAXIMUM)}
+
+
+@torch.no_grad()
+def fake_quantized_logits(values: dict[str, np.ndarray], config: QuantizationConfig) -> np.ndarray:
+    """Of transformers' model. Its layer of q, k and v takes a rounded input where q does, and its
+    part of k, which is skipped, is put back.
+    """
+    layers = quantized_layers(config, MODEL.num_layers)
+    levels = activation_levels(config.activation_bits)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        array = x.numpy()
+        fixed = scale_of(np.float32(MAXIMUM), levels.high)
+        scale = token_scales(array, config) if config.activations == "dynamic" else fixed
+        return torch.from_numpy(fake_quantize(array, scale, levels))
+
+    rough = dict(values)
+    for layer in layers:
+        weight = values[f"{layer}.weight"]
+        scales, of_weights = weight_scales(weight, config), weight_levels(config.weight_bits)
+        rough[f"{layer}.weight"] = fake_quantize(weight, scales, of_weights)
+    model = hugging_face_model(MODEL, {name: torch.from_numpy(a) for name, a in rough.items()})
+
+    def around(name: str, module: torch.nn.Module) -> None:
+        forward, width = module.forward, MODEL.hidden_size
+        skipped = slice(width, 2 * width) if name.endswith("h.0.attn.c_attn") else slice(0)
+
+        def replaced(x: torch.Tensor) -> torch.Tensor:
+            y = forward(rounded(x))
+            y[..., skipped] = forward(x)[..., skipped]
+            return y
+
+        module.forward = replaced  # type: ignore[method-assign]
+
+    for name, module in model.named_modules():
+        ours = name.removeprefix("transformer.").replace("c_attn", "q_proj")
+        if ours in layers:
+            around(name, module)
+    found: np.ndarray = model(torch.from_numpy(IDS)).logits.numpy()
+    return found
+
+
+@pytest.mark.parametrize("weights", ["abs_max", "channel_wise_abs_max"])
+@pytest.mark.parametrize("activations", ["moving_average_abs_max", "dynamic"])
+@torch.no_grad()
+def test_integers_equal_what_was_trained(
+    tmp_path: Path, values: dict[str, np.ndarray], weights: str, activations: str
+) -> None:
+    """Sums of 128 products of integers are exact, and those of floats are rounded: 128 x 2^-24 of
+    logits up to 10 is 1e-4. No input lies so near to the border of two levels that this moves it.
+    """
+    settings = {"weights": weights, "activations": activations, "skip": SKIP, "weight_bits": 7}
+    config = QuantizationConfig(**settings)
+    source = checkpoint(tmp_path / "run", values, settings, **known(settings))
+    expected = fake_quantized_logits(values, config)
+    folder = tmp_path / "int8"
+    convert(source, folder, target_format="torch_gpt2", dtype="int8")
+    found = load_file(folder / "model.safetensors")
+    of_8_bits = {name.removesuffix(".weight") for name, x in found.items() if x.dtype == np.int8}
+    assert of_8_bits == set(quantized_layers(config, MODEL.num_layers))
+    assert ("h.0.mlp.c_fc.input_scale" in found) == (activations != "dynamic")
+    assert max(np.abs(x).max() for x in found.values() if x.dtype == np.int8) == 63
+    model = load_model(config_of(MODEL, folder), select_device("cpu"), folder)
+    assert sum(isinstance(part, Int8Linear) for part in model.modules()) == len(of_8_bits)
+    ids = torch.from_numpy(IDS)
+    assert np.abs(model.logits(model(ids)).numpy() - expected).max() < 1e-4
+    for start in (source, folder):
+        target = tmp_path / f"onnx_{start.name}"
+        convert(start, target, target_format="onnx", dtype="int8")
+        assert np.abs(logits(target, MODEL, IDS) - expected).max() < 1e-4
+        graph = onnx.load(target / "model.onnx", load_external_data=False).graph
+        assert {node.domain for node in graph.node} == {""}
+        assert sum(node.op_type == "QuantizeLinear" for node in graph.node) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "error", "message"),
+    [
+        ({}, {}, CheckpointError, "holds no scales of activations"),
+        ({"activations": "none"}, {}, ConfigError, "activations=none and activation_bits=8"),
+        ({"activation_bits": 4}, {}, ConfigError, "activation_bits=4; integers are multiplied"),
+        ({"weights": "best"}, {}, CheckpointError, "broken manifest"),
+        ({}, {"weight": "x"}, CheckpointError, "broken scales of activations"),
+    ],
+)
+def test_what_has_no_integers_is_refused(
+    tmp_path: Path,
+    values: dict[str, np.ndarray],
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    source = checkpoint(tmp_path / "run", values, settings or {"skip": []}, **state)
+    with pytest.raises(error, match=message):
+        convert(source, tmp_path / "int8", target_format="torch_gpt2", dtype="int8")
+    assert not (tmp_path / "int8").exists()
