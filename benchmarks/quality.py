@@ -26,14 +26,17 @@ from benchmarks.table import print_table
 Loss = Callable[[Any, Any], float]
 """(ids (B, T), targets (B, T)) -> the summed loss, in nats."""
 
+OWN_INT8 = "our own, int8"
+QDQ = "ONNX of our own int8, QuantizeLinear"
 FORMATS = (
     ("our own, float32", "torch_gpt2", "float32"),
-    ("our own, int8 (predict and eval on a CPU)", "torch_gpt2", "int8"),
+    (OWN_INT8, "torch_gpt2", "int8"),
     ("Hugging Face, bfloat16 (precision=bf16)", "hf", "bfloat16"),
     ("ONNX, float32", "onnx", "float32"),
     ("ONNX, float16", "onnx", "float16"),
     ("ONNX, int8", "onnx", "int8"),
     ("ONNX, int4", "onnx", "int4"),
+    (QDQ, "onnx", "int8"),
     ("GGUF, F32", "gguf", "float32"),
     ("GGUF, F16", "gguf", "float16"),
     ("GGUF, Q8_0", "gguf", "int8"),
@@ -72,8 +75,9 @@ def main() -> None:
     first = None
     with tempfile.TemporaryDirectory() as root:
         for title, format, dtype in FORMATS:
-            folder = Path(root) / f"{format}_{dtype}"
-            convert(source, folder, target_format=format, dtype=dtype, weights_only=True)
+            folder = Path(root) / title
+            given = Path(root) / OWN_INT8 if title == QDQ else source
+            convert(given, folder, target_format=format, dtype=dtype, weights_only=True)
             loss_sum = OPENED[format](folder, configs["bf16" if format == "hf" else "float32"])
             loss = sum(loss_sum(*batch) for batch in batches) / tokens
             first = loss if first is None else first
