@@ -125,3 +125,21 @@ def test_bad_input(
 ) -> None:
     assert export(run, *words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_weights_of_8_bits_are_evaluated_on_integers(run: Path, tmp_path: Path) -> None:
+    """The loss is the float model's but for rounding; MindSpore rounds the weights alone."""
+    losses = []
+    assert export(run, "export.format=safetensors", "export.weights=int8") == 0
+    for folder, backend in (
+        ("run", "torch"),
+        ("run/weights", "torch"),
+        ("run/weights", "mindspore"),
+    ):
+        words = ["--config", str(run), "--run_mode", "eval", f"output_dir={tmp_path}"]
+        words += [f"checkpoint.load={run.parent / folder}", f"backend={backend}"]
+        assert main(words) == 0
+        losses.append(json.loads((tmp_path / "evaluation.json").read_text())["validation_loss"])
+    expected, integers, rounded = losses
+    assert 1e-7 < abs(integers - expected) < 1e-3
+    assert 1e-7 < abs(rounded - expected) < 1e-3 and abs(rounded - integers) > 1e-7
