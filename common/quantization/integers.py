@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError, ConfigError
+from common.log import LOG
 from common.quantization.scheme import (
     ActivationScales,
     Array,
@@ -59,6 +60,11 @@ def trained_scheme(
             f"{where}: was trained with quantization.activations={config.activations} and"
             f" activation_bits={config.activation_bits}; integers are multiplied by inputs of"
             f" {_BITS} bits: export float32, or train with those"
+        )
+    if config.activations == "abs_max":
+        LOG.warning(
+            f"{where}: was trained with one scale for the inputs of a micro batch; here each token"
+            " has its own, so that no text depends on those beside it"
         )
     has_fixed = config.activations == "moving_average_abs_max"
     if has_fixed and not scales.is_known:
