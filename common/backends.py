@@ -9,7 +9,7 @@ from pathlib import Path
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
 from common.conversion.epoch_models import written_after_epochs
-from common.conversion.export import export_program
+from common.conversion.export import PROGRAMS, export_program
 from common.errors import ConfigError, RunError
 from common.inputs import check_inputs
 from common.interrupts import ending_at_interrupts
@@ -49,7 +49,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         check_inputs(run_mode, config)
         export(config)
         return
-    if run_mode == "export" and export_format(config) in ("onnx", "gguf"):
+    if run_mode == "export" and export_format(config) in PROGRAMS:
         check_inputs(run_mode, config)
         export_program(config)
         return

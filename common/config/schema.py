@@ -752,19 +752,21 @@ class EvaluationConfig(Section):
 class ExportConfig(Section):
     """What --run_mode export writes of a checkpoint."""
 
-    format: Literal["safetensors", "mindir", "onnx", "gguf"] | None = None
+    format: Literal["safetensors", "mindir", "onnx", "gguf", "pt2"] | None = None
     """safetensors: its weights as one file, whichever ranks wrote it; onnx: for onnxruntime and
-    optimum; gguf: for llama.cpp; these on either backend. mindir: a program, on MindSpore. When
-    left out, mindir on mindspore and safetensors on torch.
+    optimum; gguf: for llama.cpp; these on either backend. mindir: a program, on MindSpore; pt2: a
+    program of torch.export, on torch. When left out, mindir on mindspore and safetensors on torch.
     """
     weights: Literal["float32", "float16", "int8", "int4"] = "float32"
     """The type of the weights: any of these of onnx and gguf, where int8 and int4 share a scale in
     blocks of 32; float32 or int8 of safetensors, where each output channel has a scale.
     """
     cache: bool = True
-    """Of onnx: the graph takes and returns keys and values, so that a step computes one token."""
+    """Of onnx and pt2: the program takes and returns keys and values, so that a step computes one
+    token.
+    """
     check: bool = True
-    """Of onnx: compare the file with the backend's model before the folder gets its name."""
+    """Of onnx and pt2: compare it with the backend's model before the folder gets its name."""
     overwrite: bool = False
     """Replace an older export of this format in output_dir."""
     batch_size: Annotated[Count | None, MINDSPORE] = None

@@ -1,7 +1,8 @@
-"""Export a checkpoint as a folder that other programs run: ONNX or GGUF.
+"""Export a checkpoint as a folder that other programs run: ONNX, GGUF or a program of torch.
 
 FORMAT/model.onnx, model.onnx.data, config.json    onnx
 FORMAT/model.gguf                                  gguf
+FORMAT/model.pt2, config.json                      pt2
 FORMAT/generation_config.json                      how to generate, in transformers' words
 FORMAT/export.json                                 where the weights come from, what the check
                                                    found, size and SHA-256 of each file
@@ -11,22 +12,27 @@ and the files of the tokenizer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import run_folder
+from common.config.resolved import ResolvedModel
+from common.conversion.check import compare, random_rows
 from common.conversion.logits import run_logits
 from common.conversion.runners import installed_runners
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, reading
+from common.generation.exported import ExportedModel
 from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
 from common.parallel.resolved_run import ResolvedRun
+from common.systems.gguf.write import write_gguf
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.tokenizer import end_of_text, put_tokenizer, without_tokenizer
-from common.systems.onnx.write import write_onnx
+from common.systems.onnx.session import OnnxModel
+from common.systems.onnx.write import GRAPH_FILE, write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
 from common.training.export import describe_files, export_folder, refuse_to_replace
@@ -38,14 +44,45 @@ _OWN = "torch_gpt2"
 """The name of our own folders among FORMATS."""
 
 
-def export_program(config: ResolvedRun) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ProgramFormat:
+    """How a format is written, and run for the check."""
+
+    write: Callable[[Path, Weights, ResolvedRun], object]
+    """Fills an empty folder."""
+    open: Callable[[Path, ResolvedModel], ExportedModel] | None = None
+    """None: nothing here runs it."""
+    hugging_face_config: bool = True
+    """Whether transformers' config.json belongs beside it."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages without which the files cannot be read, for the record."""
+
+
+PROGRAMS = {
+    "onnx": ProgramFormat(
+        write=lambda folder, weights, config: write_onnx(
+            folder, weights, config.export.weights, cache=config.export.cache
+        ),
+        open=lambda folder, _: OnnxModel(folder / GRAPH_FILE),
+    ),
+    "gguf": ProgramFormat(
+        write=lambda folder, weights, config: write_gguf(folder, weights, config.export.weights),
+        hugging_face_config=False,
+    ),
+}
+"""Those that no backend has a part in, by export.format."""
+
+
+def export_program(config: ResolvedRun, program: ProgramFormat | None = None) -> None:
     """Write the folder export.format in the run folder.
 
+    program: how, where the format is one of the backend's own.
     Raises CheckpointError, ConfigError, StorageError, and RunError where the check fails; an older
     export is then untouched.
     """
     format = config.export.format
     assert format is not None
+    program = program or PROGRAMS[format]
     folder = Path(config.output_dir) / format
     refuse_to_replace(folder, config)
     generation = generation_config(config)
@@ -64,8 +101,10 @@ def export_program(config: ResolvedRun) -> None:
             LOG.warning(f"the export lacks the {reason}")
         size = sum(weight.nbytes for weight in weights.tensors.values())
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
-            _write(format, temporary, weights.with_progress(bar.update), config)
-        difference = _check(temporary, weights, source_format, config) if format == "onnx" else None
+            program.write(temporary, weights.with_progress(bar.update), config)
+        if program.hugging_face_config:
+            write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
+        differences = _check(program, temporary, weights, source_format, config)
         _write_generation(temporary, weights, generation)
         files = describe_files(temporary)
         record = {
@@ -77,7 +116,8 @@ def export_program(config: ResolvedRun) -> None:
             "step": None if weights.run is None else weights.run["state"]["step"],
             "model": weights.model.model_dump(),
             "tokenizer": weights.tokenizer,
-            "largest_difference": difference,
+            "largest_difference": differences,
+            **program.versions,
             "files": files,
         }
         with atomic_write(temporary / RECORD, "w") as file:
@@ -88,26 +128,18 @@ def export_program(config: ResolvedRun) -> None:
     )
 
 
-def _write(format: str, folder: Path, weights: Weights, config: ResolvedRun) -> None:
-    write = FORMATS[format].write
-    assert write is not None
-    if format == "onnx":
-        write = partial(write_onnx, cache=config.export.cache)
-    write(folder, weights, config.export.weights)
-    if FORMATS[format].hugging_face_config:
-        write_config(folder / CONFIG, weights.model, "float32", end_of_text(weights))
-
-
 def _check(
-    folder: Path, weights: Weights, source_format: str, config: ResolvedRun
+    program: ProgramFormat,
+    folder: Path,
+    weights: Weights,
+    source_format: str,
+    config: ResolvedRun,
 ) -> Mapping[str, float] | None:
     """Return the largest difference of logits between the folder and the backend, by case; None
-    where export.check is false.
+    where export.check is false, or nothing runs the format.
     """
-    if not config.export.check:
+    if program.open is None or not config.export.check:
         return None
-    from common.systems.onnx.check import compare, random_rows
-
     own = {"torch": _OWN, "mindspore": "mindspore"}[config.backend]
     runner = own if source_format == _OWN else source_format
     runners = installed_runners()
@@ -118,9 +150,10 @@ def _check(
         )
     ids = random_rows(weights.model.vocab_size, weights.model.max_positions)
     expected = run_logits(runners, runner, weights, ids)
-    differences = compare(folder, ids, expected, is_exact=config.export.weights == "float32")
+    opened = program.open(folder, weights.model)
+    differences = compare(opened, ids, expected, is_exact=config.export.weights == "float32")
     for case, difference in differences.items():
-        LOG.info(f"{case}: onnxruntime differs from backend={config.backend} by {difference:.2g}")
+        LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}")
     return differences
 
 

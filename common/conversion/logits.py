@@ -28,6 +28,7 @@ NEEDED = {
     "hf": ("torch", "transformers"),
     "torch_gpt2": ("torch",),
     "mindspore": ("mindspore",),
+    "pt2": ("torch",),
     "onnx": ("onnxruntime",),
 }
 """Format -> the packages that compute its logits."""

@@ -20,6 +20,7 @@ _PLACES = {
     "hf": ("torch_gpt2.logits", "hugging_face_logits"),
     "torch_gpt2": ("torch_gpt2.logits", "logits"),
     "mindspore": ("mindformers_gpt2.logits", "logits"),
+    "pt2": ("torch_gpt2.program", "logits"),
     "onnx": ("common.systems.onnx.session", "logits"),
 }
 """By format the module and the function."""

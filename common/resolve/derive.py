@@ -140,8 +140,8 @@ def _check_export(config: RunConfig) -> None:
             f"export.weights={export.weights} is for export.format={' and '.join(formats)}, not"
             f" {format}; leave it out, or set export.format"
         )
-    if not export.cache and export.format != "onnx":
-        raise ConfigError("export.cache=false is for export.format=onnx; leave it out")
+    if not export.cache and export.format not in ("onnx", "pt2"):
+        raise ConfigError("export.cache=false is for export.format=onnx and pt2; leave it out")
 
 
 def _check_backend(config: RunConfig) -> None:
@@ -150,6 +150,11 @@ def _check_backend(config: RunConfig) -> None:
     _check_export(config)
     check_device_id(config, config.device)
     if config.backend == "mindspore":
+        if config.export.format == "pt2":
+            raise ConfigError(
+                "export.format=pt2 is for backend torch; set backend=torch, which takes the same"
+                " checkpoint, or export.format=onnx, gguf or mindir"
+            )
         if train.compile:
             raise ConfigError(
                 "train.compile=true is for backend torch; on mindspore leave it out (graph mode"

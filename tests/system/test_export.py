@@ -1,4 +1,4 @@
-"""ONNX and GGUF of a trained run, through the command line, on either backend."""
+"""ONNX, GGUF and programs of torch of a trained run, through the command line."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import GPT2LMHeadModel
 
-import common.systems.onnx.check as check
+import common.conversion.check as check
 from common.systems.onnx.session import logits
 from run_gpt2 import main
 from tools.convert_weight import main as convert
@@ -88,7 +88,18 @@ def test_small_weights_gguf_and_no_cache(run: Path) -> None:
     assert {tensor.tensor_type.name for tensor in tensors} == {"F32", "Q8_0"}
 
 
-@pytest.mark.parametrize("format", ["safetensors", "onnx", "gguf"])
+def test_a_program_of_torch(run: Path) -> None:
+    assert export(run, "export.format=pt2") == 0
+    record = record_of(run.parent / "run" / "pt2")
+    assert set(record["largest_difference"]) == {
+        "all tokens at once", "padding on the left", "token by token",
+    }  # fmt: skip
+    assert max(record["largest_difference"].values()) < 1e-5
+    assert (record["torch"], record["step"]) == (torch.__version__, 1)
+    assert set(record["files"]) == {"model.pt2", "config.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "gguf", "pt2"])
 def test_an_export_is_replaced_only_if_asked(
     run: Path, capsys: pytest.CaptureFixture[str], format: str
 ) -> None:
@@ -116,6 +127,8 @@ def test_a_wrong_graph_gets_no_name(
     [
         (["export.weights=int8"], "export.weights=int8 is for export.format=onnx and gguf"),
         (["export.format=gguf", "export.cache=false"], "export.cache=false is for"),
+        (["export.format=pt2", "export.weights=int8"], "is for export.format=onnx and gguf, not"),
+        (["export.format=pt2", "backend=mindspore"], "export.format=pt2 is for backend torch"),
         (["export.format=onnx", "export.batch_size=2"], "export.batch_size=2 is for"),
         (["export.format=onnx", "checkpoint.load=nowhere"], "nowhere"),
     ],

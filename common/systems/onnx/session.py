@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,45 +95,6 @@ class OnnxModel:
         logits, *self._kept = self._session.run_with_ort_values(["logits", *self._presents], feed)
         result: NDArray[np.float32] = logits.numpy()
         return result
-
-
-class OnnxDecoder:
-    """Implements ``common.generation.generate.Decoder``. Prompts are padded on the left."""
-
-    def __init__(self, model: OnnxModel, positions: int, rows: int) -> None:
-        """positions: how many the model has. rows: most sequences at once."""
-        self.rows = rows
-        self._model = model
-        self._last = positions - 1
-
-    def start(self, prompts: Sequence[Sequence[int]], room: int) -> NDArray[np.float32]:
-        longest = max(map(len, prompts))
-        self._ids = np.zeros((len(prompts), longest), np.int64)
-        self._mask = np.zeros_like(self._ids)
-        for row, prompt in enumerate(prompts):
-            self._ids[row, longest - len(prompt) :] = prompt
-            self._mask[row, longest - len(prompt) :] = 1
-        self._model.forget()
-        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
-
-    def step(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        new = np.array(tokens, np.int64)[:, None]
-        self._mask = np.concatenate([self._mask, np.ones_like(new)], 1)
-        self._ids = new if self._model.has_cache else np.concatenate([self._ids, new], 1)
-        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
-
-    def reorder(self, parents: Sequence[int]) -> None:
-        rows = list(parents)
-        if rows == list(range(len(rows))):
-            return
-        self._mask, self._ids = self._mask[rows], self._ids[rows]
-        self._model.reorder(rows)
-
-    def _positions(self) -> NDArray[np.int64]:
-        """The place of each new token in its own sequence; that of padding is 0."""
-        places = (self._mask.cumsum(1) - 1).clip(0, self._last)
-        positions: NDArray[np.int64] = places[:, -self._ids.shape[1] :]
-        return positions
 
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:

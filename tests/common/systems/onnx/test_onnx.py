@@ -15,11 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
+from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.read import open_hugging_face
 from common.systems.onnx.quantize import BLOCK, quantize_blocks
-from common.systems.onnx.session import OnnxDecoder, OnnxModel
+from common.systems.onnx.session import OnnxModel
 from common.systems.onnx.write import DATA_FILE, GRAPH_FILE, write_onnx
 from common.systems.weights import Weights
 from tools.convert_weight import main
@@ -88,7 +89,7 @@ def test_a_past_and_padding_change_nothing(
 ) -> None:
     net, source = oracle
     model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE)
-    decoder = OnnxDecoder(model, POSITIONS, rows=3)
+    decoder = ExportedDecoder(model, POSITIONS, rows=3)
     rows = [list(random_ids(20)[start:]) for start in (0, 7, 12)]
     ends = [len(row) - 6 for row in rows]
     found = [decoder.start([row[:end] for row, end in zip(rows, ends, strict=True)], 6)]
@@ -107,7 +108,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     net, source = oracle
     folder = write(tmp_path / "onnx", source, cache=cache)
-    decoder = OnnxDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
+    decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
     settings = PredictConfig(stop_at_end_of_text=False)
     for each in generate(decoder, prompts, settings, seed=0, end_of_text=0):

@@ -1,17 +1,15 @@
-"""Compare an ONNX folder with the model that it was made of."""
+"""Compare an exported program with the model that it was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RunError
-from common.systems.onnx.session import OnnxModel
-from common.systems.onnx.write import GRAPH_FILE
+from common.generation.exported import ExportedModel
 
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, of logits up to 10; a part of the largest above that."""
@@ -28,7 +26,7 @@ def random_rows(vocabulary: int, positions: int) -> NDArray[np.int64]:
 
 
 def compare(
-    folder: Path, ids: NDArray[np.int64], expected: NDArray[np.float32], *, is_exact: bool
+    model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], *, is_exact: bool
 ) -> Mapping[str, float]:
     """Return the largest difference of logits by case, for ids (B, T) whose logits are ``expected``
     (B, T, vocab_size).
@@ -37,7 +35,6 @@ def compare(
     padding on the left. is_exact: whether the weights are float32; else the noise of rounding is
     allowed. Raises RunError where a case differs by more.
     """
-    model = OnnxModel(folder / GRAPH_FILE)
     everywhere = np.ones(ids.shape, bool)
     cases = {
         "all tokens at once": (_whole(model, ids), everywhere),
@@ -55,21 +52,21 @@ def compare(
         is_right = differences[name] <= limit if is_exact else noise <= _MOST_NOISE
         if not is_right:
             raise RunError(
-                f"{GRAPH_FILE}: {name}: its logits differ from the model's by"
+                f"the export, {name}: its logits differ from the model's by"
                 f" {differences[name]:.3g} of {largest:.3g}, more than rounding does; nothing was"
-                " exported, an older export is untouched; try another version of onnxruntime, or"
+                " exported, an older export is untouched; try another version of what runs it, or"
                 " export.weights=float32"
             )
     return differences
 
 
-def _whole(model: OnnxModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _whole(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     model.forget()
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return model.run(ids, np.ones_like(ids), positions)
 
 
-def _stepwise(model: OnnxModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Logits of all tokens: the first half at once, each other one after those before it."""
     model.forget()
     length = ids.shape[1]
@@ -83,7 +80,7 @@ def _stepwise(model: OnnxModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _padded(
-    model: OnnxModel, ids: NDArray[np.int64]
+    model: ExportedModel, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Logits of the first tokens of each row, whose lengths differ, and where they stand."""
     model.forget()

@@ -1,0 +1,20 @@
+"""Export a checkpoint in the format that is torch's own."""
+
+from __future__ import annotations
+
+import torch
+
+from common.cluster.environment import ALONE, Process
+from common.conversion.export import ProgramFormat, export_program
+from common.parallel.resolved_run import ResolvedRun
+from torch_gpt2.program import FILE, ProgramModel, write_program
+
+
+def export(config: ResolvedRun, process: Process = ALONE) -> None:
+    """Write the folder pt2 in the run folder. Raises what ``export_program`` does."""
+    program = ProgramFormat(
+        write=lambda folder, weights, run: write_program(folder, weights, cache=run.export.cache),
+        open=lambda folder, model: ProgramModel(folder / FILE, model),
+        versions={"torch": torch.__version__},
+    )
+    export_program(config, program)
