@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import TokenizerError
+from common.log import LOG
 from common.packages import require_package
 from common.systems.gguf.names import NAME_MAP
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
@@ -38,6 +40,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     if kind.startswith("Q"):
         require_blocks(model, str(dtype), _BLOCK)
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
+    writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name("gpt2")
     writer.add_block_count(model.num_layers)
     writer.add_context_length(model.max_positions)
@@ -45,8 +48,10 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     writer.add_feed_forward_length(model.ffn_hidden_size)
     writer.add_head_count(model.num_heads)
     writer.add_layer_norm_eps(model.layer_norm_epsilon)
+    writer.add_vocab_size(model.vocab_size)
     writer.add_file_type(_FILE_TYPES[kind])
-    _add_tokenizer(writer, folder)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_tokenizer(writer, folder, model.vocab_size)
     tensors = export_names(NAME_MAP, weights.tensors, model, "float32")
     types = {
         name: gguf.GGMLQuantizationType[kind if _is_matrix(name) else "F32"] for name in tensors
@@ -82,26 +87,33 @@ def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
     return stored
 
 
-def _add_tokenizer(writer: Any, folder: Path) -> None:
+def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
+    """Add the tokenizer in ``folder``. rows: of the embedding, which has a token for each."""
+    import gguf
+
     files = folder / "vocab.json", folder / "merges.txt"
     if not all(file.is_file() for file in files):
+        LOG.warning(
+            f"{FILE} holds no tokenizer, so llama.cpp takes ids of tokens instead of text: only a"
+            " byte-level BPE (vocab.json and merges.txt) has the same form there"
+        )
         writer.add_tokenizer_model("none")
         return
     vocabulary = read_vocabulary(*files)
+    tokens = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
+    if len(tokens) > rows:
+        raise TokenizerError(
+            f"{files[0]}: {len(tokens)} tokens, and the model has {rows}; put the tokenizer of the"
+            " model beside its weights"
+        )
+    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * (rows - len(tokens))
+    types[vocabulary.eod_id] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    tokens = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
-    writer.add_token_list(tokens)
-    writer.add_token_types(_token_types(len(tokens), vocabulary.eod_id))
+    writer.add_token_list([*tokens, *(f"[PAD{row}]" for row in range(len(tokens), rows))])
+    writer.add_token_types(types)
     writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
     writer.add_bos_token_id(vocabulary.eod_id)
     writer.add_eos_token_id(vocabulary.eod_id)
+    writer.add_pad_token_id(vocabulary.eod_id)
     writer.add_add_bos_token(False)
-
-
-def _token_types(tokens: int, end_of_text: int) -> list[int]:
-    import gguf
-
-    types = [int(gguf.TokenType.NORMAL)] * tokens
-    types[end_of_text] = int(gguf.TokenType.CONTROL)
-    return types

@@ -14,6 +14,10 @@ from common.tokenizer.bpe_files import byte_alphabet
 from tools.convert_weight import main
 
 KINDS = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+FILE_TYPES = {
+    "float32": gguf.LlamaFileType.ALL_F32, "float16": gguf.LlamaFileType.MOSTLY_F16,
+    "int8": gguf.LlamaFileType.MOSTLY_Q8_0, "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
+}  # fmt: skip
 TOKENS = [*byte_alphabet(), "ab", "<|endoftext|>"]
 
 
@@ -40,7 +44,12 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
     sizes = {
         "general.architecture": "gpt2", "gpt2.block_count": 2, "gpt2.context_length": 9,
         "gpt2.embedding_length": 64, "gpt2.feed_forward_length": 256,
-        "gpt2.attention.head_count": 2,
+        "gpt2.attention.head_count": 2, "gpt2.vocab_size": len(TOKENS), "general.type": "model",
+        "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.ggml.padding_token_id": 257, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.token_type": [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL],
     }  # fmt: skip
     assert {name: fields[name] for name in sizes} == sizes
     assert fields["tokenizer.ggml.tokens"] == TOKENS
@@ -63,6 +72,30 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
         meant = gguf.quants.quantize(np.ascontiguousarray(array), found.tensor_type)
         assert np.array_equal(found.data, meant), name
     assert len(stored) == 2 + 2 * 12 + 2
+
+
+def test_each_row_of_the_embedding_has_a_token(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokens lack a row's, are too many, or are no byte-level BPE."""
+    words = ["--to", "gguf", "--input", str(source), "--output"]
+    kept = {token: number for number, token in enumerate([*TOKENS[:256], "<|endoftext|>"])}
+    (source / "vocab.json").write_text(json.dumps(kept))
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    assert main([*words, str(tmp_path / "fewer")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "fewer" / "model.gguf").fields
+    assert fields["tokenizer.ggml.tokens"].contents() == [*kept, "[PAD257]"]
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert types[256:] == [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
+    many = {token: number for number, token in enumerate([*kept, "<a>", "<b>"])}
+    (source / "vocab.json").write_text(json.dumps(many))
+    assert main([*words, str(tmp_path / "more")]) == 2
+    assert "259 tokens, and the model has 258" in capsys.readouterr().err
+    (source / "vocab.json").rename(source / "vocab.txt")
+    assert main([*words, str(tmp_path / "none")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "none" / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "none"
+    assert fields["gpt2.vocab_size"].contents() == len(TOKENS)
 
 
 def is_matrix(name: str) -> bool:
