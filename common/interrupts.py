@@ -59,6 +59,44 @@ def ending_at_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def exiting_at_sigterm() -> Iterator[None]:
+    """A stretch in which SIGTERM, a scheduler's, is SystemExit with its exit code, so that what is
+    half-written can be removed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def holding_signals() -> Iterator[list[int]]:
+    """A stretch of code that would abort at an exception of a signal handler. SIGINT and SIGTERM
+    are added to the list, and raised at its end.
+    """
+    held: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield held
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) not in (signal.SIG_IGN, None)
+    }
+    try:
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
 def run_script(main: Callable[[], int]) -> NoReturn:
     """Call the ``main`` of a script, and end the process with its exit code; 130 after Ctrl-C."""
     raise_interrupts()

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.errors import ConfigError, RunError
+from common.interrupts import holding_signals
 from common.systems.weights import Weights
 from torch_gpt2.model import GPT2, Block
 
@@ -90,13 +91,16 @@ def write_program(folder: Path, weights: Weights, *, cache: bool) -> None:
     for name, parameter in model.named_parameters():
         parameter.numpy()[:] = weights.tensors[name].load_as("float32")
     traced = _trace(Program(model), config, cache=cache)
-    with _Target(io.FileIO(folder / FILE, "wb")) as file:
+    with _Target(io.FileIO(folder / FILE, "wb")) as file, holding_signals() as file.signals:
         try:
             torch.export.save(traced, file)
-        except Exception as error:  # torch hides what the disk said in errors of its own
-            raise file.error or RunError(
-                f"{FILE}: torch {torch.__version__} cannot write it: {_first_line(error)}"
-            ) from error
+        except Exception as error:
+            if file.error is None:
+                raise RunError(
+                    f"{FILE}: torch {torch.__version__} cannot write it: {_first_line(error)}"
+                ) from error
+        if file.error is not None:
+            raise file.error
         file.flush()
         os.fsync(file.fileno())
 
@@ -169,16 +173,20 @@ def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArra
 
 
 class _Target(io.BufferedWriter):
-    """A file to write to that keeps the first error of the disk."""
+    """A file that keeps what is wrong instead of raising it: torch's writer could abort the
+    process at an exception. What comes after it is not written.
+    """
 
     error: OSError | None = None
+    signals: Sequence[int] = ()
 
     def write(self, content: Any) -> int:
-        try:
-            return super().write(content)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        if self.error is None and not self.signals:
+            try:
+                return super().write(content)
+            except OSError as error:
+                self.error = error
+        return memoryview(content).nbytes
 
 
 def _first_line(error: Exception) -> str:

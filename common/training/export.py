@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common import run_folder
 from common.errors import ConfigError
 from common.files import atomic_write, whole_folder
+from common.interrupts import exiting_at_sigterm
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
@@ -133,12 +135,15 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def export_folder(folder: Path) -> AbstractContextManager[Path]:
-    """A folder to fill, which gets the name ``folder`` at the end. Raises StorageError when the
-    disk refuses, and an older one stays.
+@contextmanager
+def export_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``folder`` at the end; nothing is left when a signal
+    ends the process. Raises StorageError when the disk refuses, and an older one stays.
     """
     remedy = (
         "an older export is untouched; make room there, or choose another output_dir and say"
         " checkpoint.load"
     )
-    return whole_folder(folder, what="the export", remedy=remedy)
+    filled = whole_folder(folder, what="the export", remedy=remedy)
+    with exiting_at_sigterm(), filled as temporary:
+        yield temporary

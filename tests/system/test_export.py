@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import yaml
 from transformers import GPT2LMHeadModel
 
 import common.conversion.check as check
+import common.conversion.export
 from common.systems.onnx.session import logits
 from run_gpt2 import main
 from tools.convert_weight import main as convert
@@ -44,6 +47,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
 
 def export(run: Path, *words: str) -> int:
     return main(["--config", str(run), "--run_mode", "export", "export.overwrite=true", *words])
+
+
+def into(folder: Path, run: Path) -> list[str]:
+    """Overrides that export the run into another folder."""
+    return [f"output_dir={folder}", f"checkpoint.load={run.parent / 'run'}"]
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -120,6 +128,54 @@ def test_a_wrong_graph_gets_no_name(
         assert export(run, "export.format=onnx", *words) == 1
         assert "all tokens at once: its logits differ" in capsys.readouterr().err
         assert not (tmp_path / "out" / "onnx").exists()
+
+
+@pytest.mark.parametrize("format", ["onnx", "gguf", "pt2"])
+def test_a_full_disk_leaves_nothing_half(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    """No file may grow beyond a limit: as on a full disk, but with "File too large"."""
+    words = [*into(tmp_path, run), f"export.format={format}", "export.check=false"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert export(run, *words) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert f"{tmp_path / format}: the export could not be written: File too large;" in said
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_scheduler_ends_an_export_without_remains(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(common.conversion.export, "describe_files", stop)
+    with pytest.raises(SystemExit) as ended:
+        export(run, "export.format=gguf", *into(tmp_path, run))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_waits_for_the_end_of_torchs_writer(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in one of its writes could abort the process. What is left to write is not."""
+    save, sizes = torch.export.save, []
+
+    def interrupted(program: Any, file: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        save(program, file)
+        file.flush()
+        sizes.append(file.tell())
+
+    monkeypatch.setattr(torch.export, "save", interrupted)
+    assert export(run, "export.format=pt2", *into(tmp_path, run)) == 130
+    assert sizes == [0]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,16 @@ def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
     import gguf
 
     contiguous = np.ascontiguousarray(array, np.float32)
-    stored: NDArray[Any] = gguf.quants.quantize(contiguous, kind)
-    return stored
+    return gguf.quants.quantize(contiguous, kind).view(_Written)
+
+
+class _Written(np.ndarray[Any, Any]):
+    """An array that is written so that a full disk has its own error. numpy's says how many
+    elements it wrote.
+    """
+
+    def tofile(self, file: Any, *_: Any) -> None:
+        file.write(self.data)
 
 
 def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
