@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -13,10 +14,35 @@ from common.generation.exported import ExportedModel
 
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, of logits up to 10; a part of the largest above that."""
-_MOST_NOISE = 0.5
-"""Of smaller weights: largest deviation, as a part of the deviation of the logits themselves. A
-wrong order or scale is off by all of it.
+_ROUNDING = {"float16": 2.0e-4, "int8": 0.0077, "int4": 0.087}
+"""Deviation of the rounding of a weight, as a part of the weights' own. float16 has 11 bits. In
+blocks of 32 the largest weight is 2.4 deviations, and a step 1/128 or 1/8 of it; what such weights
+multiply is rounded to 8 bits likewise.
 """
+_MARGIN = 4
+"""Trained layers have outliers, whose blocks have larger steps."""
+_MOST_NOISE = 0.5
+"""A wrong order or scale is off by all of the logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of two arrays of logits."""
+
+    largest: float
+    noise: float
+    """Deviation of the difference, as a part of the deviation of the logits."""
+
+
+def allowed_noise(weights: str, layers: int) -> float | None:
+    """Return the largest noise that rounding explains; None for float32, which is not rounded.
+
+    weights: their type. Each of the 4 products of a layer, the embedding and the head add the noise
+    of a rounding, in squares.
+    """
+    if weights == "float32":
+        return None
+    return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MOST_NOISE)
 
 
 def random_rows(vocabulary: int, positions: int) -> NDArray[np.int64]:
@@ -26,14 +52,17 @@ def random_rows(vocabulary: int, positions: int) -> NDArray[np.int64]:
 
 
 def compare(
-    model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], *, is_exact: bool
-) -> Mapping[str, float]:
-    """Return the largest difference of logits by case, for ids (B, T) whose logits are ``expected``
+    model: ExportedModel,
+    ids: NDArray[np.int64],
+    expected: NDArray[np.float32],
+    allowed: float | None,
+) -> dict[str, Difference]:
+    """Return the differences of logits by case, for ids (B, T) whose logits are ``expected``
     (B, T, vocab_size).
 
     Cases: all tokens at once, a first part and then token by token, rows of different lengths with
-    padding on the left. is_exact: whether the weights are float32; else the noise of rounding is
-    allowed. Raises RunError where a case differs by more.
+    padding on the left. allowed: the noise; None: the weights are not rounded, and two ways to add
+    in float32 may differ by TOLERANCE. Raises RunError where a case differs by more.
     """
     everywhere = np.ones(ids.shape, bool)
     cases = {
@@ -45,17 +74,17 @@ def compare(
     largest = float(np.abs(expected).max())  # a NaN stays, and fails every case
     differences = {}
     for name, (found, compared) in cases.items():
-        difference = np.abs(found - expected)[compared]
-        differences[name] = float(difference.max())
-        noise = float(np.sqrt((difference**2).mean()) / expected.std())
+        errors = np.abs(found - expected)[compared]
+        noise = float(np.sqrt((errors**2).mean()) / expected.std())
+        differences[name] = difference = Difference(largest=float(errors.max()), noise=noise)
         limit = TOLERANCE * max(1.0, largest / 10)
-        is_right = differences[name] <= limit if is_exact else noise <= _MOST_NOISE
+        is_right = difference.largest <= limit if allowed is None else noise <= allowed
         if not is_right:
             raise RunError(
                 f"the export, {name}: its logits differ from the model's by"
-                f" {differences[name]:.3g} of {largest:.3g}, more than rounding does; nothing was"
-                " exported, an older export is untouched; try another version of what runs it, or"
-                " export.weights=float32"
+                f" {difference.largest:.3g} of {largest:.3g} (noise {noise:.2g}), more than"
+                " rounding does; nothing was exported, an older export is untouched; try another"
+                " version of what runs it, or export.weights=float32"
             )
     return differences
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from common import run_folder
 from common.config.resolved import ResolvedModel
-from common.conversion.check import compare, random_rows
+from common.conversion.check import allowed_noise, compare, random_rows
 from common.conversion.logits import run_logits
 from common.conversion.runners import installed_runners
 from common.errors import CheckpointError, ConfigError
@@ -104,7 +104,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
             program.write(temporary, weights.with_progress(bar.update), config)
         if program.hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
-        differences = _check(program, temporary, weights, source_format, config)
+        comparison = _check(program, temporary, weights, source_format, config)
         _write_generation(temporary, weights, generation)
         files = describe_files(temporary)
         record = {
@@ -116,7 +116,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
             "step": None if weights.run is None else weights.run["state"]["step"],
             "model": weights.model.model_dump(),
             "tokenizer": weights.tokenizer,
-            "largest_difference": differences,
+            **comparison,
             **program.versions,
             "files": files,
         }
@@ -134,12 +134,12 @@ def _check(
     weights: Weights,
     source_format: str,
     config: ResolvedRun,
-) -> Mapping[str, float] | None:
-    """Return the largest difference of logits between the folder and the backend, by case; None
-    where export.check is false, or nothing runs the format.
+) -> dict[str, Any]:
+    """Return what the record says of the logits of the folder beside the backend's, by case.
+    Nothing is compared where export.check is false, or nothing runs the format.
     """
     if program.open is None or not config.export.check:
-        return None
+        return {"largest_difference": None}
     own = {"torch": _OWN, "mindspore": "mindspore"}[config.backend]
     runner = own if source_format == _OWN else source_format
     runners = installed_runners()
@@ -149,12 +149,22 @@ def _check(
             " install its framework, or set export.check=false"
         )
     ids = random_rows(weights.model.vocab_size, weights.model.max_positions)
-    expected = run_logits(runners, runner, weights, ids)
+    allowed = allowed_noise(config.export.weights, weights.model.num_layers)
     opened = program.open(folder, weights.model)
-    differences = compare(opened, ids, expected, is_exact=config.export.weights == "float32")
-    for case, difference in differences.items():
-        LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}")
-    return differences
+    found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
+    for case, difference in found.items():
+        noise = (
+            "" if allowed is None else f", noise {difference.noise:.2g} of {allowed:.2g} allowed"
+        )
+        LOG.info(
+            f"{case}: the export differs from backend={config.backend} by"
+            f" {difference.largest:.2g}{noise}"
+        )
+    largest = {case: difference.largest for case, difference in found.items()}
+    if allowed is None:
+        return {"largest_difference": largest}
+    noises = {case: difference.noise for case, difference in found.items()}
+    return {"largest_difference": largest, "noise": noises, "allowed_noise": allowed}
 
 
 def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ def test_small_weights_gguf_and_no_cache(run: Path) -> None:
     record = record_of(folder / "onnx")
     assert (record["weights"], record["cache"]) == ("int4", False)
     assert set(record["largest_difference"]) == {"all tokens at once", "padding on the left"}
+    assert 0.01 < max(record["noise"].values()) < record["allowed_noise"] == 0.5
     assert export(run, "export.format=gguf", "export.weights=int8") == 0
     record_of(folder / "gguf")
     tensors = gguf.GGUFReader(folder / "gguf" / "model.gguf").tensors
@@ -120,12 +121,17 @@ def test_an_export_is_replaced_only_if_asked(
 def test_a_wrong_graph_gets_no_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong by a thousandth, and not a number."""
+    """Wrong by a thousandth, not a number; and of float16 by a hundredth of each logit."""
     right = check._whole
     words = [f"output_dir={tmp_path / 'out'}", f"checkpoint.load={run.parent / 'run'}"]
-    for change in (lambda found: found + 1e-3, lambda found: found * np.nan):
+    for dtype, change in (
+        ("float32", lambda found: found + 1e-3),
+        ("float32", lambda found: found * np.nan),
+        ("float16", lambda found: found * 1.01),
+        ("float16", lambda found: found * np.nan),
+    ):
         monkeypatch.setattr(check, "_whole", lambda *given, change=change: change(right(*given)))
-        assert export(run, "export.format=onnx", *words) == 1
+        assert export(run, "export.format=onnx", f"export.weights={dtype}", *words) == 1
         assert "all tokens at once: its logits differ" in capsys.readouterr().err
         assert not (tmp_path / "out" / "onnx").exists()
 
