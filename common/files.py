@@ -207,7 +207,8 @@ def put_in_place(folder: Path, target: Path) -> None:
             os.replace(replaced, target)
         raise
     fsync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        _remove(replaced)
 
 
 def clean_up(parent: Path, names: str) -> None:

@@ -100,6 +100,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
         for reason in without_tokenizer(weights).values():
             LOG.warning(f"the export lacks the {reason}")
         size = sum(weight.nbytes for weight in weights.tensors.values())
+        LOG.info(f"{folder}: writing {size / 1e6:.1f} MB of weights as {config.export.weights}")
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
             program.write(temporary, weights.with_progress(bar.update), config)
         if program.hugging_face_config:

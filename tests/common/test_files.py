@@ -134,3 +134,15 @@ def test_an_input_is_no_output(tmp_path: Path, way: str) -> None:
     ):
         refuse_to_overwrite([None, tmp_path / "absent", source], [tmp_path / "new", output], "mend")
     refuse_to_overwrite([source], [tmp_path / "new"], "mend")
+
+
+def test_a_file_or_a_link_is_replaced_without_remains(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        fill(tmp_path / name)
+        assert (tmp_path / name / "new").is_file() and not (tmp_path / name).is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "file", "link"]
+    assert (tmp_path / "elsewhere" / "kept").is_file()
