@@ -83,7 +83,8 @@ class _TokenScores(nn.Cell):
         self.most_probable = ops.Argmax(-1, ms.int32)
 
     def construct(self, ids: Tensor, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.model(ids)
+        # Calling the Cell would run decode instead, once a Decoder has compiled that.
+        hidden = self.model.construct(ids)
         hidden = ops.Gather()(hidden.reshape((-1, hidden.shape[-1])), places, 0)
         losses: tuple[Tensor, ...] = ()
         hits: tuple[Tensor, ...] = ()

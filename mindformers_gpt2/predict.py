@@ -1,40 +1,63 @@
-"""Continue prompts with a checkpoint."""
+"""Continue prompts, and score text, with a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.generation.generate import rows_at_once
-from common.generation.output import write_continuations
-from common.generation.prompts import encode_prompts
+from common.evaluation import Scorer
 from common.generation.sampling import Logits
+from common.inference.predict import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
-from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
+from mindformers_gpt2.evaluate import make_scorer
 from mindformers_gpt2.model import GPT2, build_model
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
+    continue_prompts(config, partial(open_runner, process=process))
+
+
+def open_runner(
+    config: ResolvedRun, tokenizer: dict[str, Any] | None, process: Process = ALONE
+) -> Runner:
+    """Load the weights that the config names onto its device. tokenizer: the record of the one to
+    be used. Raises CheckpointError unless both fit, and DeviceError.
+    """
     device = open_device(config, process)
     check_memory(config, process, device)
-    tokenizer, config = open_tokenizer(config)
-    prompts = encode_prompts(config, tokenizer)
-    checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
+    checkpoint = weights_to_use(config, tokenizer)
     model = build_model(config, device)
     load_weights(
         {parameter.name: parameter for parameter in model.get_parameters()},
         config.model,
         checkpoint,
     )
-    rows = rows_at_once(config.predict, len(prompts))
-    write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
+    return Runner(model, device)
+
+
+class Runner:
+    """Implements ``common.inference.runner.Runner``."""
+
+    has_fixed_shapes = True
+
+    def __init__(self, model: GPT2, device: MindSporeDevice) -> None:
+        self.model = model
+        self.device = device
+
+    def decoder(self, rows: int) -> Decoder:
+        return Decoder(self.model, self.device, rows)
+
+    def scorer(self) -> Scorer:
+        return make_scorer(self.model, self.device)
 
 
 class Decoder:

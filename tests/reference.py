@@ -1,9 +1,55 @@
-"""Independent models to compare with: transformers' GPT-2 holding our weights."""
+"""Independent models to compare with: transformers' GPT-2 holding our weights, or its own."""
+
+import json
+import shutil
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config.schema import ModelConfig
+from common.tokenizer.bpe_files import byte_alphabet
+
+POSITIONS = 64
+"""Of ``save_model``."""
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
+
+
+def write_vocabulary(folder: Path, merges: list[str]) -> Path:
+    """Of 262 tokens, under OpenAI's names, the merges without a header."""
+    folder.mkdir()
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
+    (folder / "encoder.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
+    (folder / "vocab.bpe").write_text("\n".join(merges))
+    return folder
+
+
+def save_model(folder: Path, vocabulary: Path, size: int) -> Path:
+    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's
+    files.
+    """
+    torch.manual_seed(0)
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": POSITIONS,
+        "vocab_size": size,
+        "initializer_range": 0.3,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=size - 1, eos_token_id=size - 1))
+    with torch.no_grad():
+        # or a tied model of random weights repeats itself
+        model.transformer.wpe.weight.normal_(std=2.0)
+        model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[-1])
+    model.save_pretrained(folder)
+    shutil.copy(vocabulary / "encoder.json", folder / "vocab.json")
+    (folder / "merges.txt").write_text(
+        "#version: 0.2\n" + (vocabulary / "vocab.bpe").read_text().removeprefix("#version: 0.2\n")
+    )
+    return folder
 
 
 def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> GPT2LMHeadModel:

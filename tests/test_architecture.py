@@ -27,6 +27,7 @@ LAYERS = (
     ("training", "doctor", "launcher"),
     ("generation", "evaluation", "systems"),
     ("conversion",),
+    ("inference",),
     ("inputs", "modelarts"),
     ("backends",),
 )
@@ -46,9 +47,10 @@ def imported_packages(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("common", FRAMEWORKS | BACKENDS | {"transformers"}),
-        ("torch_gpt2", {"mindspore", "mindformers_gpt2"}),
-        ("mindformers_gpt2", {"torch", "torch_gpt2", "deepspeed"}),
+        ("common", FRAMEWORKS | BACKENDS | {"transformers", "gpt2_toolkit"}),
+        ("gpt2_toolkit", FRAMEWORKS | BACKENDS | {"transformers"}),
+        ("torch_gpt2", {"mindspore", "mindformers_gpt2", "gpt2_toolkit"}),
+        ("mindformers_gpt2", {"torch", "torch_gpt2", "deepspeed", "gpt2_toolkit"}),
     ],
 )
 def test_a_package_imports_nothing_above_or_beside_it(package: str, forbidden: set[str]) -> None:

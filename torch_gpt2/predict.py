@@ -1,8 +1,10 @@
-"""Continue prompts with a checkpoint."""
+"""Continue prompts, and score text, with a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,29 +12,49 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
-from common.generation.generate import rows_at_once
-from common.generation.output import write_continuations
-from common.generation.prompts import encode_prompts
+from common.evaluation import Scorer
 from common.generation.sampling import Logits
+from common.inference.predict import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
-from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.start import weights_to_use
 from torch_gpt2.device import TorchDevice, open_device
+from torch_gpt2.evaluate import make_scorer
 from torch_gpt2.int8 import Int8GPT2, Int8Linear, load_model, product_of
 from torch_gpt2.model import GPT2, Block, Linear
 from torch_gpt2.products import Product
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
+    continue_prompts(config, partial(open_runner, process=process))
+
+
+def open_runner(
+    config: ResolvedRun, tokenizer: dict[str, Any] | None, process: Process = ALONE
+) -> Runner:
+    """Load the weights that the config names onto its device. tokenizer: the record of the one to
+    be used. Raises CheckpointError unless both fit, and DeviceError.
+    """
     device = open_device(config, process)
     check_memory(config, process, device)
-    tokenizer, config = open_tokenizer(config)
-    prompts = encode_prompts(config, tokenizer)
-    checkpoint = weights_to_use(config, describe_tokenizer(tokenizer))
-    model = load_model(config, device, checkpoint)
-    rows = rows_at_once(config.predict, len(prompts))
-    write_continuations(Decoder(model, device, rows), prompts, config, tokenizer)
+    checkpoint = weights_to_use(config, tokenizer)
+    return Runner(load_model(config, device, checkpoint), device)
+
+
+class Runner:
+    """Implements ``common.inference.runner.Runner``."""
+
+    has_fixed_shapes = False
+
+    def __init__(self, model: GPT2 | Int8GPT2, device: TorchDevice) -> None:
+        self.model = model
+        self.device = device
+
+    def decoder(self, rows: int) -> Decoder:
+        return Decoder(self.model, self.device, rows)
+
+    def scorer(self) -> Scorer:
+        return make_scorer(self.model, self.device)
 
 
 class Decoder:

@@ -10,6 +10,7 @@ from common.evaluation.rows import (
     Scorer,
     TokenScores,
     score_rows,
+    score_tokens,
     sliding_windows,
 )
 from common.evaluation.task import ValidationTask, open_task
@@ -25,5 +26,6 @@ __all__ = [
     "open_task",
     "report",
     "score_rows",
+    "score_tokens",
     "sliding_windows",
 ]

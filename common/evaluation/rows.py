@@ -4,7 +4,7 @@ shape, scored by a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,20 +92,32 @@ def score_rows(
     rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
 ) -> RowScores:
     """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
+    nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
+    for number, scores in enumerate(score_tokens(rows, scorer, batch_size, unit)):
+        np.add.at(nats, np.full(len(scores.losses), number), scores.losses)
+        hits[number] = scores.hits.sum()
+    return RowScores(nats=nats, hits=hits)
+
+
+def score_tokens(
+    rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
+) -> Iterator[TokenScores]:
+    """Yield the scores of each row's scored targets, which ``batch_size`` rows at once have got.
+    unit: what the progress bar counts.
+    """
     size = min(batch_size, len(rows))
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
     length = max(len(row.tokens) - 1 for row in rows)
     width = max(sum(row.scored for row in batch) for batch in batches)
-    nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     with progress_bar(total=len(rows), unit=unit, description="evaluation") as bar:
         for first, some in zip(range(0, len(rows), size), batches, strict=True):
             beat(first, "evaluating")
-            batch = _pack(some, size, length, width)
-            scores, owners = scorer(batch), first + batch.owners
-            np.add.at(nats, owners, scores.losses[: len(owners)])
-            np.add.at(hits, owners, scores.hits[: len(owners)])
+            scores = scorer(_pack(some, size, length, width))
+            ends = np.cumsum([row.scored for row in some])
+            for end, row in zip(ends, some, strict=True):
+                own = slice(end - row.scored, end)
+                yield TokenScores(losses=scores.losses[own], hits=scores.hits[own])
             bar.update(len(some))
-    return RowScores(nats=nats, hits=hits)
 
 
 def _pack(rows: Sequence[ScoredRow], size: int, length: int, width: int) -> RowBatch:

@@ -95,7 +95,7 @@ def generate(
     vocab_size: int | None = None,
     unknown: int | None = None,
     window: int | None = None,
-    on_token: Callable[[Continuation], None] | None = None,
+    stepwise: bool = False,
     done: Container[tuple[int, int]] = (),
     biases: Biases | None = None,
     read: Callable[[Prompt], GrowingText] | None = None,
@@ -105,10 +105,10 @@ def generate(
     Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor
     its neighbours change what it says. vocab_size: ids from here on are not chosen, nor is unknown,
     the id of text that the vocabulary lacks. window: a sequence that outgrows it is followed by its
-    last window - 1 tokens, taken in anew for each token; None: none does. on_token: called with a
-    sequence that has grown, while it is the only one at work. done: index and number of those that
-    are left out. biases: what ``sequence_biases`` makes of the settings. read: makes the text of a
-    continuation, which stop strings need.
+    last window - 1 tokens, taken in anew for each token; None: none does. stepwise: also yield a
+    sequence after each of its tokens, unfinished, while it is the only one at work. done: index and
+    number of those that are left out. biases: what ``sequence_biases`` makes of the settings. read:
+    makes the text of a continuation, which stop strings need.
     """
     assert read is not None or not settings.stop
     rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
@@ -134,15 +134,15 @@ def generate(
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
                     _grow(each, row[:vocab_size], settings, rules, end_of_text)
-            if on_token is not None and len(batch) == 1 and batch[0].tokens:
-                on_token(batch[0])
-            growing = [each for each in batch if each.finish_reason is None]
-            if not growing:
+            unfinished = [each for each in batch if each.finish_reason is None]
+            if not unfinished:
                 break
+            if stepwise and len(batch) == 1:
+                yield batch[0]
             beat(first, "generating")
-            if at_work is not batch or any(each.room(window) == 0 for each in growing):
-                at_work = growing
-                logits = decoder.start([each.context(window) for each in growing], 0)
+            if at_work is not batch or any(each.room(window) == 0 for each in unfinished):
+                at_work = unfinished
+                logits = decoder.start([each.context(window) for each in unfinished], 0)
             else:
                 logits = decoder.step(
                     [each.tokens[-1] if each.tokens else end_of_text for each in batch]

@@ -15,12 +15,10 @@ from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.articles import ArticleFolder
-from common.generation.beam_search import search_beams
-from common.generation.generate import Continuation, Decoder, generate
+from common.generation.continuations import continuations
+from common.generation.generate import Continuation, Decoder
 from common.generation.log_probabilities import as_record
-from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
-from common.generation.stop_strings import GrowingText
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
@@ -51,18 +49,11 @@ def write_continuations(
     for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)
-    if window and settings.strategy == "beam_search":
-        raise ConfigError(
-            f"predict.strategy=beam_search: sequences stay within {config.model.max_positions}"
-            " positions; leave predict.window out and lower predict.max_new_tokens, or set"
-            " predict.strategy=sampling"
-        )
     if window and any(len(each.ids) + each.new_tokens > window for each in prompts):
         LOG.warning(
             f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
             f" last {window - 1}, and costs a pass over all of them"
         )
-    biases = sequence_biases(settings, tokenizer)
     as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
     printer = kind(numbered=settings.num_sequences > 1)
@@ -79,28 +70,18 @@ def write_continuations(
             if settings.output_file
             else None
         )
-        limits: dict[str, Any] = {
-            "end_of_text": tokenizer.eod_id,
-            "vocab_size": tokenizer.vocab_size,
-            "unknown": tokenizer.unknown_id,
-            "biases": biases,
-            "read": lambda prompt: GrowingText(tokenizer.stream(prompt.ids), settings.stop),
-        }
-        found = (
-            search_beams(decoder, prompts, settings, **limits)
-            if settings.strategy == "beam_search"
-            else generate(
-                decoder,
-                prompts,
-                settings,
-                seed=config.seed if settings.seed is None else settings.seed,
-                window=window,
-                done=folder.done if folder else (),
-                on_token=printer.show if settings.stream and sys.stdout.isatty() else None,
-                **limits,
-            )
+        found = continuations(
+            decoder,
+            prompts,
+            config,
+            tokenizer,
+            stepwise=settings.stream and sys.stdout.isatty(),
+            done=folder.done if folder else (),
         )
         for each in found:
+            if each.finish_reason is None:
+                printer.show(each)
+                continue
             if folder and (each.index, each.number) in folder.done:
                 continue
             printer.finish(each, last=each.number == settings.num_sequences - 1)

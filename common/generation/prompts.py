@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from common.errors import ConfigError, DataError
 from common.generation.logit_rules import sequence_biases
@@ -16,7 +16,7 @@ from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
 DEFAULT_NEW_TOKENS = 100
-Given = str | list[int]
+Given: TypeAlias = str | Sequence[int]
 """A prompt as it was given: text or ids."""
 
 
@@ -47,12 +47,24 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
 
 def sliding_window(config: ResolvedRun) -> int | None:
     """Return predict.window, or the positions where max_new_tokens is above them; None: a text
-    stays within the positions.
+    stays within the positions. Raises ConfigError with beam search, which cannot slide.
     """
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:
         return None
+    if settings.strategy == "beam_search":
+        raise ConfigError(
+            f"predict.strategy=beam_search: sequences stay within {positions} positions; leave"
+            " predict.window out and lower predict.max_new_tokens, or set predict.strategy=sampling"
+        )
     return settings.window or positions
+
+
+def encode_given(given: Sequence[Given], config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
+    """Return prompts given as text or as ids. Raises ConfigError as ``encode_prompts`` does."""
+    sequence_biases(config.predict, tokenizer)
+    positions = config.model.max_positions
+    return [_encode(each, "predict.prompt", config, tokenizer, positions) for each in given]
 
 
 def given_prompts(config: ResolvedRun) -> list[tuple[str, Given]]:

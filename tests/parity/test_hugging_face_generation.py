@@ -15,54 +15,14 @@ transformers = pytest.importorskip("transformers")
 from common.config.load import build_config  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
 from common.resolve.derive import resolve_mode  # noqa: E402
-from common.tokenizer.bpe_files import byte_alphabet  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
+from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 from torch_gpt2.predict import predict  # noqa: E402
 from torch_gpt2.train import train  # noqa: E402
 
 PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
-POSITIONS, NEW_TOKENS = 64, 12
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
-
-
-def write_vocabulary(folder: Path, merges: list[str]) -> Path:
-    """Of 262 tokens, under OpenAI's names, the merges without a header."""
-    folder.mkdir()
-    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
-    (folder / "encoder.json").write_text(
-        json.dumps({token: number for number, token in enumerate(tokens)})
-    )
-    (folder / "vocab.bpe").write_text("\n".join(merges))
-    return folder
-
-
-def save_model(folder: Path, vocabulary: Path, size: int) -> Path:
-    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's
-    files.
-    """
-    torch.manual_seed(0)
-    sizes = {
-        "n_layer": 2,
-        "n_embd": 32,
-        "n_head": 4,
-        "n_positions": POSITIONS,
-        "vocab_size": size,
-        "initializer_range": 0.3,
-    }
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, bos_token_id=size - 1, eos_token_id=size - 1)
-    )
-    with torch.no_grad():
-        # or a tied model of random weights repeats itself
-        model.transformer.wpe.weight.normal_(std=2.0)
-        model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[-1])
-    model.save_pretrained(folder)
-    shutil.copy(vocabulary / "encoder.json", folder / "vocab.json")
-    (folder / "merges.txt").write_text(
-        "#version: 0.2\n" + (vocabulary / "vocab.bpe").read_text().removeprefix("#version: 0.2\n")
-    )
-    return folder
+NEW_TOKENS = 12
 
 
 def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str, Any]:

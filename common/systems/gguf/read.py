@@ -97,5 +97,7 @@ def _model(file: Path, fields: dict[str, Any], stored: dict[str, FileTensor]) ->
         lacking = ", ".join([*(f"gpt2.{name}" for name in missing), *([] if missing else [_TABLE])])
         raise ConfigError(f"{file}: lacks {lacking}, which a GPT-2 has; fetch or write it again")
     section = {ours: fields[f"gpt2.{theirs}"] for ours, theirs in _SIZES.items()}
+    # The file has it in float32; the shortest number that rounds to it is what was meant.
+    section["layer_norm_epsilon"] = float(str(np.float32(section["layer_norm_epsilon"])))
     section |= {"vocab_size": stored[_TABLE].shape[0], "seq_length": section["max_positions"]}
     return checked_model(file, section)

@@ -1,0 +1,224 @@
+"""A model and its tokenizer, asked for text and for scores: the same words on every backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast, overload
+
+import numpy as np
+from pydantic import ValidationError
+
+from common.config.hints import explain
+from common.config.resolved import as_run
+from common.config.schema import PredictConfig
+from common.errors import ConfigError, RunError
+from common.evaluation import ScoredRow, Scorer, score_tokens, sliding_windows
+from common.generation.continuations import continuations, read_text
+from common.generation.generate import Decoder, rows_at_once
+from common.generation.prompts import Given, Prompt, encode_given
+from common.inference.results import Generation, Generations, Score
+from common.inference.runner import Runner
+from common.inference.source import Source
+from common.parallel.resolved_run import ResolvedRun
+from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_prompt
+
+_NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
+"""Settings of predict that belong to the command."""
+
+
+class LanguageModel:
+    """A GPT-2 that is open. One call works at a time: another one meanwhile raises RunError."""
+
+    def __init__(
+        self,
+        source: Source,
+        backend: str,
+        config: ResolvedRun,
+        tokenizer: Tokenizer,
+        runner: Runner,
+    ) -> None:
+        """backend: torch, mindspore or onnx. config: of one device, with the model's sizes."""
+        self.source = source
+        self.backend = backend
+        self.config = config
+        self.tokenizer = tokenizer
+        self.runner = runner
+        self._decoder: Decoder | None = None
+        self._scorer: Scorer | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that the model sees at once."""
+        return self.config.model.max_positions
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; <|endoftext|> in it is that token."""
+        ids: list[int] = encode_prompt(self.tokenizer, text).tolist()
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    # ---- generating ----
+
+    def generate(self, prompt: Given | Sequence[Given], **settings: Any) -> Generations:
+        """Continue a prompt or several: texts, or lists of ids.
+
+        settings: keys of the section predict, such as max_new_tokens, strategy, temperature, top_k,
+        seed; their defaults are the section's. Returns num_sequences continuations of each prompt,
+        in order. Raises ConfigError for settings and prompts that the model cannot follow.
+        """
+        config, prompts = self._prepared(prompt, settings)
+        with self._working(), self._decoding(config, prompts) as decoder:
+            return Generations(
+                Generation(
+                    prompt=each.prompt.text,
+                    text=read_text(each),
+                    prompt_tokens=each.prompt.ids,
+                    tokens=each.tokens,
+                    finish_reason=str(each.finish_reason),
+                    score=each.score,
+                    logprobs=each.scored,
+                    index=each.index,
+                    number=each.number,
+                )
+                for each in continuations(decoder, prompts, config, self.tokenizer)
+            )
+
+    def stream(self, prompt: Given, **settings: Any) -> Iterator[str]:
+        """Return the text that follows a prompt in pieces of whole characters, as it comes.
+
+        settings: as ``generate`` takes them, for one continuation. Raises ConfigError.
+        """
+        config, prompts = self._prepared(prompt, settings)
+        if len(prompts) > 1 or config.predict.num_sequences > 1:
+            raise ConfigError("stream: continues one prompt once; use generate for several")
+        return self._pieces(config, prompts)
+
+    def _pieces(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[str]:
+        shown = 0
+        with self._working(), self._decoding(config, prompts) as decoder:
+            for each in continuations(decoder, prompts, config, self.tokenizer, stepwise=True):
+                text = read_text(each)
+                if text[shown:]:
+                    yield text[shown:]
+                shown = len(text)
+
+    def _prepared(
+        self, prompt: Given | Sequence[Given], settings: dict[str, Any]
+    ) -> tuple[ResolvedRun, list[Prompt]]:
+        config = as_run(ResolvedRun, self.config, predict=self._settings(settings))
+        is_one = isinstance(prompt, str) or all(isinstance(each, int) for each in prompt)
+        given = [prompt] if is_one else prompt
+        return config, encode_given(cast("Sequence[Given]", given), config, self.tokenizer)
+
+    def _settings(self, settings: dict[str, Any]) -> PredictConfig:
+        """Raises ConfigError for unknown ones, and for values that are not allowed."""
+        if wrong := [name for name in _NOT_HERE if name in settings]:
+            raise ConfigError(f"{wrong[0]}: is for --run_mode predict; leave it out here")
+        try:
+            return PredictConfig.model_validate(
+                {"batch_size": self.config.predict.batch_size, **settings}
+            )
+        except ValidationError as error:
+            faults = [{**fault, "loc": ("predict", *fault["loc"])} for fault in error.errors()]
+            raise ConfigError("\n".join(explain(fault, {}) for fault in faults)) from None
+
+    # ---- scoring ----
+
+    @overload
+    def score(self, text: str, *, stride: int | None = None) -> Score: ...
+    @overload
+    def score(self, text: list[str], *, stride: int | None = None) -> list[Score]: ...
+    def score(self, text: str | list[str], *, stride: int | None = None) -> Score | list[Score]:
+        """Score every token of a text, or of several: the first one after end-of-text, as lm-eval
+        and the perplexity of .jsonl files do.
+
+        stride: tokens between the windows over a text that is longer than the model's positions;
+        as many as there are positions (no overlap) when left out. Raises ConfigError.
+        """
+        window = self.max_positions
+        if stride is not None and not 1 <= stride <= window:
+            raise ConfigError(f"stride={stride}: expected 1 to {window}, the model's positions")
+        texts = [text] if isinstance(text, str) else text
+        rows, counts = [], []
+        for each in texts:
+            tokens = np.array([self.tokenizer.eod_id, *self.encode(each)], np.int32)
+            windows = sliding_windows(tokens, window, stride or window)
+            counts.append(len(windows))
+            rows += windows
+        parts = iter(self._scored(rows))
+        found = [_joined([next(parts) for _ in range(count)]) for count in counts]
+        return found[0] if isinstance(text, str) else found
+
+    def score_ids(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
+        """Score the tokens of each row from ``starts`` on, each after all before it in its row.
+
+        starts: 1 or more each; the first token of a row has nothing before it. Of a row longer than
+        the model's positions + 1 tokens, the first ones are left out. Raises ConfigError.
+        """
+        longest, size, scored = self.max_positions + 1, self.config.model.vocab_size, []
+        for number, (ids, start) in enumerate(zip(rows, starts, strict=True)):
+            if not 1 <= start < len(ids):
+                raise ConfigError(
+                    f"row {number}: starts at {start} of {len(ids)} tokens; expected a place from 1"
+                    " to the last token"
+                )
+            tokens = np.asarray(ids, np.int64)
+            if tokens.min() < 0 or tokens.max() >= size:
+                raise ConfigError(f"row {number}: holds an id outside 0 to {size - 1}")
+            kept = tokens[-longest:].astype(np.int32)
+            scored.append(ScoredRow(tokens=kept, scored=min(len(ids) - start, len(kept) - 1)))
+        return self._scored(scored)
+
+    def _scored(self, rows: Sequence[ScoredRow]) -> list[Score]:
+        """Scores of all rows, longest first where that saves padding."""
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
+        size = len(rows) if self.runner.has_fixed_shapes else self.config.predict.batch_size
+        found: dict[int, Score] = {}
+        with self._working():
+            self._scorer = self._scorer or self.runner.scorer()
+            for first in range(0, len(rows), size or 1):
+                some = [rows[number] for number in order[first : first + size]]
+                scores = score_tokens(some, self._scorer, self.config.predict.batch_size)
+                for number, row, score in zip(order[first:], some, scores, strict=False):
+                    found[number] = Score(
+                        tokens=row.tokens[len(row.tokens) - row.scored :].tolist(),
+                        logprobs=-score.losses,
+                        greedy=score.hits.astype(np.bool_),
+                    )
+        return [found[number] for number in range(len(rows))]
+
+    # ---- the model ----
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise RunError(
+                "the model is at work; finish or close its stream first, or open it twice"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _decoding(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[Decoder]:
+        """A decoder of as many rows as these prompts need; the last one is kept."""
+        rows = max(1, rows_at_once(config.predict, len(prompts)))
+        if self._decoder is None or self._decoder.rows != rows:
+            self._decoder = None  # its memory is free before another one is made
+            self._decoder = self.runner.decoder(rows)
+        yield self._decoder
+
+
+def _joined(parts: Sequence[Score]) -> Score:
+    return Score(
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)]),
+        greedy=np.concatenate([np.zeros(0, np.bool_), *(part.greedy for part in parts)]),
+    )

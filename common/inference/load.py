@@ -1,0 +1,152 @@
+"""Open any folder that holds a model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from common.config.load import build_config
+from common.config.resolved import ResolvedModel
+from common.errors import ConfigError
+from common.inference.language_model import LanguageModel
+from common.inference.runner import Runner
+from common.inference.source import Source, find_source, open_tokenizer
+from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
+from common.resolve.derive import resolve_mode
+from common.systems.direct import accept_foreign_weights
+from common.tokenizer import Tokenizer
+from common.training.data import describe_tokenizer
+from common.training.fits import multiple_that_keeps
+
+Backend = Literal["auto", "torch", "mindspore", "onnx"]
+PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
+"""The package of each backend; its module ``predict`` has ``open_runner``."""
+_OF_PROGRAMS = {"onnx": "onnx", "mindir": "mindspore"}
+"""The one backend that runs each format of ``PROGRAMS``."""
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    backend: Backend = "auto",
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto",
+    dtype: str | Mapping[str, str] | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+    batch_size: int = 8,
+    threads: int | None = None,
+    verify: bool = False,
+) -> LanguageModel:
+    """Open a language model; its sizes and its tokenizer come from the folder.
+
+    path: a run folder, a checkpoint, an export, a Hugging Face folder, or any other weights that
+    tools/convert_weight.py reads. backend: what computes; auto takes the one that the format needs,
+    else the run's own where it is installed, else torch or MindSpore. dtype: as the section
+    precision has it, such as float32 or bf16; the run's own when left out. tokenizer: one, or the
+    folder of its files, where these are not beside the model. batch_size: sequences at once, unless
+    a call says otherwise. threads: of a CPU. verify: compare the SHA-256 of an export's files.
+
+    Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
+    """
+    accept_foreign_weights()
+    source = find_source(Path(path), verify=verify)
+    if isinstance(tokenizer, os.PathLike):
+        tokenizer = os.fspath(tokenizer)
+    found = open_tokenizer(source, tokenizer)
+    backend = choose_backend(source, backend)
+    if source.is_program and dtype is not None:
+        raise ConfigError(
+            f"dtype={dtype}: the type of {source.path} was chosen when it was exported"
+            " (export.weights); leave dtype out"
+        )
+    config = _config(
+        source,
+        backend=backend if backend in PACKAGES else "torch",
+        device=device,
+        precision=dtype,
+        predict={"batch_size": batch_size},
+        runtime={"threads": threads},
+    )
+    runner = open_runner(source, backend, config, describe_tokenizer(found))
+    return LanguageModel(source, backend, config, found, runner)
+
+
+def choose_backend(source: Source, wish: str) -> Backend:
+    """Return the backend for a source. Raises ConfigError where the wish cannot run it."""
+    only = _OF_PROGRAMS.get(source.format)
+    if wish not in ("auto", "torch", "mindspore", "onnx"):
+        raise ConfigError(f"backend={wish}: expected auto, torch, mindspore or onnx")
+    if only is not None and wish not in ("auto", only):
+        raise ConfigError(
+            f"backend={wish}: {source.path} is of format {source.format}, which {only} runs; leave"
+            " backend out, or open the checkpoint that it was made of"
+        )
+    if only is None and wish == "onnx":
+        raise ConfigError(
+            f"backend=onnx: {source.path} is no ONNX folder; write one with --run_mode export"
+            " export.format=onnx, or choose torch or mindspore"
+        )
+    if wish != "auto" or only is not None:
+        return only or wish  # type: ignore[return-value]
+    names = [str(source.run.get("backend", "torch")), *PACKAGES]
+    here = [name for name in names if name in PACKAGES and importlib.util.find_spec(name)]
+    if not here:
+        raise ConfigError(
+            "neither torch nor mindspore is installed; pip install '.[torch]', or export"
+            " the model as ONNX and pip install '.[export]'"
+        )
+    return here[0]  # type: ignore[return-value]
+
+
+def _config(source: Source, **sections: Any) -> ResolvedRun:
+    """Return what a backend needs to open the source on one device. Raises ConfigError."""
+    sections["precision"] = sections["precision"] or source.run.get("precision") or "float32"
+    if "seed" in source.run:
+        sections["seed"] = source.run["seed"]
+    needed = {
+        "output_dir": str(source.folder),
+        "checkpoint": {"load": str(source.path)},
+        "train": {"micro_batch_size": 1},
+        "optimizer": {"learning_rate": 1.0},
+        "model": _model(source.model),
+    }
+    return resolve_mode(build_config({**needed, **sections}), "predict", world_size=1)
+
+
+def _model(model: ResolvedModel) -> dict[str, Any]:
+    """The section model, whose vocabulary is not taken for a padded one."""
+    section, size = model.model_dump(exclude_none=True), model.vocab_size
+    return section | (
+        {} if size % model.vocab_multiple else {"vocab_multiple": multiple_that_keeps(size)}
+    )
+
+
+def open_runner(
+    source: Source, backend: str, config: ResolvedRun, tokenizer: dict[str, Any] | None
+) -> Runner:
+    """Open the model in its framework. tokenizer: the record of the one to be used. Raises
+    CheckpointError, ConfigError and DeviceError.
+    """
+    if backend == "onnx":
+        from common.inference.program import OnnxRunner
+
+        if config.device not in ("auto", "cpu"):
+            raise ConfigError(f"device={config.device}: ONNX runs on a CPU here; leave it out")
+        return OnnxRunner(source, config)
+    name = "export" if source.is_program else "predict"
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    try:
+        importlib.import_module(backend)
+    except ImportError as error:
+        raise ConfigError(
+            f"backend={backend}: it cannot be imported ({error}); pip install '.[{backend}]'"
+        ) from None
+    module = importlib.import_module(f"{PACKAGES[backend]}.{name}")
+    opener: Callable[..., Runner] = module.open_runner
+    LOG.debug(f"{source.path}: {source.format}, opened by {backend}")
+    return opener(config, tokenizer)

@@ -1,0 +1,24 @@
+"""What a backend, or a program that runs exports, gives to generation and evaluation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from common.evaluation import Scorer
+from common.generation.generate import Decoder
+
+
+class Runner(Protocol):
+    """A model in the memory of its framework."""
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether each new shape of a batch costs a compilation, so that few of them are better
+        than small ones.
+        """
+
+    def decoder(self, rows: int) -> Decoder:
+        """Return a decoder of up to ``rows`` sequences. One decoder works at a time."""
+
+    def scorer(self) -> Scorer:
+        """Return what scores batches of tokens."""

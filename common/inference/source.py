@@ -1,0 +1,182 @@
+"""What a path holds that a language model is made of: the format of its weights, the sizes of the
+model, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.config.resolved import ResolvedModel
+from common.conversion.export import RECORD
+from common.conversion.foreign import explain
+from common.errors import CheckpointError, ConfigError, TokenizerError
+from common.files import reading
+from common.inference.export_record import read_export
+from common.systems.hugging_face.config import CONFIG, read_config
+from common.systems.hugging_face.tokenizer import TOKENIZER_FILES
+from common.systems.table import FORMATS, detect
+from common.systems.weights import checked_model
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.training.checkpoint import find_checkpoint
+from common.training.data import describe_tokenizer
+from common.training.manifest import MANIFEST, read_manifest
+
+PROGRAMS = ("onnx", "mindir")
+"""Formats of exports that are run as they are. The others are weights, which a backend takes."""
+_OWN = "torch_gpt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    path: Path
+    """Of the weights: a checkpoint, a folder or a file."""
+    format: str
+    """A key of ``FORMATS``, or mindir."""
+    model: ResolvedModel
+    tokenizer: Mapping[str, Any]
+    """Kind, vocab_size and sha256 of the tokenizer it was trained with, and where its files were,
+    as far as known.
+    """
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """The config of the run, where one is known."""
+
+    @property
+    def is_program(self) -> bool:
+        return self.format in PROGRAMS
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+def find_source(path: Path, *, verify: bool = False) -> Source:
+    """Look at a run folder, a checkpoint, an export, or weights of another system.
+
+    verify: compare the SHA-256 of the files of an export. Raises CheckpointError and ConfigError
+    where there is none of these, and where it is broken.
+    """
+    if path.is_file() and (path.parent / RECORD).is_file():
+        path = path.parent
+    if (path / RECORD).is_file():
+        return _of_export(path, verify=verify)
+    if (checkpoint := find_checkpoint(path)) is not None:
+        manifest = read_manifest(checkpoint, checksums=False)
+        run = manifest["config"]
+        return Source(
+            path=checkpoint,
+            format=_OWN,
+            model=checked_model(checkpoint / MANIFEST, run.get("model", {})),
+            tokenizer=_tokenizer_of(run) | (manifest.get("tokenizer") or {}),
+            run=run,
+        )
+    try:
+        format = detect(path)
+    except ConfigError:
+        reason = (
+            "expected a run folder, a checkpoint, an export, or weights that"
+            " tools/convert_weight.py reads"
+            if path.exists()
+            else explain(path, "a model")
+        )
+        raise CheckpointError(f"{path}: no model here: {reason}") from None
+    return _of_onnx(path) if format == "onnx" else _of_weights(path, format)
+
+
+def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    data = run.get("data")
+    found = data.get("tokenizer") if isinstance(data, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _of_export(folder: Path, *, verify: bool) -> Source:
+    record = read_export(folder, verify=verify)
+    if record.format not in (*PROGRAMS, *FORMATS):
+        raise CheckpointError(
+            f"{folder / RECORD}: format {record.format!r} is not known here; expected"
+            f" {', '.join(PROGRAMS)} or gguf; update the toolkit"
+        )
+    return Source(
+        path=folder,
+        format=record.format,
+        model=checked_model(folder / RECORD, record.model),
+        tokenizer=record.tokenizer or {},
+        run={"precision": record.precision} if record.precision else {},
+    )
+
+
+def _of_onnx(path: Path) -> Source:
+    """A folder with a graph and transformers' config.json, as optimum writes it."""
+    folder = path if path.is_dir() else path.parent
+    return Source(path=path, format="onnx", model=read_config(folder / CONFIG), tokenizer={})
+
+
+def _of_weights(path: Path, format: str) -> Source:
+    opened = FORMATS[format].open
+    assert opened is not None
+    with reading(path, CheckpointError), opened(path) as weights:
+        run = dict(weights.run or {}).get("config", {})
+        return Source(
+            path=path,
+            format=format,
+            model=weights.model,
+            tokenizer=dict(weights.tokenizer or {}),
+            run=run,
+        )
+
+
+def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
+    """Load the tokenizer: the given one, else the files beside the weights, else those that the run
+    was trained with. Raises TokenizerError unless it fits the model.
+    """
+    tokenizer = _load(source, given)
+    record, size = describe_tokenizer(tokenizer), source.model.vocab_size
+    if record["vocab_size"] > size:
+        raise TokenizerError(
+            f"{source.path}: the model has {size} tokens and the tokenizer {record['vocab_size']}"
+            " (kind " + record["kind"] + "); give the one that the model was trained with"
+        )
+    trained = source.tokenizer.get("sha256")
+    if trained and trained != record["sha256"]:
+        raise TokenizerError(
+            f"{source.path}: trained with the tokenizer {source.tokenizer.get('kind')} of"
+            f" {source.tokenizer.get('vocab_size')} tokens (sha256 {str(trained)[:12]}), this one"
+            f" is {record['kind']} of {record['vocab_size']} tokens (sha256"
+            f" {record['sha256'][:12]}); give the files it was trained with"
+        )
+    return tokenizer
+
+
+def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
+    if isinstance(given, str | Path):
+        return load_tokenizer(None, given)
+    if given is not None:
+        return given
+    record = source.tokenizer
+    kind = record.get("kind") or record.get("type")
+    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(kind, source.folder)
+    files = record.get("vocab_file") or record.get("folder")
+    if not files:
+        raise TokenizerError(
+            f"{source.path}: no files of a tokenizer beside the model, and it names none; copy"
+            " vocab.json and merges.txt (or what else it was) there, or name their folder"
+        )
+    merges = record.get("merge_file")
+    return load_tokenizer(
+        kind,
+        _still_there(Path(str(files)), source.folder),
+        _still_there(Path(str(merges)), source.folder) if merges else None,
+    )
+
+
+def _still_there(path: Path, folder: Path) -> Path:
+    """Return the path of a run's file. A relative one is taken from here, else from the folders
+    above the run.
+    """
+    if path.is_absolute() or path.exists():
+        return path
+    places = (above / path for above in folder.resolve().parents)
+    return next((place for place in places if place.exists()), path)

@@ -1,0 +1,286 @@
+"""The Python interface: one folder on torch, MindSpore and ONNX, against transformers and against
+``--run_mode predict``.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from gpt2_toolkit import LanguageModel, load_model  # noqa: E402
+from run_gpt2 import main  # noqa: E402
+from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
+from tools.convert_weight import main as convert  # noqa: E402
+
+PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
+TEXT = "hello, the café is there"
+VOCABULARY = 262
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model as transformers' folder, as weights of ours, and as exports; and a config of it."""
+    root = tmp_path_factory.mktemp("models")
+    source = save_model(root / "hf", write_vocabulary(root / "vocabulary", MERGES), size=VOCABULARY)
+    assert (
+        convert(["--to", "torch_gpt2", "--input", str(source), "--output", str(root / "own")]) == 0
+    )
+    config = root / "run.yaml"
+    tree = {
+        "output_dir": str(root),
+        "device": "cpu",
+        "model": {
+            "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": POSITIONS,
+            "vocab_size": VOCABULARY,
+        },
+        "optimizer": {"learning_rate": 1.0},
+        "data": {"tokenizer": str(source)},
+        "checkpoint": {"load": str(source)},
+    }  # fmt: skip
+    config.write_text(json.dumps(tree))
+    for format in ("onnx", "gguf", "safetensors"):
+        words = ["--config", str(config), "--run_mode", "export", f"export.format={format}"]
+        assert main(words) == 0
+    return {
+        "hf": source, "own": root / "own", "onnx": root / "onnx", "gguf": root / "gguf",
+        "weights": root / "weights", "config": config,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, Any]:
+    """Greedy tokens of the prompts, and log-probabilities of the text, by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["hf"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["hf"])
+    tokens = []
+    for prompt in PROMPTS:
+        given = tokenizer(prompt, return_tensors="pt")
+        found = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        ids = found[0, given["input_ids"].shape[1] :].tolist()
+        tokens.append(ids[:-1] if ids[-1] == VOCABULARY - 1 else ids)
+    ids = torch.tensor([[VOCABULARY - 1, *tokenizer(TEXT)["input_ids"]]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, :-1]
+    return {
+        "tokens": tokens,
+        "ids": ids[0, 1:].tolist(),
+        "logprobs": logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist(),
+        "greedy": (logprobs.argmax(-1) == ids[0, 1:]).tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("gguf", "torch"),
+        ("hf", "mindspore"), ("onnx", "auto"),
+    ],
+)  # fmt: skip
+def test_every_folder_says_what_transformers_says(
+    folders: dict[str, Path],
+    expected: dict[str, Any],
+    name: str,
+    backend: Any,
+    request: pytest.FixtureRequest,
+) -> None:
+    if backend == "mindspore":
+        request.getfixturevalue("mindspore")
+    model = load_model(folders[name], backend=backend, device="cpu")
+    found = model.generate(PROMPTS, max_new_tokens=12)
+    assert [each.tokens for each in found] == expected["tokens"]
+    assert len({each.finish_reason for each in found}) > 1, "some end early"
+    assert str(found[1]) == PROMPTS[1] + model.decode(expected["tokens"][1])
+    score = model.score(TEXT)
+    assert score.tokens == expected["ids"] and score.greedy.tolist() == expected["greedy"]
+    # float32, added in other orders: 1e-5 of log-probabilities of up to 40
+    assert score.logprobs == pytest.approx(expected["logprobs"], abs=4e-4)
+    rows = [[VOCABULARY - 1, *expected["ids"]], expected["ids"][:6]]
+    whole, part = model.score_ids(rows, [len(rows[0]) - 3, 1])
+    assert whole.logprob == pytest.approx(sum(expected["logprobs"][-3:]), abs=1e-3)
+    assert len(part.tokens) == 5
+
+
+def test_the_words_of_one_model(folders: dict[str, Path], expected: dict[str, Any]) -> None:
+    model = load_model(folders["hf"], backend="torch", device="cpu")
+    one = model.generate(PROMPTS[0], max_new_tokens=12)
+    assert "".join(model.stream(PROMPTS[0], max_new_tokens=12)) == one[0].text
+    assert model.generate(model.encode(PROMPTS[0]), max_new_tokens=12)[0].text == one[0].text
+    pieces = model.stream(PROMPTS[0], max_new_tokens=12)
+    assert next(pieces)
+    with pytest.raises(Exception, match="the model is at work"):
+        model.score(TEXT)
+    del pieces
+    drawn = model.generate(
+        ["The", "hello"], strategy="sampling", num_sequences=2, seed=3, max_new_tokens=5
+    )
+    assert [(each.index, each.number) for each in drawn] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # a text of many windows, in which the first token of each has the one before it as context
+    long = "hello the " * 100
+    ids = [VOCABULARY - 1, *model.encode(long)]
+    by_hand = []
+    for start in range(0, len(ids) - 1, POSITIONS):
+        window = ids[start : start + POSITIONS + 1]
+        by_hand += model.score_ids([window], [1])[0].logprobs.tolist()
+    assert model.score(long).logprobs == pytest.approx(by_hand, abs=1e-5)
+    assert model.score([TEXT, long])[0].logprob == pytest.approx(
+        sum(expected["logprobs"]), abs=4e-3
+    )
+
+
+def test_the_same_as_the_run_mode_predict(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["predict.strategy=sampling", "predict.top_k=20", "predict.max_new_tokens=12"]
+    file = tmp_path / "out.jsonl"
+    prompts = json.dumps(PROMPTS)
+    command = ["--config", str(folders["config"]), "--run_mode", "predict", *words]
+    assert main([*command, f"predict.prompt={prompts}", f"predict.output_file={file}"]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    model = load_model(folders["hf"], backend="torch", device="cpu")
+    found = model.generate(PROMPTS, strategy="sampling", top_k=20, max_new_tokens=12)
+    assert [(each.tokens, each.text) for each in found] == [
+        (row["tokens"], row["continuation"]) for row in rows
+    ]
+
+
+_WITHOUT_FRAMEWORK = """
+import json, sys
+for name in ("torch", "mindspore", "transformers", "onnx"):
+    sys.modules[name] = None
+from gpt2_toolkit import load_model
+assert "onnxruntime" not in sys.modules
+model = load_model(sys.argv[1])
+found = [each.tokens for each in model.generate(json.loads(sys.argv[2]), max_new_tokens=12)]
+print(json.dumps([found, model.score(sys.argv[3]).perplexity]))
+"""
+
+
+def test_onnx_needs_no_training_framework(
+    folders: dict[str, Path], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    moved = shutil.copytree(folders["onnx"], tmp_path / "elsewhere")
+    command = [sys.executable, "-c", _WITHOUT_FRAMEWORK, moved, json.dumps(PROMPTS), TEXT]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    tokens, perplexity = json.loads(done.stdout)
+    assert tokens == expected["tokens"]
+    mean = sum(expected["logprobs"]) / len(expected["logprobs"])
+    assert perplexity == pytest.approx(2.718281828459045**-mean, rel=1e-4)
+
+
+def _lose_a_file(folder: Path) -> None:
+    (folder / "model.onnx.data").unlink()
+
+
+def _grow(folder: Path) -> None:
+    with (folder / "model.onnx").open("ab") as file:
+        file.write(b"\0")
+
+
+def _flip_a_bit(folder: Path) -> None:
+    path = folder / "model.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _change(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        record = json.loads((folder / "export.json").read_text())
+        (folder / "export.json").write_text(json.dumps(record | values))
+
+    return change
+
+
+def _other_tokenizer(folder: Path) -> None:
+    """One of a token more than the model has rows."""
+    tokens = json.loads((folder / "vocab.json").read_text())
+    words = {name: number for name, number in tokens.items() if number < VOCABULARY - 1}
+    words |= {"th": VOCABULARY - 1, "<|endoftext|>": VOCABULARY}
+    (folder / "vocab.json").write_text(json.dumps(words))
+    _change(files=_without(folder, "vocab.json", "merges.txt"))(folder)
+    with (folder / "merges.txt").open("a") as file:
+        file.write("\nt h\n")
+
+
+def _without(folder: Path, *names: str) -> dict[str, Any]:
+    record = json.loads((folder / "export.json").read_text())
+    return {name: value for name, value in record["files"].items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        (_lose_a_file, {}, "model.onnx.data: missing, export.json names it"),
+        (_grow, {}, "bytes, export.json says"),
+        (_flip_a_bit, {"verify": True}, "its bytes have changed since it was exported"),
+        (_change(format_version=9), {}, "format version 9, this program reads 1"),
+        (_change(format="torchscript"), {}, "format 'torchscript' is not known here"),
+        (_change(files={"../a": {"bytes": 1, "sha256": "0" * 64}}), {}, "its own folder"),
+        (_change(files={}), {}, "export.json: files:"),
+        (_other_tokenizer, {}, "the model has 262 tokens and the tokenizer 263"),
+        (None, {"backend": "torch"}, "is of format onnx, which onnx runs"),
+        (None, {"dtype": "float32"}, "leave dtype out"),
+        (None, {"device": "cuda"}, "ONNX runs on a CPU here"),
+        (None, {"tokenizer": "nowhere"}, "nowhere: does not exist"),
+    ],
+)  # fmt: skip
+def test_a_bad_export_is_one_message(
+    folders: dict[str, Path], tmp_path: Path, damage: Any, options: dict[str, Any], message: str
+) -> None:
+    folder = shutil.copytree(folders["onnx"], tmp_path / "onnx")
+    if damage:
+        damage(folder)
+    with pytest.raises(Exception, match=message) as error:
+        load_model(folder, **options)
+    assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda model: model.generate("hello " * 80), "go beyond the model's 64 positions"),
+        (lambda model: model.generate(""), "is empty"),
+        (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
+        (lambda model: model.generate("a", temprature=1.0), "did you mean predict.temperature"),
+        (lambda model: model.generate("a", prompt_file="x"), "is for --run_mode predict"),
+        (
+            lambda model: model.generate("a", strategy="beam_search", num_beams=2, num_sequences=3),
+            "num_sequences=3 is above num_beams=2",
+        ),
+        (lambda model: model.stream(["a", "b"]), "continues one prompt once"),
+        (lambda model: model.score("a", stride=65), "expected 1 to 64"),
+        (lambda model: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
+        (lambda model: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
+    ],
+)
+def test_bad_questions(
+    folders: dict[str, Path], ask: Callable[[LanguageModel], object], message: str
+) -> None:
+    model = load_model(folders["onnx"])
+    with pytest.raises(Exception, match=message) as error:
+        ask(model)
+    assert getattr(error.value, "exit_code", None) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing", "no such file or folder"),
+        (".", "expected a run folder, a checkpoint, an export"),
+    ],
+)
+def test_a_folder_without_a_model(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(Exception, match=message) as error:
+        load_model(tmp_path / path)
+    assert getattr(error.value, "exit_code", None) == 2
