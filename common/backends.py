@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
 from common.conversion.epoch_models import written_after_epochs
 from common.conversion.export import PROGRAMS, export_program
-from common.errors import ConfigError, RunError
+from common.errors import RunError
+from common.inference.load import PACKAGES, import_backend, quieten_frameworks
+from common.inference.run_modes import program_to_use, run_program
 from common.inputs import check_inputs
 from common.interrupts import ending_at_interrupts
 from common.log import LOG
@@ -22,7 +23,6 @@ from common.training.export import export
 from common.training.start import with_trained_vocabulary
 from common.training.stop import receive_interrupts
 
-_PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 _ENTRIES = {
     "train": "train",
     "finetune": "train",
@@ -35,9 +35,7 @@ _ENTRIES = {
 
 def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
     """Run a mode in the backend of a resolved config; an export of weights needs no backend."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
-    # An installed torch_npu breaks `import torch` without CANN; the device that needs it loads it.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    quieten_frameworks()
     ranks = config.topology.world_size
     if process.rank > 0 and run_mode in ONE_DEVICE_MODES and ranks == 1:
         LOG.warning(
@@ -53,6 +51,9 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         check_inputs(run_mode, config)
         export_program(config)
         return
+    if run_mode in ("eval", "predict") and (program := program_to_use(config)) is not None:
+        run_program(run_mode, config, program)
+        return
     check_here(config)
     if run_mode in ("eval", "predict"):
         config = with_trained_vocabulary(config)
@@ -62,14 +63,8 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         receive_interrupts()
     name = _ENTRIES[run_mode]
     with ending_at_interrupts():
-        try:
-            importlib.import_module(config.backend)
-        except ImportError as error:
-            raise ConfigError(
-                f"backend={config.backend}: it cannot be imported ({error}); pip install"
-                f" '.[{config.backend}]'"
-            ) from None
-        entry = getattr(importlib.import_module(f"{_PACKAGES[config.backend]}.{name}"), name)
+        import_backend(config.backend)
+        entry = getattr(importlib.import_module(f"{PACKAGES[config.backend]}.{name}"), name)
     training = name == "train"
     try:
         if training and config.checkpoint.epoch_models:

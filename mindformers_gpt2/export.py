@@ -3,6 +3,7 @@
     export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
     export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs)
                            -> logits (B, vocab_size), keys, values
+    export/vocab.json, ... the files of data.tokenizer, where they are there
     export/export.json     inputs and outputs, where the weights come from, what the check found,
                            SHA-256 of each file
 
@@ -33,7 +34,12 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
-from common.training.export import describe_files, export_folder, refuse_to_replace
+from common.training.export import (
+    describe_files,
+    export_folder,
+    put_tokenizer_files,
+    refuse_to_replace,
+)
 from common.training.foreign import manifest_of
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
@@ -84,6 +90,7 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                 f"{file.name}: loaded again, it differs from the model by {difference:g} (batches"
                 f" of {' and '.join(map(str, batches))})"
             )
+        put_tokenizer_files(temporary, config)
         files = _seal(temporary)
         with atomic_write(temporary / "export.json", "w") as record:
             json.dump(

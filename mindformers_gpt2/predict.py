@@ -12,7 +12,7 @@ from mindspore import Tensor, nn, ops
 from common.cluster.environment import ALONE, Process
 from common.evaluation import Scorer
 from common.generation.sampling import Logits
-from common.inference.predict import continue_prompts
+from common.inference.run_modes import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
@@ -79,7 +79,7 @@ class Decoder:
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
         if room == 0:
             return self._after(prompts)
-        self._keys, self._values = self._model.new_caches(self.rows, self._last + 1)
+        self._keys, self._values = self._new_caches()
         last = np.array([len(prompt) - 1 for prompt in prompts])
         # A row that has come to its prompt's end takes its last token again, at the same place,
         # which changes nothing.
@@ -103,6 +103,9 @@ class Decoder:
             ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values)
         )
         self._positions = self._positions[list(parents)]
+
+    def _new_caches(self) -> tuple[Tensor, Tensor]:
+        return self._model.new_caches(self.rows, self._last + 1)
 
     def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
         """Logits (B, vocab_size) after whole prompts."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from common.cluster.environment import ALONE, Process
 from common.evaluation import Scorer
 from common.generation.sampling import Logits
-from common.inference.predict import continue_prompts
+from common.inference.run_modes import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
@@ -46,7 +46,7 @@ class Runner:
 
     has_fixed_shapes = False
 
-    def __init__(self, model: GPT2 | Int8GPT2, device: TorchDevice) -> None:
+    def __init__(self, model: GPT2, device: TorchDevice) -> None:
         self.model = model
         self.device = device
 

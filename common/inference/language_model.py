@@ -47,6 +47,7 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.runner = runner
         self._decoder: Decoder | None = None
+        self._rows = 0
         self._scorer: Scorer | None = None
         self._lock = threading.Lock()
 
@@ -210,9 +211,9 @@ class LanguageModel:
     def _decoding(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[Decoder]:
         """A decoder of as many rows as these prompts need; the last one is kept."""
         rows = max(1, rows_at_once(config.predict, len(prompts)))
-        if self._decoder is None or self._decoder.rows != rows:
+        if self._decoder is None or self._rows != rows:
             self._decoder = None  # its memory is free before another one is made
-            self._decoder = self.runner.decoder(rows)
+            self._decoder, self._rows = self.runner.decoder(rows), rows
         yield self._decoder
 
 

@@ -15,7 +15,6 @@ from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, open_tokenizer
-from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_mode
 from common.systems.direct import accept_foreign_weights
@@ -26,8 +25,13 @@ from common.training.fits import multiple_that_keeps
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
-_OF_PROGRAMS = {"onnx": "onnx", "mindir": "mindspore"}
-"""The one backend that runs each format of ``PROGRAMS``."""
+PROGRAM_RUNNERS = {
+    "onnx": ("onnx", "common.inference.program", "open_onnx"),
+    "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
+}
+"""By format of ``PROGRAMS`` the backend that runs it, and the module and the function that opens
+it.
+"""
 
 
 def load_model(
@@ -77,7 +81,7 @@ def load_model(
 
 def choose_backend(source: Source, wish: str) -> Backend:
     """Return the backend for a source. Raises ConfigError where the wish cannot run it."""
-    only = _OF_PROGRAMS.get(source.format)
+    only = PROGRAM_RUNNERS[source.format][0] if source.is_program else None
     if wish not in ("auto", "torch", "mindspore", "onnx"):
         raise ConfigError(f"backend={wish}: expected auto, torch, mindspore or onnx")
     if only is not None and wish not in ("auto", only):
@@ -128,25 +132,32 @@ def _model(model: ResolvedModel) -> dict[str, Any]:
 def open_runner(
     source: Source, backend: str, config: ResolvedRun, tokenizer: dict[str, Any] | None
 ) -> Runner:
-    """Open the model in its framework. tokenizer: the record of the one to be used. Raises
+    """Open the model in what runs it. tokenizer: the record of the one to be used. Raises
     CheckpointError, ConfigError and DeviceError.
     """
-    if backend == "onnx":
-        from common.inference.program import OnnxRunner
+    if backend in PACKAGES:
+        import_backend(backend)
+    if source.is_program:
+        _, module, function = PROGRAM_RUNNERS[source.format]
+        opener: Callable[..., Runner] = getattr(importlib.import_module(module), function)
+        return opener(source, config)
+    opener = importlib.import_module(f"{PACKAGES[backend]}.predict").open_runner
+    return opener(config, tokenizer)
 
-        if config.device not in ("auto", "cpu"):
-            raise ConfigError(f"device={config.device}: ONNX runs on a CPU here; leave it out")
-        return OnnxRunner(source, config)
-    name = "export" if source.is_program else "predict"
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+def import_backend(backend: str) -> None:
+    """Import a framework. Raises ConfigError where that fails."""
+    quieten_frameworks()
     try:
         importlib.import_module(backend)
     except ImportError as error:
         raise ConfigError(
             f"backend={backend}: it cannot be imported ({error}); pip install '.[{backend}]'"
         ) from None
-    module = importlib.import_module(f"{PACKAGES[backend]}.{name}")
-    opener: Callable[..., Runner] = module.open_runner
-    LOG.debug(f"{source.path}: {source.format}, opened by {backend}")
-    return opener(config, tokenizer)
+
+
+def quieten_frameworks() -> None:
+    """Set what frameworks read from the environment when they are imported."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    # An installed torch_npu breaks `import torch` without CANN; the device that needs it loads it.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -1,9 +1,13 @@
-"""Runners of exports that need no training framework."""
+"""Exports that are run as they are, and the runners of programs that compute logits."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
 from common.evaluation import RowBatch, Scorer, TokenScores
 from common.generation.generate import Decoder
 from common.inference.source import Source
@@ -17,32 +21,48 @@ class OnnxRunner:
 
     has_fixed_shapes = False
 
-    def __init__(self, source: Source, config: ResolvedRun) -> None:
-        file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
-        self._model = OnnxModel(file, threads=config.runtime.threads or 0)
-        self._positions = source.model.max_positions
+    def __init__(self, model: OnnxModel, positions: int) -> None:
+        """positions: how many the model has."""
+        self._model = model
+        self._positions = positions
 
     def decoder(self, rows: int) -> Decoder:
         return OnnxDecoder(self._model, self._positions, rows)
 
     def scorer(self) -> Scorer:
-        """Score a row at a time, since the graph returns the logits of all its tokens."""
+        def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+            self._model.forget()
+            return self._model.run(ids, np.ones_like(ids), np.arange(ids.shape[1])[None])
 
-        def score(batch: RowBatch) -> TokenScores:
-            width, count = batch.ids.shape[1], len(batch.owners)
-            losses, hits = np.zeros(count, np.float32), np.zeros(count, np.bool_)
-            for row in np.unique(batch.owners):
-                own = np.flatnonzero(batch.owners == row)
-                places = batch.places[own] - row * width
-                ids = batch.ids[row : row + 1, : places.max() + 1].astype(np.int64)
-                positions = np.arange(ids.shape[1])[None]
-                self._model.forget()
-                logits = self._model.run(ids, np.ones_like(ids), positions)[0, places]
-                targets = batch.targets[own]
-                largest = logits.max(1)
-                sums = np.log(np.exp(logits - largest[:, None]).sum(1)) + largest
-                losses[own] = sums - logits[np.arange(len(own)), targets]
-                hits[own] = logits.argmax(1) == targets
-            return TokenScores(losses=losses, hits=hits)
+        return score_by_logits(logits)
 
-        return score
+
+def open_onnx(source: Source, config: ResolvedRun) -> OnnxRunner:
+    """Open a folder of ONNX, or the file of a graph. Raises ConfigError."""
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f"device={config.device}: ONNX runs on a CPU here; leave it out")
+    file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
+    model = OnnxModel(file, threads=config.runtime.threads or 0)
+    return OnnxRunner(model, source.model.max_positions)
+
+
+def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) -> Scorer:
+    """Return a scorer that runs one row at a time, since a program returns the logits of all its
+    tokens. logits: ids (1, T) -> (1, T, vocab_size).
+    """
+
+    def score(batch: RowBatch) -> TokenScores:
+        width, count = batch.ids.shape[1], len(batch.owners)
+        losses, hits = np.zeros(count, np.float32), np.zeros(count, np.bool_)
+        for row in np.unique(batch.owners):
+            own = np.flatnonzero(batch.owners == row)
+            places, targets = batch.places[own] - row * width, batch.targets[own]
+            ids = batch.ids[row : row + 1, : places.max() + 1].astype(np.int64)
+            found = logits(ids)[0, places]
+            largest = found.max(1)
+            sums = np.log(np.exp(found - largest[:, None]).sum(1)) + largest
+            losses[own] = sums - found[np.arange(len(own)), targets]
+            hits[own] = found.argmax(1) == targets
+        return TokenScores(losses=losses, hits=hits)
+
+    return score

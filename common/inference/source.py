@@ -132,21 +132,27 @@ def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Toke
     was trained with. Raises TokenizerError unless it fits the model.
     """
     tokenizer = _load(source, given)
-    record, size = describe_tokenizer(tokenizer), source.model.vocab_size
+    require_same_tokenizer(source, describe_tokenizer(tokenizer))
+    return tokenizer
+
+
+def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
+    """Raise TokenizerError unless a tokenizer fits the model, and is the one it was trained with,
+    as far as that is known. record: of the tokenizer, kind, vocab_size and sha256.
+    """
+    size, trained = source.model.vocab_size, source.tokenizer
     if record["vocab_size"] > size:
         raise TokenizerError(
-            f"{source.path}: the model has {size} tokens and the tokenizer {record['vocab_size']}"
-            " (kind " + record["kind"] + "); give the one that the model was trained with"
+            f"{source.path}: the model has {size} tokens and the tokenizer"
+            f" {record['vocab_size']} ({record['kind']}); give the one it was trained with"
         )
-    trained = source.tokenizer.get("sha256")
-    if trained and trained != record["sha256"]:
+    if trained.get("sha256", record["sha256"]) != record["sha256"]:
         raise TokenizerError(
-            f"{source.path}: trained with the tokenizer {source.tokenizer.get('kind')} of"
-            f" {source.tokenizer.get('vocab_size')} tokens (sha256 {str(trained)[:12]}), this one"
-            f" is {record['kind']} of {record['vocab_size']} tokens (sha256"
+            f"{source.path}: trained with tokenizer {trained.get('kind')} of"
+            f" {trained.get('vocab_size')} tokens (sha256 {str(trained['sha256'])[:12]}), the one"
+            f" given is {record['kind']} of {record['vocab_size']} tokens (sha256"
             f" {record['sha256'][:12]}); give the files it was trained with"
         )
-    return tokenizer
 
 
 def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:

@@ -80,19 +80,27 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
     """Write what generating needs besides weights: the files of the tokenizer, and a config whose
     paths are the folder itself. Raises StorageError, and OSError for a file that cannot be read.
     """
-    tokenizer = _tokenizer_files(config)
-    for name, file in tokenizer.items():
-        with file.open("rb") as source, atomic_write(folder / name) as copy:
-            shutil.copyfileobj(source, copy)
+    has_tokenizer = put_tokenizer_files(folder, config)
     settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
     for name in ("prompt", "prompt_file", "output_file"):
         settings["predict"].pop(name)
     settings["optimizer"] = {"learning_rate": config.optimizer.learning_rate}
     settings |= {"output_dir": ".", "checkpoint": {"load": "."}}
-    if tokenizer and config.data.tokenizer is not None:
+    if has_tokenizer and config.data.tokenizer is not None:
         settings["data"] = {"tokenizer": {"type": config.data.tokenizer.type, "folder": "."}}
     with atomic_write(folder / SETTINGS_FILE, "w") as target:
         target.write(dump_yaml(settings))
+
+
+def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
+    """Copy the files of data.tokenizer that are there; return whether there are any. Raises
+    StorageError, and OSError for a file that cannot be read.
+    """
+    files = _tokenizer_files(config)
+    for name, file in files.items():
+        with file.open("rb") as source, atomic_write(folder / name) as copy:
+            shutil.copyfileobj(source, copy)
+    return bool(files)
 
 
 def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:

@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert main(words) == 0
     return {
         "hf": source, "own": root / "own", "onnx": root / "onnx", "gguf": root / "gguf",
-        "weights": root / "weights", "config": config,
+        "weights": root / "weights", "mindir": root / "export", "config": config,
     }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
     ("name", "backend"),
     [
         ("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("gguf", "torch"),
-        ("hf", "mindspore"), ("onnx", "auto"),
+        ("hf", "mindspore"), ("onnx", "auto"), ("mindir", "auto"),
     ],
 )  # fmt: skip
 def test_every_folder_says_what_transformers_says(
@@ -92,8 +92,11 @@ def test_every_folder_says_what_transformers_says(
     backend: Any,
     request: pytest.FixtureRequest,
 ) -> None:
-    if backend == "mindspore":
+    if backend == "mindspore" or name == "mindir":
         request.getfixturevalue("mindspore")
+    if name == "mindir":
+        words = ["--config", str(folders["config"]), "--run_mode", "export", "backend=mindspore"]
+        assert main(words) == 0
     model = load_model(folders[name], backend=backend, device="cpu")
     found = model.generate(PROMPTS, max_new_tokens=12)
     assert [each.tokens for each in found] == expected["tokens"]
@@ -150,6 +153,51 @@ def test_the_same_as_the_run_mode_predict(
     assert [(each.tokens, each.text) for each in found] == [
         (row["tokens"], row["continuation"]) for row in rows
     ]
+    capsys.readouterr()
+    printed = []
+    for name in ("hf", "onnx"):
+        load = [f"checkpoint.load={folders[name]}", f"predict.prompt={prompts}"]
+        assert main([*command, *load]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
+
+
+def test_eval_of_an_export_is_that_of_its_checkpoint(
+    folders: dict[str, Path], tmp_path: Path, corpus_prefix: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+    text = ["evaluation.task=text", f"evaluation.file={tmp_path / 'text.txt'}"]
+    validation = [f"data.validation={corpus_prefix}", "validation.max_samples=3"]
+    found: dict[tuple[str, str], float] = {}
+    for name in ("hf", "onnx"):
+        where = tmp_path / name
+        where.mkdir()
+        load = [f"checkpoint.load={folders[name]}", f"output_dir={where}"]
+        command = ["--config", str(folders["config"]), "--run_mode", "eval", *load]
+        assert main([*command, *text]) == main([*command, *validation]) == 0
+        found[name, "text"] = json.loads((where / "evaluation_text.json").read_text())["loss"]
+        record = json.loads((where / "evaluation.json").read_text())
+        found[name, "validation"] = record["validation_loss"]
+    for task in ("text", "validation"):
+        assert found["onnx", task] == pytest.approx(found["hf", task], rel=1e-5)
+
+
+def test_an_export_of_another_model_or_tokenizer_is_refused(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", str(folders["config"]), "--run_mode", "predict", "predict.prompt=a"]
+    other = write_vocabulary(tmp_path / "other", MERGES[::-1])
+    export = shutil.copytree(folders["onnx"], tmp_path / "onnx")
+    record = {"kind": "GPT2BPETokenizer", "vocab_size": 262, "sha256": "0" * 64}
+    _change(tokenizer=record)(export)
+    for words, message in (
+        ([f"checkpoint.load={folders['onnx']}", "model.num_heads=2"], "add: model.num_heads=4"),
+        ([f"checkpoint.load={export}", f"data.tokenizer={other}"], "give the files it was trained"),
+    ):
+        assert main([*command, *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 _WITHOUT_FRAMEWORK = """

@@ -20,6 +20,7 @@ ONE_SIDED_FILES = {
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
     "int8.py": "torch has products of integers on a CPU; MindSpore takes such weights as float32",
     "layers.py": "torch's own layers and generators serve",
+    "mindir.py": "MindIR is MindSpore's",
     "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
     " framework",
     "parallel/collectives.py": "torch has all of them on every device; MindSpore's CPU has one",

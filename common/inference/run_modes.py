@@ -1,0 +1,99 @@
+"""The run modes predict and eval, whatever opens the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from common.config.resolved import as_run
+from common.config.schema import TokenizerConfig
+from common.conversion.export import RECORD
+from common.evaluation import ScoredRow, Scorer, ValidationTask, open_task, report, score_rows
+from common.generation.generate import rows_at_once
+from common.generation.output import write_continuations
+from common.generation.prompts import encode_prompts
+from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_runner
+from common.inference.runner import Runner
+from common.inference.source import Source, find_source, require_same_tokenizer
+from common.parallel.resolved_run import ResolvedRun
+from common.systems.table import FORMATS
+from common.training.data import describe_tokenizer, open_tokenizer
+from common.training.fits import multiple_that_keeps, require_same_model
+
+Opener: TypeAlias = Callable[[ResolvedRun, dict[str, Any] | None], Runner]
+"""Called with a config whose vocabulary is settled, and the record of the tokenizer."""
+
+
+def continue_prompts(config: ResolvedRun, opener: Opener) -> None:
+    """Continue the prompts of the config, which are in order before the model is opened, and write
+    what follows.
+    """
+    tokenizer, config = open_tokenizer(config)
+    prompts = encode_prompts(config, tokenizer)
+    runner = opener(config, describe_tokenizer(tokenizer))
+    rows = rows_at_once(config.predict, len(prompts))
+    write_continuations(runner.decoder(rows), prompts, config, tokenizer)
+
+
+def program_to_use(config: ResolvedRun) -> Source | None:
+    """Return the export that checkpoint.load names, if it is one that is run as it is. Raises
+    CheckpointError for a broken export.
+    """
+    path = Path(config.checkpoint.load or "")
+    is_export = (path / RECORD).is_file() or (path.parent / RECORD).is_file()
+    is_graph = path.exists() and FORMATS["onnx"].detects(path)
+    if config.checkpoint.load is None or not (is_export or is_graph):
+        return None
+    source = find_source(path)
+    return source if source.is_program else None
+
+
+def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
+    """Predict or evaluate with an export. Raises CheckpointError unless its model is the config's,
+    and its tokenizer that of data.tokenizer; without one, that of the export is taken.
+    """
+    opener = partial(_open, source)
+    require_same_model({"config": {"model": source.model.model_dump()}}, config, source.path)
+    size = source.model.vocab_size
+    if size % config.model.vocab_multiple == 0:  # or it would be taken for a padded one
+        config = as_run(ResolvedRun, config, model={"vocab_multiple": multiple_that_keeps(size)})
+    if config.data.tokenizer is None:
+        folder = TokenizerConfig(folder=str(source.folder))
+        config = as_run(ResolvedRun, config, data={"tokenizer": folder})
+    if run_mode == "predict":
+        continue_prompts(config, opener)
+    else:
+        _evaluate(config, opener, source.path)
+
+
+def _open(source: Source, config: ResolvedRun, tokenizer: dict[str, Any] | None) -> Runner:
+    if tokenizer is not None:
+        require_same_tokenizer(source, tokenizer)
+    backend = PROGRAM_RUNNERS[source.format][0]
+    changes: dict[str, Any] = {"backend": backend} if backend in PACKAGES else {}
+    if source.run.get("precision"):
+        changes["precision"] = source.run["precision"]
+    return open_runner(source, backend, as_run(ResolvedRun, config, **changes), tokenizer)
+
+
+def _evaluate(config: ResolvedRun, opener: Opener, path: Path) -> None:
+    task, config = open_task(config)
+    scorer = opener(config, task.tokenizer_record).scorer()
+    if isinstance(task, ValidationTask):
+        result = task.result(*_sum_losses(task, scorer))
+    else:
+        size = config.evaluation.batch_size
+        result = task.result(score_rows(task.rows, scorer, size, task.unit))
+    report(config, path, result)
+
+
+def _sum_losses(task: ValidationTask, scorer: Scorer) -> tuple[float, int]:
+    """Return the loss over all validation windows in nats, and their number of tokens."""
+    loss, tokens = 0.0, 0
+    for windows in task.windows():
+        rows = [ScoredRow(tokens=row, scored=len(row) - 1) for row in windows]
+        loss += float(score_rows(rows, scorer, len(rows)).nats.sum())
+        tokens += sum(row.scored for row in rows)
+    return loss, tokens
