@@ -53,20 +53,24 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
 def show_config(arguments: argparse.Namespace) -> None:
     """Print the configuration in this project's words, and start nothing."""
     from common.config.load import dump_config
+    from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.systems.config import open_config
 
     raise_interrupts()
+    accept_models_of_checkpoints()
     opened = open_config(arguments.config, arguments.overrides)
     sys.stdout.write(opened.yaml or dump_config(opened.config))
 
 
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing."""
+    from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.planner.show import plan_text
     from common.systems.config import accept_foreign_configs
 
     raise_interrupts()
     accept_foreign_configs()
+    accept_models_of_checkpoints()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     sys.stdout.write(plan_text(Path(arguments.config), arguments.overrides, environ, **options))
 
@@ -76,15 +80,15 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.backends import run_backend, serve_as_scheduler
     from common.cluster.environment import is_scheduler
     from common.config.load import load_config
+    from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.log import LOG, start_log
     from common.modelarts import job as modelarts
     from common.resolve.derive import resolve_mode
     from common.systems.config import accept_foreign_configs, describe_origin
-    from common.systems.direct import accept_foreign_weights
 
     raise_interrupts()
     accept_foreign_configs()
-    accept_foreign_weights()
+    accept_models_of_checkpoints()
     path, mode, overrides = Path(arguments.config), arguments.run_mode, arguments.overrides
     process = modelarts.process_of_job(environ)
     start_log(rank=process.rank)

@@ -48,6 +48,8 @@ def config_schema() -> str:
             {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
         )
         target["properties"][key] = {"description": alias.description, **choices}
+    model = schema["properties"]["model"]
+    model["anyOf"] = [{"const": "from_checkpoint"}, {"$ref": model.pop("$ref")}]
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)  # a file may leave to its base what the run needs
     return json.dumps(schema, indent=1) + "\n"

@@ -40,6 +40,7 @@ import run_gpt2
 from common import whole_numbers
 from common.command_line import RUN_MODES
 from common.errors import GPT2Error
+from common.inference.from_checkpoint import accept_models_of_checkpoints
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
 from common.launcher.request import parse_distribute, parse_standalone
@@ -165,6 +166,7 @@ def launch(kind: str, words: list[str]) -> int:
     arguments.pop("follow")
     argv = (kind, *words)
     accept_foreign_configs()
+    accept_models_of_checkpoints()
     if kind == "standalone":
         return standalone(
             parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main

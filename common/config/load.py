@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
 from common.config.hints import explain
-from common.config.schema import RunConfig, expand_precision, expand_tokenizer
+from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
@@ -30,6 +30,7 @@ from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
     ("precision",): expand_precision,
     ("data", "tokenizer"): expand_tokenizer,
+    ("model",): expand_model,
 }
 
 _LENGTHS = ("max_steps", "max_epochs", "max_tokens")
@@ -46,6 +47,14 @@ is not its own.
 
 ``common.systems.config.accept_foreign_configs`` adds one; the entry scripts call it.
 """
+
+model_readers: list[Callable[[dict[str, Any], Sources], None]] = []
+"""Fill in the model of a configuration that leaves its sizes out, from the checkpoint it names.
+
+``common.inference.from_checkpoint.accept_models_of_checkpoints`` adds one; the entry scripts call
+it.
+"""
+_SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -142,6 +151,12 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
     """Validate a plain mapping. ``sources`` says where each key was read, for error messages."""
     whole, places = copy.deepcopy(dict(tree)), dict(sources or {})
     merge_aliases(whole, places)
+    model = _expanded(("model",), whole.get("model"))
+    if model is None or (isinstance(model, dict) and not any(model.get(key) for key in _SIZES)):
+        if model is not None:
+            whole["model"] = model
+        for fill in model_readers:
+            fill(whole, places)
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:

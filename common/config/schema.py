@@ -951,6 +951,9 @@ class RunConfig(Section):
     ] = PrecisionConfig()
     """float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig
+    """Sizes of the model. Left out, or from_checkpoint, they are those of the checkpoint that the
+    run uses; other keys given here win.
+    """
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = LossScaleConfig()
@@ -968,6 +971,15 @@ class RunConfig(Section):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     context: ContextConfig = ContextConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+def expand_model(value: Any) -> Any:
+    """The word from_checkpoint stands for a section without sizes."""
+    if not isinstance(value, str):
+        return value
+    if value != "from_checkpoint":
+        raise ValueError(f"{value!r}: expected from_checkpoint, or a mapping of sizes")
+    return {}
 
 
 def expand_precision(value: Any) -> Any:

@@ -160,22 +160,34 @@ def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
         return load_tokenizer(None, given)
     if given is not None:
         return given
-    record = source.tokenizer
-    kind = record.get("kind") or record.get("type")
-    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
-        return load_tokenizer(kind, source.folder)
-    files = record.get("vocab_file") or record.get("folder")
-    if not files:
+    files = tokenizer_files(source)
+    if files is None:
         raise TokenizerError(
             f"{source.path}: no files of a tokenizer beside the model, and it names none; copy"
             " vocab.json and merges.txt (or what else it was) there, or name their folder"
         )
-    merges = record.get("merge_file")
     return load_tokenizer(
-        kind,
-        _still_there(Path(str(files)), source.folder),
-        _still_there(Path(str(merges)), source.folder) if merges else None,
+        files["type"], files["vocab_file"] or files["folder"] or "", files["merge_file"]
     )
+
+
+def tokenizer_files(source: Source) -> dict[str, str | None] | None:
+    """Return the section data.tokenizer of a source: the files beside the weights, else those that
+    the run was trained with; None where neither is known.
+    """
+    record = source.tokenizer
+    found = dict.fromkeys(("type", "folder", "vocab_file", "merge_file"))
+    found["type"] = record.get("kind") or record.get("type")
+    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        return found | {"folder": str(source.folder)}
+    names = {name: record.get(name) for name in ("folder", "vocab_file", "merge_file")}
+    if not (names["folder"] or names["vocab_file"]):
+        return None
+    return found | {
+        name: str(_still_there(Path(str(file)), source.folder))
+        for name, file in names.items()
+        if file
+    }
 
 
 def _still_there(path: Path, folder: Path) -> Path:
