@@ -105,6 +105,9 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                     "tokenizer": manifest.get("tokenizer"),
                     "model": config.model.model_dump(),
                     "precision": config.precision.model_dump(),
+                    "predict": config.predict.model_dump(
+                        exclude={"prompt", "prompt_file", "output_file"}
+                    ),
                     "device": device.kind,
                     "mindspore": ms.__version__,
                 },

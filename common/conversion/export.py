@@ -117,6 +117,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
             "step": None if weights.run is None else weights.run["state"]["step"],
             "model": weights.model.model_dump(),
             "tokenizer": weights.tokenizer,
+            "predict": config.predict.model_dump(exclude={"prompt", "prompt_file", "output_file"}),
             **comparison,
             **program.versions,
             "files": files,

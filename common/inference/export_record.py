@@ -34,6 +34,8 @@ class ExportRecord(BaseModel):
     tokenizer: dict[str, Any] | None = None
     """Kind, vocab_size and sha256 of the tokenizer, and where it was, as far as known."""
     precision: dict[str, Any] | None = None
+    predict: dict[str, Any] | None = None
+    """How the run generates."""
     graphs: dict[str, dict[str, Any]] = {}
     """Of mindir: what each graph takes and returns."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, overload
 
@@ -121,13 +121,7 @@ class LanguageModel:
         """Raises ConfigError for unknown ones, and for values that are not allowed."""
         if wrong := [name for name in _NOT_HERE if name in settings]:
             raise ConfigError(f"{wrong[0]}: is for --run_mode predict; leave it out here")
-        try:
-            return PredictConfig.model_validate(
-                {"batch_size": self.config.predict.batch_size, **settings}
-            )
-        except ValidationError as error:
-            faults = [{**fault, "loc": ("predict", *fault["loc"])} for fault in error.errors()]
-            raise ConfigError("\n".join(explain(fault, {}) for fault in faults)) from None
+        return checked_settings({"batch_size": self.config.predict.batch_size, **settings})
 
     # ---- scoring ----
 
@@ -215,6 +209,17 @@ class LanguageModel:
             self._decoder = None  # its memory is free before another one is made
             self._decoder, self._rows = self.runner.decoder(rows), rows
         yield self._decoder
+
+
+def checked_settings(settings: Mapping[str, Any]) -> PredictConfig:
+    """Return the section predict. Raises ConfigError for unknown keys, and for values that are not
+    allowed.
+    """
+    try:
+        return PredictConfig.model_validate(dict(settings))
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("predict", *fault["loc"])} for fault in error.errors()]
+        raise ConfigError("\n".join(explain(fault, {}) for fault in faults)) from None
 
 
 def _joined(parts: Sequence[Score]) -> Score:

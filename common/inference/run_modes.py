@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from common.config.load import apply_overrides
 from common.config.resolved import as_run
-from common.config.schema import TokenizerConfig
+from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
 from common.evaluation import ScoredRow, Scorer, ValidationTask, open_task, report, score_rows
 from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
+from common.inference.language_model import LanguageModel, checked_settings
 from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_runner
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, require_same_tokenizer
@@ -22,6 +24,8 @@ from common.systems.table import FORMATS
 from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.fits import multiple_that_keeps, require_same_model
 
+_OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
+"""Settings of a run that the next command does not take over."""
 Opener: TypeAlias = Callable[[ResolvedRun, dict[str, Any] | None], Runner]
 """Called with a config whose vocabulary is settled, and the record of the tokenizer."""
 
@@ -35,6 +39,21 @@ def continue_prompts(config: ResolvedRun, opener: Opener) -> None:
     runner = opener(config, describe_tokenizer(tokenizer))
     rows = rows_at_once(config.predict, len(prompts))
     write_continuations(runner.decoder(rows), prompts, config, tokenizer)
+
+
+def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
+    """Do the same with an open model. words: settings ``predict.key=value``; the others are those
+    of the folder. Raises ConfigError.
+    """
+    own = model.source.run.get("predict") or {}
+    known = PredictConfig.model_fields.keys() - set(_OF_A_COMMAND)
+    tree = {"predict": {key: value for key, value in own.items() if key in known}}
+    apply_overrides(tree, {}, words)
+    settings = checked_settings(tree["predict"])
+    config = as_run(ResolvedRun, model.config, predict=settings)
+    prompts = encode_prompts(config, model.tokenizer)
+    decoder = model.runner.decoder(rows_at_once(settings, len(prompts)))
+    write_continuations(decoder, prompts, config, model.tokenizer)
 
 
 def program_to_use(config: ResolvedRun) -> Source | None:

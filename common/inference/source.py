@@ -103,7 +103,7 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
         format=record.format,
         model=checked_model(folder / RECORD, record.model),
         tokenizer=record.tokenizer or {},
-        run={"precision": record.precision} if record.precision else {},
+        run={"precision": record.precision, "predict": record.predict},
     )
 
 
@@ -114,7 +114,7 @@ def _of_onnx(path: Path) -> Source:
 
 
 def _of_weights(path: Path, format: str) -> Source:
-    opened = FORMATS[format].open
+    opened = FORMATS[format].open_to_compute or FORMATS[format].open
     assert opened is not None
     with reading(path, CheckpointError), opened(path) as weights:
         run = dict(weights.run or {}).get("config", {})

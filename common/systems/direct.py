@@ -47,9 +47,10 @@ class _Formats:
                 f"{path}: its files have changed while the run began; start it again"
             )
         with ExitStack() as stack:
+            opened = format.open_to_compute or format.open
             with reading(path, CheckpointError):
                 weights = stack.enter_context(
-                    format.open_as(path, model) if format.open_as else format.open(path)
+                    format.open_as(path, model) if format.open_as else opened(path)
                 )
             files = {MODEL_FILE: _Tensors(path, weights.tensors)}
             if weights.run is not None:

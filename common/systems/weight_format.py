@@ -39,6 +39,10 @@ class WeightFormat:
     """
     open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
     """Opens weights too whose files do not tell their model, which is then the one given."""
+    open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    """Opens quantized weights too, as the numbers that they stand for: to run them, not to convert
+    them. None: ``open`` does.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

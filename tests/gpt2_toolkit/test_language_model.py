@@ -15,10 +15,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.systems.fleetx.scripts import infer  # noqa: E402
+from common.tokenizer import load_tokenizer  # noqa: E402
 from gpt2_toolkit import LanguageModel, load_model  # noqa: E402
 from run_gpt2 import main  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tools.convert_weight import main as convert  # noqa: E402
+from tools.inference import main as inference  # noqa: E402
 
 PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
 TEXT = "hello, the café is there"
@@ -163,6 +166,44 @@ def test_the_same_as_the_run_mode_predict(
     assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
 
 
+@pytest.mark.parametrize("name", ["onnx", "gguf", "weights", "hf"])
+def test_the_tool_prints_prompt_and_generation(
+    folders: dict[str, Path],
+    expected: dict[str, Any],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["--model_dir", str(folders[name]), "--prompt", PROMPTS[1], "--verify"]
+    assert inference([*command, "max_new_tokens=12"]) == 0
+    text = PROMPTS[1] + load_tokenizer(None, folders["hf"]).decode(expected["tokens"][1])
+    out = capsys.readouterr().out
+    assert out[out.index("Prompt:") :] == f"Prompt: {PROMPTS[1]}\nGeneration: {text}\n\n"
+    for words, message in (
+        (["max_new_token=3"], "did you mean predict.max_new_tokens"),
+        (["max_new_tokens=64"], "go beyond the model's 64 positions"),
+        (["strategy=beam_search", "num_beams=2", "num_sequences=3"], "is above num_beams=2"),
+    ):
+        assert inference([*command, *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_fleetxs_inference_runs_an_export(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    originals = ROOT / "tests" / "common" / "systems" / "originals" / "fleetx"
+    command = ["-c", str(originals / "generation_gpt_345M_dp8.yaml"), "-o", "Global.seed=7"]
+    command += ["-o", "Generation.max_dec_len=5", "predict.prompt=hello", "device=cpu"]
+    printed = []
+    for name in ("weights", "onnx"):
+        model_dir = ["-o", f"Inference.model_dir={folders[name]}"]
+        capsys.readouterr()
+        assert infer(main, [*command, *model_dir], "tools/inference.py") == 0
+        out = capsys.readouterr().out
+        printed.append(out[out.index("Prompt:") :])
+    assert printed[0] == printed[1] and "Generation: hello" in printed[0]
+
+
 def test_eval_of_an_export_is_that_of_its_checkpoint(
     folders: dict[str, Path], tmp_path: Path, corpus_prefix: Path
 ) -> None:
@@ -204,6 +245,8 @@ _WITHOUT_FRAMEWORK = """
 import json, sys
 for name in ("torch", "mindspore", "transformers", "onnx"):
     sys.modules[name] = None
+from common.systems.fleetx.scripts import infer  # noqa: E402
+from common.tokenizer import load_tokenizer  # noqa: E402
 from gpt2_toolkit import load_model
 assert "onnxruntime" not in sys.modules
 model = load_model(sys.argv[1])

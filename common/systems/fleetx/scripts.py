@@ -24,6 +24,9 @@ PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 _KEY = "Inference.model_dir"
 _FOLDER = "./output"
 """What FleetX's configurations say for it."""
+_RECORD = "export.json"
+_PROGRAM: dict[str, Any] = {"model": "from_checkpoint", "optimizer": {"learning_rate": 1.0}}
+"""The config of an export that has none of its own."""
 _OF_THE_MACHINE = ("device", "seed", "predict", "logging")
 """Sections that come from the command's configuration; the others come from the export."""
 
@@ -81,8 +84,9 @@ def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from common.yaml_files import read_yaml_mapping
 
     opened = _open(config, overrides)
-    folder = _find_export(_model_dir(Path(config), overrides), SETTINGS_FILE)
-    tree = read_yaml_mapping(folder / SETTINGS_FILE)
+    folder = _find_export(_model_dir(Path(config), overrides))
+    settings = folder / SETTINGS_FILE
+    tree = read_yaml_mapping(settings) if settings.is_file() else dict(_PROGRAM)
     for name in _OF_THE_MACHINE:
         value, given = tree.get(name), opened.ours.tree.get(name)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
@@ -126,16 +130,18 @@ def _in_file(config: Path) -> str | None:
     return _in_file(config.parent / base) if isinstance(base, str) else None
 
 
-def _find_export(folder: Path, settings: str) -> Path:
+def _find_export(folder: Path) -> Path:
     """Return the folder of an export: the given one, or its ``weights``. Raises CheckpointError."""
+    from common.training.export import SETTINGS_FILE
+
     for place in (folder, folder / "weights"):
-        if (place / settings).is_file():
+        if any((place / name).is_file() for name in (SETTINGS_FILE, _RECORD)):
             return place.resolve()
     if not folder.is_dir():
         raise ConfigError(f"{_KEY}={folder}: no such folder; give that which tools/export.py wrote")
     raise CheckpointError(
-        f"{_KEY}={folder}: no export is here (looked for {settings} and weights/{settings}); write"
-        " one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
+        f"{_KEY}={folder}: no export is here (looked for {SETTINGS_FILE}, {_RECORD} and weights/);"
+        " write one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
     )
 
 

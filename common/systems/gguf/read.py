@@ -1,13 +1,17 @@
-"""Read the weights of a GGUF file that holds a GPT-2 in float32, float16 or bfloat16."""
+"""Read the weights of a GGUF file that holds a GPT-2: in float32, float16 or bfloat16, or to
+compute with, in any type that the ``gguf`` library can turn into float32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
@@ -34,14 +38,39 @@ def detects(path: Path) -> bool:
     return path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Quantized(FileTensor):
+    """A tensor of few bits, which is read as the float32 that it stands for."""
+
+    kind: Any
+    """A gguf.GGMLQuantizationType."""
+    rows: NDArray[np.uint8]
+    """Its blocks, as gguf shapes them."""
+
+    def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
+        from gguf import quants
+
+        whole: NDArray[Any] = quants.dequantize(self.rows, self.kind).reshape(self.shape)
+        return whole if rectangle is None else whole[tuple(slice(*span) for span in rectangle)]
+
+
+def open_to_compute(path: Path) -> AbstractContextManager[Weights]:
+    """Do as ``open_gguf``, and open quantized weights too."""
+    return open_gguf(path, quantized=True)
+
+
 @contextmanager
-def open_gguf(path: Path) -> Iterator[Weights]:
-    """path: the file, or a folder with one. Raises CheckpointError and ConfigError."""
+def open_gguf(path: Path, *, quantized: bool = False) -> Iterator[Weights]:
+    """path: the file, or a folder with one. quantized: read few bits as float32. Raises
+    CheckpointError and ConfigError.
+    """
     require_package("gguf", extra="export", purpose="which reads GGUF")
     file = _file(path)
-    fields, stored = _read(file)
+    fields, stored = _read(file, quantized=quantized)
     model = _model(file, fields, stored)
     ignored = {}
+    if kinds := {each.kind.name for each in stored.values() if isinstance(each, _Quantized)}:
+        ignored["precision"] = f"the weights are {' and '.join(sorted(kinds))}, read as float32"
     if NAME_MAP.head in stored:
         ignored[NAME_MAP.head] = f"the head, which is {_TABLE}"
         check_tied(file, NAME_MAP.head, stored.pop(NAME_MAP.head), stored[_TABLE])
@@ -59,7 +88,7 @@ def _file(path: Path) -> Path:
     return files[0]
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+def _read(file: Path, *, quantized: bool) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     """Return the fields that are no lists, and the tensors by name."""
     import gguf
 
@@ -70,21 +99,27 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             for name, field in reader.fields.items()
             if gguf.GGUFValueType.ARRAY not in field.types
         }
-        tensors = {
-            tensor.name: FileTensor(
-                name=tensor.name,
-                dtype=_TYPES.get(tensor.tensor_type.name, tensor.tensor_type.name),
-                shape=tuple(int(size) for size in reversed(tensor.shape)),
-                segments=(tensor.data.view(np.uint8).reshape(-1),),
-            )
-            for tensor in reader.tensors
-        }
+        tensors = {tensor.name: _tensor(tensor, quantized=quantized) for tensor in reader.tensors}
     except Exception as error:  # of any type: the reader trusts its file
         raise CheckpointError(
             f"{file}: is no whole GGUF file ({str(error) or type(error).__name__}); fetch or write"
             " it again"
         ) from None
     return fields, tensors
+
+
+def _tensor(tensor: Any, *, quantized: bool) -> FileTensor:
+    name = tensor.tensor_type.name
+    described: dict[str, Any] = {
+        "name": tensor.name,
+        "dtype": _TYPES.get(name, name),
+        "shape": tuple(int(size) for size in reversed(tensor.shape)),
+        "segments": (tensor.data.view(np.uint8).reshape(-1),),
+    }
+    if name in _TYPES or not quantized:
+        return FileTensor(**described)
+    described["dtype"] = "float32"
+    return _Quantized(**described, kind=tensor.tensor_type, rows=tensor.data)
 
 
 def _model(file: Path, fields: dict[str, Any], stored: dict[str, FileTensor]) -> ResolvedModel:
