@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert main(words) == 0
     return {
         "hf": source, "own": root / "own", "onnx": root / "onnx", "gguf": root / "gguf",
-        "weights": root / "weights", "mindir": root / "export", "config": config,
+        "weights": root / "weights", "config": config,
     }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
     ("name", "backend"),
     [
         ("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("gguf", "torch"),
-        ("hf", "mindspore"), ("onnx", "auto"), ("mindir", "auto"),
+        ("hf", "mindspore"), ("onnx", "auto"),
     ],
 )  # fmt: skip
 def test_every_folder_says_what_transformers_says(
@@ -95,11 +96,8 @@ def test_every_folder_says_what_transformers_says(
     backend: Any,
     request: pytest.FixtureRequest,
 ) -> None:
-    if backend == "mindspore" or name == "mindir":
+    if backend == "mindspore":
         request.getfixturevalue("mindspore")
-    if name == "mindir":
-        words = ["--config", str(folders["config"]), "--run_mode", "export", "backend=mindspore"]
-        assert main(words) == 0
     model = load_model(folders[name], backend=backend, device="cpu")
     found = model.generate(PROMPTS, max_new_tokens=12)
     assert [each.tokens for each in found] == expected["tokens"]
@@ -202,6 +200,23 @@ def test_fleetxs_inference_runs_an_export(
         out = capsys.readouterr().out
         printed.append(out[out.index("Prompt:") :])
     assert printed[0] == printed[1] and "Generation: hello" in printed[0]
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
+def test_the_example_of_the_readme(
+    folders: dict[str, Path],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(from gpt2_toolkit .*?)```", text, flags=re.S)
+    shutil.copytree(folders["own"], tmp_path / "output" / "first")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, name, "exec"), {})
+    out = capsys.readouterr().out
+    assert out.startswith("To be, or not to be") and float(out.splitlines()[-1]) > 1
 
 
 def test_eval_of_an_export_is_that_of_its_checkpoint(

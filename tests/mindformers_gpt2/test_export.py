@@ -47,6 +47,7 @@ from common.run_folder import owned_folder  # noqa: E402
 from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
 from common.training.checkpoint import require_checkpoint  # noqa: E402
 from common.training.manifest import write_manifest  # noqa: E402
+from gpt2_toolkit import load_model  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,6 +209,34 @@ def test_a_process_without_this_project_generates_the_same_tokens(
     assert (
         len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3
     )
+
+
+def test_load_model_runs_it(run_folder: Path, exported: Path, tmp_path: Path) -> None:
+    """As it runs the checkpoint on torch: greedy, beams, past the positions, and scores."""
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [f"w{number}" for number in range(VOCABULARY - len(marks))]
+    (tmp_path / "vocab.txt").write_text("\n".join([*marks, *words]))
+    program, model = (
+        load_model(path, backend=backend, device="cpu", tokenizer=tmp_path)
+        for path, backend in ((exported, "auto"), (run_folder, "torch"))
+    )
+    assert program.backend == "mindspore"
+    rows = [[5, 9, 2, 8], [3], [33, 33, 34]]
+    for settings in (
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 6, "strategy": "beam_search", "num_beams": 2},
+        {"max_new_tokens": POSITIONS + 4, "window": 8},
+    ):
+        found, wanted = (
+            [each.tokens for each in one.generate(rows, stop_at_end_of_text=False, **settings)]
+            for one in (program, model)
+        )
+        assert found == wanted and len({tuple(row) for row in found}) == 3
+    scores = [one.score_ids([[7, *rows[0]], rows[2]], [1, 2]) for one in (program, model)]
+    for found, wanted in zip(*scores, strict=True):
+        # float32 added in another order, of log-probabilities of up to 20
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+        assert found.greedy.tolist() == wanted.greedy.tolist()
 
 
 def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None:
