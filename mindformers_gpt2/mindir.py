@@ -32,11 +32,10 @@ class MindIRRunner:
         """config: with the model's sizes and the precision of the export."""
         record = read_export(folder)
         self._logits, self._decode = (
-            _load(folder / str(record.graphs.get(name, {}).get("file")))
-            for name in ("model", "decode")
+            _load(folder / record.graph(name).file) for name in ("model", "decode")
         )
         self._config = config
-        batch = record.graphs["model"]["inputs"][0]["shape"][0]
+        batch = record.graph("model").inputs[0].shape[0]
         self._batch = batch if isinstance(batch, int) else None
 
     def decoder(self, rows: int) -> Decoder:

@@ -21,6 +21,8 @@ from common.generation.prompts import Prompt
 from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import read_json_mapping, shown
 from common.training.agreement import identity_of
+from common.training.checkpoint import find_checkpoint
+from common.training.foreign import fingerprint
 from common.training.start import checkpoint_to_use
 
 RECORD = "generation.json"
@@ -44,7 +46,7 @@ class ArticleFolder:
         self._folder = folder
         settings = config.predict
         record: dict[str, Any] = {
-            "checkpoint": identity_of(checkpoint_to_use(config)),
+            "checkpoint": _identity(config),
             "seed": config.seed if settings.seed is None else settings.seed,
             **{name: getattr(settings, name) for name in _DECISIVE},
             "prompts": [
@@ -85,6 +87,14 @@ class ArticleFolder:
         path = self._folder / f"{sequence.index}-{sequence.number}.txt"
         with atomic_write(path, "w") as file:
             file.write(f"{(sequence.prompt.text + sequence.text).strip()}\n")
+
+
+def _identity(config: ResolvedRun) -> str:
+    """Return a fingerprint of the weights: of a checkpoint, or of the files of an export."""
+    path = Path(config.checkpoint.load or config.output_dir)
+    if config.checkpoint.load is not None and find_checkpoint(path) is None:
+        return fingerprint(path)
+    return identity_of(checkpoint_to_use(config))
 
 
 def _quoted(name: str, value: Any) -> str:

@@ -20,6 +20,20 @@ class _File(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class _Tensor(BaseModel):
+    model_config = ConfigDict(strict=True)
+    shape: Annotated[list[Annotated[int, Field(gt=0)] | str], Field(min_length=1)]
+    """A word is a size that may vary."""
+
+
+class Graph(BaseModel):
+    """Of MindIR: the file of a graph, and what it takes."""
+
+    model_config = ConfigDict(strict=True)
+    file: str
+    inputs: Annotated[list[_Tensor], Field(min_length=1)]
+
+
 class ExportRecord(BaseModel):
     """What ``--run_mode export`` writes of a folder. Keys that are not named here are free."""
 
@@ -36,8 +50,15 @@ class ExportRecord(BaseModel):
     precision: dict[str, Any] | None = None
     predict: dict[str, Any] | None = None
     """How the run generates."""
-    graphs: dict[str, dict[str, Any]] = {}
-    """Of mindir: what each graph takes and returns."""
+    graphs: dict[str, Graph] = {}
+    """Of mindir, by name."""
+
+    def graph(self, name: str) -> Graph:
+        """Return a graph whose file is among those of the record. Raises CheckpointError."""
+        found = self.graphs.get(name)
+        if found is None or found.file not in self.files:
+            raise CheckpointError(f"{RECORD}: graphs: lacks {name}, or its file; export again")
+        return found
 
 
 def read_export(folder: Path, *, verify: bool = False) -> ExportRecord:

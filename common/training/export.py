@@ -38,7 +38,10 @@ from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 
 SETTINGS_FILE = "model.yaml"
-_TOKENIZER_FILES = ("vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt")
+_TOKENIZER_FILES = (
+    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt", "tokenizer.json",
+    "tokenizer.model", "spiece.model", "tokenizer_config.json",
+)  # fmt: skip
 
 
 def export(config: ResolvedRun) -> None:

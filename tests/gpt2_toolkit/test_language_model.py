@@ -160,6 +160,9 @@ def test_the_same_as_the_run_mode_predict(
         load = [f"checkpoint.load={folders[name]}", f"predict.prompt={prompts}"]
         assert main([*command, *load]) == 0
         printed.append(capsys.readouterr().out)
+        assert main([*command, *load, f"predict.output_folder={tmp_path / name}"]) == 0
+        assert len(list((tmp_path / name).glob("*-0.txt"))) == len(PROMPTS)
+        capsys.readouterr()
     assert printed[0] == printed[1]
     assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
 

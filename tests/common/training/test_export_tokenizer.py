@@ -1,0 +1,25 @@
+"""The tokenizer that an export takes along is the one that the run had."""
+
+from pathlib import Path
+
+from common.config.load import build_config
+from common.resolve.derive import resolve_config
+from common.tokenizer import load_tokenizer
+from common.training.export import put_tokenizer_files
+
+
+def test_a_cased_vocabulary_stays_cased(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (source / "vocab.txt").write_text("\n".join([*marks, "Hello", "hello"]))
+    (source / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    section = {
+        "num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 7,
+    }  # fmt: skip
+    tree = {"output_dir": str(tmp_path), "model": section, "data": {"tokenizer": str(source)}}
+    more = {"optimizer": {"learning_rate": 1.0}, "train": {"micro_batch_size": 1}}
+    assert put_tokenizer_files(target, resolve_config(build_config(tree | more)))
+    before, after = load_tokenizer(None, source), load_tokenizer(None, target)
+    assert after.encode("Hello hello").tolist() == before.encode("Hello hello").tolist() == [5, 6]
