@@ -16,8 +16,8 @@ from common.systems.onnx.session import OnnxDecoder, OnnxModel
 from common.systems.onnx.write import GRAPH_FILE
 
 
-class OnnxRunner:
-    """Implements ``common.inference.runner.Runner`` with onnxruntime on a CPU."""
+class ProgramRunner:
+    """Implements ``common.inference.runner.Runner`` with a program that computes logits."""
 
     has_fixed_shapes = False
 
@@ -37,13 +37,13 @@ class OnnxRunner:
         return score_by_logits(logits)
 
 
-def open_onnx(source: Source, config: ResolvedRun) -> OnnxRunner:
+def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
     """Open a folder of ONNX, or the file of a graph. Raises ConfigError."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device={config.device}: ONNX runs on a CPU here; leave it out")
     file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
     model = OnnxModel(file, threads=config.runtime.threads or 0)
-    return OnnxRunner(model, source.model.max_positions)
+    return ProgramRunner(model, source.model.max_positions)
 
 
 def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) -> Scorer:
