@@ -150,8 +150,8 @@ def _encode(
                     f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to"
                     f" {tokenizer.vocab_size - 1}"
                 )
-        text, ids = tokenizer.decode(given), given
-    prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=given is ids)
+        text, ids = tokenizer.decode(given), [int(each) for each in given]
+    prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=not isinstance(given, str))
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     room, most, least = (

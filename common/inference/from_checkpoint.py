@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.inference.source import Source, find_source, tokenizer_files
 from common.systems.direct import accept_foreign_weights
 from common.training.checkpoint import find_checkpoint
-from common.training.fits import multiple_that_keeps
+from common.training.fits import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
@@ -42,8 +42,7 @@ def _fill_model(tree: dict[str, Any], sources: Sources) -> None:
     source = find_source(path)
     given = tree.get("model") or {}
     section = source.model.model_dump(exclude_none=True)
-    if section["vocab_size"] % section["vocab_multiple"] == 0:  # or it would be a padded size
-        section["vocab_multiple"] = multiple_that_keeps(section["vocab_size"])
+    section["vocab_multiple"] = multiple_for(section["vocab_size"], section["vocab_multiple"])
     if given.get("dropout") is not None:
         section = {key: value for key, value in section.items() if key not in _DROPOUTS}
     for key in section.keys() - given.keys():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, cast, overload
 
 import numpy as np
@@ -17,10 +18,12 @@ from common.errors import ConfigError, RunError
 from common.evaluation import ScoredRow, Scorer, score_tokens, sliding_windows
 from common.generation.continuations import continuations, read_text
 from common.generation.generate import Decoder, rows_at_once
+from common.generation.output import unused_by_greedy
 from common.generation.prompts import Given, Prompt, encode_given
 from common.inference.results import Generation, Generations, Score
 from common.inference.runner import Runner
 from common.inference.source import Source
+from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
@@ -74,7 +77,8 @@ class LanguageModel:
         in order. Raises ConfigError for settings and prompts that the model cannot follow.
         """
         config, prompts = self._prepared(prompt, settings)
-        with self._working(), self._decoding(config, prompts) as decoder:
+        with self._working():
+            decoder = self._decoder_for(config, prompts)
             return Generations(
                 Generation(
                     prompt=each.prompt.text,
@@ -102,7 +106,8 @@ class LanguageModel:
 
     def _pieces(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[str]:
         shown = 0
-        with self._working(), self._decoding(config, prompts) as decoder:
+        with self._working():
+            decoder = self._decoder_for(config, prompts)
             for each in continuations(decoder, prompts, config, self.tokenizer, stepwise=True):
                 text = read_text(each)
                 if text[shown:]:
@@ -113,7 +118,9 @@ class LanguageModel:
         self, prompt: Given | Sequence[Given], settings: dict[str, Any]
     ) -> tuple[ResolvedRun, list[Prompt]]:
         config = as_run(ResolvedRun, self.config, predict=self._settings(settings))
-        is_one = isinstance(prompt, str) or all(isinstance(each, int) for each in prompt)
+        if remark := unused_by_greedy(config.predict):
+            LOG.warning(remark)
+        is_one = isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt)
         given = [prompt] if is_one else prompt
         return config, encode_given(cast("Sequence[Given]", given), config, self.tokenizer)
 
@@ -201,14 +208,13 @@ class LanguageModel:
         finally:
             self._lock.release()
 
-    @contextmanager
-    def _decoding(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[Decoder]:
-        """A decoder of as many rows as these prompts need; the last one is kept."""
+    def _decoder_for(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Decoder:
+        """Return a decoder of as many rows as these prompts need; the last one is kept."""
         rows = max(1, rows_at_once(config.predict, len(prompts)))
         if self._decoder is None or self._rows != rows:
             self._decoder = None  # its memory is free before another one is made
             self._decoder, self._rows = self.runner.decoder(rows), rows
-        yield self._decoder
+        return self._decoder
 
 
 def checked_settings(settings: Mapping[str, Any]) -> PredictConfig:

@@ -20,7 +20,7 @@ from common.resolve.derive import resolve_mode
 from common.systems.direct import accept_foreign_weights
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
-from common.training.fits import multiple_that_keeps
+from common.training.fits import multiple_for
 
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
@@ -123,10 +123,8 @@ def _config(source: Source, **sections: Any) -> ResolvedRun:
 
 def _model(model: ResolvedModel) -> dict[str, Any]:
     """The section model, whose vocabulary is not taken for a padded one."""
-    section, size = model.model_dump(exclude_none=True), model.vocab_size
-    return section | (
-        {} if size % model.vocab_multiple else {"vocab_multiple": multiple_that_keeps(size)}
-    )
+    multiple = multiple_for(model.vocab_size, model.vocab_multiple)
+    return model.model_dump(exclude_none=True) | {"vocab_multiple": multiple}
 
 
 def open_runner(

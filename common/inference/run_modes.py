@@ -22,10 +22,11 @@ from common.inference.source import Source, find_source, require_same_tokenizer
 from common.parallel.resolved_run import ResolvedRun
 from common.systems.table import FORMATS
 from common.training.data import describe_tokenizer, open_tokenizer
-from common.training.fits import multiple_that_keeps, require_same_model
+from common.training.fits import multiple_for, require_same_model
 
 _OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
 """Settings of a run that the next command does not take over."""
+
 Opener: TypeAlias = Callable[[ResolvedRun, dict[str, Any] | None], Runner]
 """Called with a config whose vocabulary is settled, and the record of the tokenizer."""
 
@@ -75,9 +76,8 @@ def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
     """
     opener = partial(_open, source)
     require_same_model({"config": {"model": source.model.model_dump()}}, config, source.path)
-    size = source.model.vocab_size
-    if size % config.model.vocab_multiple == 0:  # or it would be taken for a padded one
-        config = as_run(ResolvedRun, config, model={"vocab_multiple": multiple_that_keeps(size)})
+    multiple = multiple_for(source.model.vocab_size, config.model.vocab_multiple)
+    config = as_run(ResolvedRun, config, model={"vocab_multiple": multiple})
     if config.data.tokenizer is None:
         folder = TokenizerConfig(folder=str(source.folder))
         config = as_run(ResolvedRun, config, data={"tokenizer": folder})

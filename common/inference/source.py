@@ -27,7 +27,7 @@ from common.training.manifest import MANIFEST, read_manifest
 PROGRAMS = ("onnx", "mindir")
 """Formats of exports that are run as they are. The others are weights, which a backend takes."""
 _OWN = "torch_gpt2"
-_OF_A_FOLDER = (".safetensors", ".bin", ".json")
+_OF_HUGGING_FACE = (".safetensors", ".bin", ".json")
 """Endings of files that may be given in place of their folder."""
 
 
@@ -60,8 +60,12 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     verify: compare the SHA-256 of the files of an export. Raises CheckpointError and ConfigError
     where there is none of these, and where it is broken.
     """
-    if path.is_file() and ((path.parent / RECORD).is_file() or path.name.endswith(_OF_A_FOLDER)):
-        path = path.parent
+    folder = path.parent
+    if path.is_file() and (
+        any((folder / name).is_file() for name in (RECORD, MANIFEST))
+        or (path.name.endswith(_OF_HUGGING_FACE) and FORMATS["hf"].detects(folder))
+    ):
+        path = folder
     if (path / RECORD).is_file():
         return _of_export(path, verify=verify)
     if (checkpoint := find_checkpoint(path)) is not None:

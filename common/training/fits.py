@@ -99,6 +99,11 @@ def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any
     return words
 
 
+def multiple_for(vocabulary: int, multiple: int) -> int:
+    """Return the vocab_multiple, or another one where the size would be taken for a padded one."""
+    return multiple if vocabulary % multiple else multiple_that_keeps(vocabulary)
+
+
 def multiple_that_keeps(vocabulary: int) -> int:
     """Return a vocab_multiple with which a size is not taken for a padded one."""
     return next(number for number in range(2, vocabulary + 2) if vocabulary % number)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -117,7 +118,8 @@ def test_the_words_of_one_model(folders: dict[str, Path], expected: dict[str, An
     model = load_model(folders["hf"], backend="torch", device="cpu")
     one = model.generate(PROMPTS[0], max_new_tokens=12)
     assert "".join(model.stream(PROMPTS[0], max_new_tokens=12)) == one[0].text
-    assert model.generate(model.encode(PROMPTS[0]), max_new_tokens=12)[0].text == one[0].text
+    for ids in (model.encode(PROMPTS[0]), np.array(model.encode(PROMPTS[0]))):
+        assert model.generate(ids, max_new_tokens=12)[0].text == one[0].text
     pieces = model.stream(PROMPTS[0], max_new_tokens=12)
     assert next(pieces)
     with pytest.raises(Exception, match="the model is at work"):
@@ -361,7 +363,7 @@ def test_a_bad_export_is_one_message(
         (lambda model: model.generate("hello " * 80), "go beyond the model's 64 positions"),
         (lambda model: model.generate(""), "is empty"),
         (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
-        (lambda model: model.generate("a", temprature=1.0), "did you mean predict.temperature"),
+        (lambda model: model.generate("a", top_kk=1), "did you mean predict.top_k"),
         (lambda model: model.generate("a", prompt_file="x"), "is for --run_mode predict"),
         (
             lambda model: model.generate("a", strategy="beam_search", num_beams=2, num_sequences=3),
@@ -393,3 +395,19 @@ def test_a_folder_without_a_model(tmp_path: Path, path: str, message: str) -> No
     with pytest.raises(Exception, match=message) as error:
         load_model(tmp_path / path)
     assert getattr(error.value, "exit_code", None) == 2
+
+
+def test_stop_strings_and_log_probabilities(
+    folders: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    model = load_model(folders["onnx"])
+    whole = model.decode(expected["tokens"][0])
+    stop = whole[5:7]
+    settings: dict[str, Any] = {"max_new_tokens": 12, "stop": stop, "logprobs": 2}
+    (found,) = model.generate(PROMPTS[0], **settings)
+    assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop_string"
+    assert "".join(model.stream(PROMPTS[0], **settings)) == found.text
+    ids = model.encode(PROMPTS[0]) + found.tokens
+    (score,) = model.score_ids([ids], [len(ids) - len(found.tokens)])
+    assert [each.logprob for each in found.logprobs] == pytest.approx(score.logprobs, abs=1e-4)
+    assert all(each.id == each.top[0][0] and len(each.top) == 2 for each in found.logprobs)
