@@ -27,6 +27,7 @@ PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
 PROGRAM_RUNNERS = {
     "onnx": ("onnx", "common.inference.program", "open_onnx"),
+    "pt2": ("torch", "torch_gpt2.program", "open_program"),
     "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
 }
 """By format of ``PROGRAMS`` the backend that runs it, and the module and the function that opens

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.evaluation import RowBatch, Scorer, TokenScores
+from common.generation.exported import ExportedDecoder, ExportedModel
 from common.generation.generate import Decoder
 from common.inference.source import Source
 from common.parallel.resolved_run import ResolvedRun
-from common.systems.onnx.session import OnnxDecoder, OnnxModel
+from common.systems.onnx.session import OnnxModel
 from common.systems.onnx.write import GRAPH_FILE
 
 
@@ -21,13 +22,13 @@ class ProgramRunner:
 
     has_fixed_shapes = False
 
-    def __init__(self, model: OnnxModel, positions: int) -> None:
+    def __init__(self, model: ExportedModel, positions: int) -> None:
         """positions: how many the model has."""
         self._model = model
         self._positions = positions
 
     def decoder(self, rows: int) -> Decoder:
-        return OnnxDecoder(self._model, self._positions, rows)
+        return ExportedDecoder(self._model, self._positions, rows)
 
     def scorer(self) -> Scorer:
         def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -39,11 +40,16 @@ class ProgramRunner:
 
 def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
     """Open a folder of ONNX, or the file of a graph. Raises ConfigError."""
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(f"device={config.device}: ONNX runs on a CPU here; leave it out")
+    require_cpu(config, "ONNX")
     file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
     model = OnnxModel(file, threads=config.runtime.threads or 0)
     return ProgramRunner(model, source.model.max_positions)
+
+
+def require_cpu(config: ResolvedRun, program: str) -> None:
+    """Raise ConfigError where another device is asked for."""
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f"device={config.device}: {program} runs on a CPU here; leave it out")
 
 
 def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) -> Scorer:

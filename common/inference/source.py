@@ -24,7 +24,7 @@ from common.training.checkpoint import find_checkpoint
 from common.training.data import describe_tokenizer
 from common.training.manifest import MANIFEST, read_manifest
 
-PROGRAMS = ("onnx", "mindir")
+PROGRAMS = ("onnx", "pt2", "mindir")
 """Formats of exports that are run as they are. The others are weights, which a backend takes."""
 _OWN = "torch_gpt2"
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".json")
@@ -36,7 +36,7 @@ class Source:
     path: Path
     """Of the weights: a checkpoint, a folder or a file."""
     format: str
-    """A key of ``FORMATS``, or mindir."""
+    """A key of ``FORMATS``, or one of ``PROGRAMS``."""
     model: ResolvedModel
     tokenizer: Mapping[str, Any]
     """Kind, vocab_size and sha256 of the tokenizer it was trained with, and where its files were,

@@ -52,12 +52,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "checkpoint": {"load": str(source)},
     }  # fmt: skip
     config.write_text(json.dumps(tree))
-    for format in ("onnx", "gguf", "safetensors"):
+    for format in ("onnx", "gguf", "safetensors", "pt2"):
         words = ["--config", str(config), "--run_mode", "export", f"export.format={format}"]
         assert main(words) == 0
     return {
         "hf": source, "own": root / "own", "onnx": root / "onnx", "gguf": root / "gguf",
-        "weights": root / "weights", "config": config,
+        "weights": root / "weights", "pt2": root / "pt2", "config": config,
     }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
     ("name", "backend"),
     [
         ("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("gguf", "torch"),
-        ("hf", "mindspore"), ("onnx", "auto"),
+        ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto"),
     ],
 )  # fmt: skip
 def test_every_folder_says_what_transformers_says(
