@@ -120,7 +120,6 @@ TABLE: Table = {
     "Optimizer.multi_precision": Only((True,), "the optimizer keeps float32 copies of float16"
         " weights; set True"),
     # the rest
-    "Compress.pretrained": To("checkpoint.init_from"),
     "Inference.*": Without("--run_mode export writes what an inference program reads"),
     "FusedPasses.*": Without(_KERNELS),
     "Generation.top_k": To("predict.top_k"),

@@ -7,6 +7,7 @@ kinds of scales: Paddle's ImperativeQuantAware.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from common.systems.dialect import Table, Theirs, To, Translation, Without, apply, one_of
@@ -40,7 +41,11 @@ _BY_HAND = (
     "enable", "weight_preprocess_type", "activation_preprocess_type", "quantizable_layer_type",
     "skip_tensor_map",
 )  # fmt: skip
-NAMES = tuple(f"{section}.{name}" for section in _SECTIONS for name in (*_RULES, *_BY_HAND))
+_PRETRAINED = ("Quantization.pretrained", "Compress.pretrained")
+NAMES = (
+    *_PRETRAINED,
+    *(f"{section}.{name}" for section in _SECTIONS for name in (*_RULES, *_BY_HAND)),
+)
 """The keys that ``translate`` takes."""
 
 
@@ -56,12 +61,18 @@ def translate(theirs: Theirs, ours: Translation) -> None:
         if not value:
             apply({f"{section}.*": Without("it is not enabled")}, theirs, ours)
             continue
-        # Paddle's defaults
-        ours.set("quantization.weights", "abs_max")
+        # PaddleSlim's defaults, said in FleetX's docs/compression.md too
+        ours.set("quantization.weights", "channel_wise_abs_max")
         ours.set("quantization.activations", "moving_average_abs_max")
         _bounds(section, theirs, ours)
         _layers(section, theirs, ours)
         apply({f"{section}.{name}": rule for name, rule in _RULES.items()}, theirs, ours)
+    for key in _PRETRAINED:
+        path = theirs.take(key)
+        if path is not None:
+            # FleetX takes a prefix, and adds the ending itself
+            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
+            ours.set("checkpoint.init_from", weights, theirs.where(key), key)
 
 
 def _bounds(section: str, theirs: Theirs, ours: Translation) -> None:

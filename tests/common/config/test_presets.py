@@ -51,7 +51,7 @@ EXPECTED = {
     "run_gpt2_124m_finetune": Expected(124_439_808, (1, 1, 1), 4, 8, 32, 32_768, (3e-5, 3e-5)),
     "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
-    "run_gpt2_345m_fleetx_qat": Expected(354_823_168, (1, 8, 1), 1, 8, 8, 8192, (5e-5, 1e-5)),
+    "run_gpt2_345m_fleetx_qat": Expected(354_823_168, (1, 8, 1), 1, 8, 8, 8192, (5e-6, 1e-6)),
     "run_gpt2_345m_modelzoo": Expected(354_823_168, (4, 1, 2), 4, 1, 16, 16_384, (1.5e-4, 1.5e-5)),
     "run_gpt2_345m_modelzoo_without_mp": Expected(
         354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)
@@ -189,9 +189,11 @@ OWN: dict[str, dict[str, Any]] = {
     "run_gpt2_3.7b": MODELZOO_SCALE,
     "run_gpt2_345m_fleetx": {"train.recompute": "none", "parallel.zero_stage": 0},
     "run_gpt2_345m_fleetx_qat": {
-        "train.recompute": "full",
-        "quantization.weights": "abs_max",
-        "quantization.weight_bits": 8,
+        "model.embedding_dropout": 0.0, "model.attention_dropout": 0.0, "model.hidden_dropout": 0.0,
+        "train.max_steps": 100_000, "train.recompute": "none", "parallel.zero_stage": 0,
+        "optimizer.decay_steps": 72_000, "optimizer.weight_decay": 0.02,
+        "quantization.weights": "abs_max", "quantization.weight_bits": 8,
+        "quantization.activations": "moving_average_abs_max", "quantization.activation_bits": 8,
     },
     "run_gpt2_1.3b_fleetx": {"train.recompute": "full", "parallel.zero_stage": 0},
     "run_gpt2_6.7b": {"train.recompute": "full", "parallel.zero_stage": 2},

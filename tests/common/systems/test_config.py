@@ -219,6 +219,17 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, 
     assert load_config(tmp_path / "again.yaml") == opened.config
 
 
+SCRIPTS = {
+    "pretrain_gpt_345M_mp8_qat": (
+        "Engine.max_steps=100000", "Model.hidden_dropout_prob=0.0",
+        "Model.attention_probs_dropout_prob=0.0", "Model.use_recompute=False",
+        "Optimizer.lr.decay_steps=72000", "Optimizer.weight_decay=0.02",
+        "Optimizer.lr.max_lr=5.0e-6", "Optimizer.lr.min_lr=1.0e-6",
+    )
+}  # fmt: skip
+"""What a script of FleetX says behind its file: qat_gpt_345M_mp8.sh, of release 2.4."""
+
+
 @pytest.mark.parametrize(
     ("name", "preset", "devices"),
     [
@@ -230,7 +241,7 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, 
     ],
 )
 def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
-    opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml")
+    opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
     # theirs is the padded size
     expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
     if "6.7b" in preset:

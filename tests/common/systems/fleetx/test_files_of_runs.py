@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.schema import RunConfig
+from common.config.schema import QuantizationConfig, RunConfig
 from common.resolve.derive import written_ranks
 from common.systems.config import open_config
 
@@ -37,3 +37,32 @@ def test_evaluation_on_lambada_and_on_wikitext(cloze: str, task: str, stride: in
     given = [f"Offline_Eval.{name}={value}" for name, value in words.items()]
     found = read("345M_single_card", "Model.module=GPTEvalModule", *given).evaluation
     assert (found.task, found.file, found.stride) == (task, "file", stride)
+
+
+def test_quantization_of_release_24(tmp_path: Path) -> None:
+    """Compress, layers that stay in float, and pretrained as the prefix of a file."""
+    (tmp_path / "model.pdparams").touch()
+    (tmp_path / "run.yaml").write_text(
+        f"""Compress:
+  pretrained: {tmp_path}/model
+  Quantization:
+    enable: True
+    activation_preprocess_type: PACT
+    weight_bits: 4
+    freeze_embedding: True
+    skip_tensor_map: {{block_0: [linear2], block_11: [linear1, linear2]}}
+    quantizable_layer_type: [Linear]
+_base_: {ORIGINALS}/pretrain_gpt_345M_single_card.yaml
+"""
+    )
+    opened = open_config(tmp_path / "run.yaml")
+    found = opened.config
+    assert found.checkpoint.init_from == f"{tmp_path}/model.pdparams"
+    assert found.quantization == QuantizationConfig(
+        weight_bits=4,
+        freeze_embedding=True,
+        skip=["h.0.mlp.c_proj", "h.11.mlp.c_fc", "h.11.mlp.c_proj"],
+    )
+    assert "Compress.Quantization.activation_preprocess_type" in opened.ours.without_effect
+    disabled = open_config(tmp_path / "run.yaml", ["Compress.Quantization.enable=False"])
+    assert disabled.config.quantization is None
