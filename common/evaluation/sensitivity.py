@@ -5,7 +5,7 @@ table, as JSON and as a picture.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Sensitivity:
     """With all layers of the section ``quantization``."""
     alone: Mapping[str, float]
     """By layer, with this one rounded and all others in float."""
+    without_worst: float
+    """With all layers but ``layers_to_skip``. Damages do not add up, so this is measured too."""
 
     @property
     def damage(self) -> dict[str, float]:
@@ -43,7 +45,7 @@ class Sensitivity:
         cls, layers: Sequence[str], loss_with: Callable[[Collection[str]], float]
     ) -> Sensitivity:
         """loss_with: returns the loss with these layers rounded, and no other."""
-        with progress_bar(total=len(layers) + 2, unit="loss", description="sensitivity") as bar:
+        with progress_bar(total=len(layers) + 3, unit="loss", description="sensitivity") as bar:
 
             def loss(*some: str) -> float:
                 found = loss_with(some)
@@ -51,7 +53,9 @@ class Sensitivity:
                 return found
 
             alone = {name: loss(name) for name in layers}
-            return cls(unquantized=loss(), quantized=loss(*layers), alone=alone)
+            found = cls(unquantized=loss(), quantized=loss(*layers), alone=alone, without_worst=0.0)
+            skip = found.layers_to_skip()
+            return replace(found, without_worst=loss(*(n for n in layers if n not in skip)))
 
     def layers_to_skip(self) -> list[str]:
         """Return the worst layers that together do half of all damage."""
@@ -70,7 +74,7 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
     folder = Path(task.config.output_dir)
     assert task.config.quantization is not None
     picture = draw(found, folder / PICTURE)
-    skip = found.layers_to_skip()
+    skip = [*task.config.quantization.skip, *found.layers_to_skip()]
     damage = list(found.damage.items())
     width = max(map(len, found.alone))
     lines = [
@@ -78,7 +82,8 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
         f" ({found.quantized - found.unquantized:+.6f}) with {len(damage)} layers quantized",
         f"one layer at a time, the worst {min(_SHOWN, len(damage))}:",
         *(f"  {name:<{width}}  {value:+.6f}" for name, value in damage[:_SHOWN]),
-        f"half of all damage is theirs: quantization.skip=[{','.join(skip)}]",
+        f"half of all damage is theirs: quantization.skip=[{','.join(skip)}], with which the loss"
+        f" is {found.without_worst:.6f} ({found.without_worst - found.unquantized:+.6f})",
         f"picture: {picture}",
     ]
     record: dict[str, Any] = {
@@ -87,6 +92,7 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
         "validation_loss_quantized": found.quantized,
         "damage": dict(damage),
         "skip": skip,
+        "validation_loss_with_skip": found.without_worst,
     }
     return EvaluationResult(file_name="sensitivity.json", record=record, lines=lines)
 

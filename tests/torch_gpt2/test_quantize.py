@@ -232,7 +232,8 @@ def test_sensitivity_is_the_loss_with_one_layer_rounded(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
     """Each figure against an evaluation whose section skips all other layers."""
-    settings = {"weight_bits": 3, "activations": "dynamic", "activation_bits": 3}
+    settings: dict[str, Any] = {"weight_bits": 3, "activations": "dynamic", "activation_bits": 3}
+    settings["skip"] = ["attn.k_proj"]
     run = tree(tmp_path / "run", corpus_prefix, train__max_steps=2, model__num_layers=1)
     train(timed(run))
     load = {"checkpoint": {"load": str(tmp_path / "run")}}
@@ -249,9 +250,12 @@ def test_sensitivity_is_the_loss_with_one_layer_rounded(
     whole = loss("validation", quantization=settings)["validation_loss"]
     assert found["validation_loss_quantized"] == whole != plain
     for layer in ("h.0.attn.v_proj", "h.0.mlp.c_proj"):
-        skip = [name for name in found["damage"] if name != layer]
+        skip = ["attn.k_proj", *(name for name in found["damage"] if name != layer)]
         alone = loss("validation", quantization=settings | {"skip": skip})["validation_loss"]
         assert found["damage"][layer] == pytest.approx(alone - plain, abs=1e-12)
+    assert found["skip"][0] == "attn.k_proj" and len(found["skip"]) > 1
+    left = loss("validation", quantization=settings | {"skip": found["skip"]})["validation_loss"]
+    assert found["validation_loss_with_skip"] == left != whole
     assert list(found["damage"].values()) == sorted(found["damage"].values(), reverse=True)
     assert (tmp_path / "eval" / "sensitivity.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ConfigError, match=r"there is none; add quantization=\{\} for 8 bits"):
