@@ -54,7 +54,8 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
         checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
-        integer = load_integer_model(config, device, checkpoint)
+        is_rounded_here = config.evaluation.task == "sensitivity"  # a layer at a time
+        integer = None if is_rounded_here else load_integer_model(config, device, checkpoint)
         parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
         quantization = None if integer else quantize_model(config, parts, world)
         if quantization is not None:
