@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2, Linear, build_model
 from torch_gpt2.private_api import integer_product, multiplies_integers
-from torch_gpt2.products import Product
+from torch_gpt2.products import AnyProduct, Product
 
 _LEVELS = activation_levels(8)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -161,9 +161,7 @@ def _build(config: ResolvedRun) -> Int8GPT2:
     return model.to(DTYPES[config.precision.parameters])
 
 
-def product_of(
-    layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: int
-) -> Callable[[Tensor], Tensor]:
+def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: int) -> AnyProduct:
     """Return the product of layers that have one input, with their outputs side by side, in the
     form that is fastest for ``rows`` rows.
     """
@@ -175,12 +173,12 @@ def product_of(
         )
         return Product(weights, biases, dtype, rows)
     if len(layers) == 1:
-        return integers[0]
+        return AnyProduct(integers[0])
     if floats or len({layer.input_scale for layer in integers}) > 1:
         products = [product_of([layer], dtype, rows) for layer in layers]
-        return lambda x: torch.cat([product(x) for product in products], -1)
+        return AnyProduct(lambda x: torch.cat([product(x) for product in products], -1))
     weight, scales, bias = (
         torch.cat([getattr(layer, part).detach() for layer in integers])
         for part in ("weight", "scales", "bias")
     )
-    return Int8Linear(weight, scales, bias, integers[0].input_scale)
+    return AnyProduct(Int8Linear(weight, scales, bias, integers[0].input_scale))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.cluster.environment import ALONE, Process
 from common.evaluation import Scorer
@@ -22,7 +21,7 @@ from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.evaluate import make_scorer
 from torch_gpt2.int8 import Int8GPT2, Int8Linear, load_model, product_of
 from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import Product
+from torch_gpt2.products import AnyProduct, Norm, Product
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -71,9 +70,11 @@ class Decoder:
         self._model = model.eval()
         self._device = device.torch_device
         dtype = model.compute_dtype
-        self._layers = [_Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self._layers = [Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self._norm = Norm(model.ln_f)
         head = model.head if isinstance(model, Int8GPT2) else None
-        self._head = head or Product([model.wte.weight[: model.config.vocab_size]], [], dtype, rows)
+        table = model.wte.weight[: model.config.vocab_size]
+        self._head = product_of([head], dtype, rows) if head else Product([table], [], dtype, rows)
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
@@ -128,68 +129,69 @@ class Decoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (B, T, C) before the last layer norm; the caches grow by T columns."""
         x = self._model.embed(ids, positions)
+        end = self._column + ids.shape[1]
+        mask = self._mask[..., :end] if self._column and self._mask is not None else None
         for layer in self._layers:
             q, k, v = layer.heads(x)
-            k, v, mask = self._remember(layer, k, v)
-            y = layer.block.attn.attend(q, k, v, mask)
-            x = x + layer.c_proj(y.transpose(1, 2).flatten(2))
-            x = x + layer.mlp_c_proj(
-                F.gelu(layer.mlp_c_fc(layer.block.ln_2(x)), approximate="tanh")
-            )
-        self._column += ids.shape[1]
+            if self._column:
+                k, v = layer.remember(k, v, self._column)
+            elif self._remembers:
+                self._keep_prompts(layer, k, v)
+            x = layer.finish(x, q, k, v, mask)
+        self._column = end
         return x
 
-    def _remember(
-        self, layer: _Layer, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (B, nh, T, hs) of what is new -> all there are to attend to, and which of
-        them not.
-        """
-        if self._column:
-            end = self._column + 1
-            layer.keys[:, :, self._column], layer.values[:, :, self._column] = (
-                k[:, :, 0],
-                v[:, :, 0],
-            )
-            return (
-                layer.keys[:, :, :end],
-                layer.values[:, :, :end],
-                None if self._mask is None else self._mask[..., :end],
-            )
+    def _keep_prompts(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         longest = k.shape[2]
-        for row, begin in enumerate(self._begins) if self._remembers else ():
+        for row, begin in enumerate(self._begins):
             layer.keys[row, :, begin:longest] = k[row, :, : longest - begin]
             layer.values[row, :, begin:longest] = v[row, :, : longest - begin]
-        return k, v, None
 
     def _logits(self, x: Tensor) -> Logits:
-        logits: Logits = self._head(self._model.ln_f(x)).float().cpu().numpy()
+        logits: Logits = self._head(self._norm(x)).float().cpu().numpy()
         return np.ascontiguousarray(logits)
 
 
-class _Layer:
-    """A block with its products in the form of ``Product``, q, k and v in one, and its caches (B,
-    nh, K, hs).
+class Layer:
+    """A block with its weights in the form that is fastest for few rows: q, k and v in one product,
+    and caches (B, nh, K, hs).
     """
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
-        def product(*layers: Linear | Int8Linear) -> Callable[[Tensor], Tensor]:
+        def product(*layers: Linear | Int8Linear) -> AnyProduct:
             return product_of(layers, dtype, rows)
 
-        self.block = block
-        self.qkv = product(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)
-        self.c_proj = product(block.attn.c_proj)
-        self.mlp_c_fc = product(block.mlp.c_fc)
-        self.mlp_c_proj = product(block.mlp.c_proj)
+        attention = block.attn
+        self._attend = attention.attend
+        self._head_size = attention.head_size
+        self._norm_1, self._norm_2 = Norm(block.ln_1), Norm(block.ln_2)
+        self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._c_proj = product(attention.c_proj)
+        self._mlp_c_fc = product(block.mlp.c_fc)
+        self._mlp_c_proj = product(block.mlp.c_proj)
 
-    def heads(self, x: Tensor) -> Sequence[Tensor]:
-        """q, k and v, (B, nh, T, hs) each."""
-        return (
-            self.qkv(self.block.ln_1(x))
-            .view(*x.shape[:2], 3, -1, self.block.attn.head_size)
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of the block's input (B, T, C), (B, nh, T, hs) each."""
+        batch, length, _ = x.shape
+        qkv = self._qkv(self._norm_1(x)).view(batch, length, 3, -1, self._head_size)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def remember(self, k: Tensor, v: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """Put keys and values (B, nh, T, hs) into the caches, the first at ``column``; all up to
+        the last.
+        """
+        keys, values = (
+            cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values)
         )
+        keys[:, :, column:] = k
+        values[:, :, column:] = v
+        return keys, values
+
+    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """The block's output of its input x (B, T, C), with all keys and values to attend to."""
+        y = self._attend(q, k, v, mask)
+        x = self._c_proj.add(y.transpose(1, 2).flatten(2), x)
+        return self._mlp_c_proj.add(self._mlp_c_fc.gelu(self._norm_2(x)), x)

@@ -16,7 +16,10 @@ PRIVATE = {
     "torch.ops.mkldnn._reorder_linear_weight": "weights in oneDNN's own order, for products of few"
     " rows; publicly plain F.linear, half as fast for 8 rows, or torch.compile with frozen"
     " weights",
-    "torch.ops.mkldnn._linear_pointwise": "the product with such weights; likewise",
+    "torch.ops.mkldnn._linear_pointwise": "the product with such weights, with a gelu or a sum in"
+    " the same kernel; likewise",
+    "torch.ops.mkldnn._is_mkldnn_acl_supported": "whether oneDNN multiplies through Arm's library,"
+    " which has no gelu and no sum in the kernel; publicly nothing",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full"
     " speed; publicly the flags of torch.cpu.get_capabilities, where a version has it",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
@@ -47,10 +50,31 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
     return packed
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + b with a weight that ``pack_weight`` returned."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gelu: bool = False,
+    other: Tensor | None = None,
+) -> Tensor:
+    """Compute x W^T + b with a weight that ``pack_weight`` returned; of that the gelu (tanh form),
+    or the sum with ``other``. All are of one type.
+    """
+    linear = torch.ops.mkldnn._linear_pointwise
+    y: Tensor
+    if other is not None:
+        y = linear.binary(x, other, weight, bias, "add")
+    elif gelu:
+        y = linear.default(x, weight, bias, "gelu", [], "tanh")
+    else:
+        y = linear.default(x, weight, bias, "none", [], "")
     return y
+
+
+def fuses_products() -> bool:
+    """Whether ``packed_linear`` computes gelu and sum as fast as the product alone."""
+    return not torch.ops.mkldnn._is_mkldnn_acl_supported()
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:

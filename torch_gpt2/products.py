@@ -1,50 +1,95 @@
-"""Products of few rows with weights that are converted once, for generation."""
+"""Products and layer norms of few rows with weights that are converted once, for generation."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
+from torch_gpt2.model import LayerNorm
+from torch_gpt2.private_api import fuses_products, has_kernel, pack_weight, packed_linear
+
+_FEW = 16
+"""Rows that weights are packed for. oneDNN's order for one row reads a third slower than its order
+for 2 to 64 rows, which is as fast for one.
+"""
 
 
-class Product:
-    """x W^T + b for few rows of x, with the weights of several products one below the other,
-    converted once.
+class AnyProduct:
+    """A product x -> x W^T + b, and what may follow it in the same kernel."""
 
-    On a CPU without kernels for a type below float32, the rounded weights are held and multiplied
-    in float32 and the result is rounded, which is what such a kernel does inside. In float32, for
-    several rows, oneDNN wants the weights in an order of its own (twice as fast for 8 rows). For
-    one row numpy's product reads them 1.3 to 1.6 times as fast as torch's.
+    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
+        self._multiply = multiply
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self._multiply(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """Gelu (tanh form) of the product."""
+        return F.gelu(self(x), approximate="tanh")
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """``other`` plus the product."""
+        return other + self(x)
+
+
+class Product(AnyProduct):
+    """x W^T + b, with the weights of several products one below the other, converted once.
+
+    On a CPU, oneDNN takes weights in an order of its own: one row reads them at the speed of the
+    memory, and a prompt is twice as fast. Without kernels for a type below float32, the rounded
+    weights are held and multiplied in float32 and the result is rounded, which is what such a
+    kernel does inside.
     """
 
     def __init__(
         self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int
     ) -> None:
+        """rows: how many x usually has."""
         on_cpu = weights[0].device.type == "cpu"
         self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
-        weight = joined(weights, dtype).to(self.dtype)  # (out, in)
+        self.weight = joined(weights, dtype).to(self.dtype)  # (out, in)
         self.bias = joined(biases, dtype).to(self.dtype) if biases else None
-        is_float = on_cpu and self.dtype == torch.float32
         has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.packed = is_float and rows > 1 and has_onednn
+        self.packed = on_cpu and has_onednn
         if self.packed:
-            weight = pack_weight(weight, rows)
-        self.matrix = None
-        if is_float and rows == 1:  # a copy, since numpy asks for huge pages
-            self.matrix = np.array(weight.numpy())
-            weight = torch.from_numpy(self.matrix)
-        self.weight = weight
+            self.weight = pack_weight(self.weight, max(rows, _FEW))
+        self.fused = self.packed and self.dtype == dtype and fuses_products()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.matrix is not None and x.numel() == x.shape[-1]:
-            row = torch.from_numpy(self.matrix @ x.to(self.dtype).reshape(-1).numpy())
-            row = row if self.bias is None else row + self.bias
-            return row.view(*x.shape[:-1], -1).to(x.dtype)
+        if self.fused:
+            return packed_linear(x, self.weight, self.bias)
         product = packed_linear if self.packed else F.linear
         return product(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return packed_linear(x, self.weight, self.bias, gelu=True)
+        return super().gelu(x)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        if self.fused:
+            return packed_linear(x, self.weight, self.bias, other=other)
+        return super().add(x, other)
+
+
+class Norm:
+    """A layer norm with its weights converted once."""
+
+    def __init__(self, norm: LayerNorm) -> None:
+        self.dtype = norm.norm_dtype
+        self.shape = norm.weight.shape
+        self.weight, self.bias = (part.detach().to(self.dtype) for part in (norm.weight, norm.bias))
+        self.epsilon = norm.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes in ``dtype`` and returns the type of x."""
+        wide = x.to(self.dtype)
+        y = torch.layer_norm(wide, self.shape, self.weight, self.bias, self.epsilon)
+        return y.to(x.dtype)
 
 
 def joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,7 @@ DIFFERENCES = {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
     },
+    "predict.py": {"Layer": "MindSpore's graphs fuse products by themselves"},
     "optimizer.py": {
         "DeviceLossScale": "MindSpore's graph decides about a step by itself; torch's host does",
         "Optimizer": "MindSpore has none with bias correction on a CPU",
