@@ -68,16 +68,21 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def ours(model: Any, device: Any, prompts: Any, new_tokens: int, strategy: str) -> Turn:
+    from torch_gpt2.predict import Decoder
+
+    return generated(Decoder(model, device, len(prompts)), prompts, new_tokens, strategy)
+
+
+def generated(decoder: Any, prompts: Any, new_tokens: int, strategy: str) -> Turn:
+    """The loop of this toolkit over any decoder."""
     from common.config.schema import PredictConfig
     from common.generation.generate import generate
     from common.generation.prompts import Prompt
-    from torch_gpt2.predict import Decoder
 
     settings = PredictConfig.model_validate(
         {"strategy": strategy, "top_k": TOP_K, "stop_at_end_of_text": False}
     )
     rows = [Prompt(text="", ids=ids.tolist(), new_tokens=new_tokens) for ids in prompts]
-    decoder = Decoder(model, device, len(rows))
     return lambda: [
         each.tokens for each in generate(decoder, rows, settings, seed=0, end_of_text=50256)
     ]
