@@ -26,8 +26,13 @@ from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2, Linear, build_model
-from torch_gpt2.private_api import integer_product, multiplies_integers
-from torch_gpt2.products import AnyProduct, Product
+from torch_gpt2.private_api import (
+    PackedIntegers,
+    integer_product,
+    multiplies_integers,
+    packs_integers,
+)
+from torch_gpt2.products import AnyProduct, Product, joined
 
 _LEVELS = activation_levels(8)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -55,20 +60,38 @@ class Int8Linear(nn.Module):
         """(..., in) -> (..., out), of the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if self.input_scale is None:
-            scale = (rows.abs().amax(-1, keepdim=True) / _LEVELS.high).clamp_min(_SMALLEST)
-            integers = (rows * scale.reciprocal()).round()
+            scale = rows.abs().amax(-1, keepdim=True).div_(_LEVELS.high).clamp_min_(_SMALLEST)
+            integers = (rows * scale.reciprocal()).round_()
             scales = scale * self.scales  # (rows, out)
         else:
-            integers = (rows * self._inverse).round().clamp(*_LEVELS)
+            integers = (rows * self._inverse).round_().clamp_(*_LEVELS)
             scales = self.input_scale * self.scales
-        if self.weight.dtype == torch.int8:
-            sums = integer_product(integers.to(torch.int8), self.weight).float()
-        else:
-            sums = F.linear(integers, self.weight)
-        y = sums * scales
+        y = self.sums(integers).mul_(scales)
         if self.bias is not None:
-            y = y + self.bias.float()
+            y += self.bias.float()
         return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+    def sums(self, integers: Tensor) -> Tensor:
+        """Products with the weights, added up as integers: float32 (rows, in) -> (rows, out)."""
+        if self.weight.dtype == torch.int8:
+            return integer_product(integers.to(torch.int8), self.weight).float()
+        return F.linear(integers, self.weight)
+
+
+class PackedInt8Linear(Int8Linear):
+    """Int8Linear for several rows, with the weights in oneDNN's own order: the same result, 1.4 to
+    1.8 times as fast for 2 to 32 rows. One row is faster without.
+    """
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None
+    ) -> None:
+        super().__init__(weight, scales, bias, input_scale)
+        self.packed = PackedIntegers(weight)
+        del self.weight
+
+    def sums(self, integers: Tensor) -> Tensor:
+        return self.packed.product(integers)
 
 
 class Int8Embedding(nn.Module):
@@ -172,13 +195,15 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: 
             [getattr(layer, part) for layer in floats] for part in ("weight", "bias")
         )
         return Product(weights, biases, dtype, rows)
-    if len(layers) == 1:
-        return AnyProduct(integers[0])
     if floats or len({layer.input_scale for layer in integers}) > 1:
         products = [product_of([layer], dtype, rows) for layer in layers]
         return AnyProduct(lambda x: torch.cat([product(x) for product in products], -1))
-    weight, scales, bias = (
-        torch.cat([getattr(layer, part).detach() for layer in integers])
-        for part in ("weight", "scales", "bias")
+    weight, scales = (
+        joined([getattr(layer, part) for layer in integers]) for part in ("weight", "scales")
     )
-    return AnyProduct(Int8Linear(weight, scales, bias, integers[0].input_scale))
+    biases = [layer.bias.detach() for layer in integers if layer.bias is not None]
+    packs = rows > 1 and weight.dtype == torch.int8 and packs_integers()
+    linear = (PackedInt8Linear if packs else Int8Linear)(
+        weight, scales, joined(biases) if biases else None, integers[0].input_scale
+    )
+    return AnyProduct(linear.forward)  # without what Module puts around it

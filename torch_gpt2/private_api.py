@@ -25,6 +25,9 @@ PRIVATE = {
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
     "torch._int_mm": "products of 8-bit integers; publicly plain F.linear on them as float32, four"
     " times as slow",
+    "torch.ops.onednn.qlinear_prepack": "weights of 8 bits in oneDNN's own order, for products of"
+    " several rows; publicly torch.compile of what torchao quantizes",
+    "torch.ops.onednn.qlinear_pointwise": "the product with such weights; likewise",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
@@ -89,6 +92,44 @@ def multiplies_integers() -> bool:
     """
     largest = torch.full((4, 64), 127, dtype=torch.int8)
     return bool((integer_product(largest, largest) == 127 * 127 * 64).all())
+
+
+class PackedIntegers:
+    """An int8 weight (out, in) in oneDNN's own order, for products with several rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        out, width = weight.shape
+        self._packed = torch.ops.onednn.qlinear_prepack(weight, [_FEW, width])
+        self._ones, self._zeros = torch.ones(out), torch.zeros(out, dtype=torch.int32)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute x W^T, added up in int32, of whole float32 numbers x (rows, in) from -128 to
+        127; float32 (rows, out).
+        """
+        middle = 128  # the kernel takes numbers from 0, and what is 0 among them
+        y: Tensor = torch.ops.onednn.qlinear_pointwise.default(
+            (x + middle).to(torch.uint8), 1.0, middle, self._packed, self._ones, self._zeros,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return y
+
+
+_FEW = 16
+"""Rows that integers are packed for; the order is the same for 1 to 64."""
+
+
+@cache
+def packs_integers() -> bool:
+    """Whether products of ``PackedIntegers`` exist on this CPU and are exact."""
+    if not multiplies_integers():
+        return False
+    numbers = torch.arange(3 * 4096).reshape(3, 4096) % 255 - 127
+    large = torch.cat([numbers, torch.full_like(numbers[:1], 127)]).to(torch.int8)
+    try:
+        found = PackedIntegers(large).product(large.float())
+    except RuntimeError:
+        return False
+    return torch.equal(found, integer_product(large, large).float())
 
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:

@@ -92,7 +92,7 @@ class Norm:
         return y.to(x.dtype)
 
 
-def joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """One below the other, in ``dtype``; a single part of that type is not copied."""
-    cast = [part.detach().to(dtype) for part in parts]
+def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """One below the other, in ``dtype`` if given; a single part of that type is not copied."""
+    cast = [part.detach().to(dtype or part.dtype) for part in parts]
     return cast[0] if len(cast) == 1 else torch.cat(cast)

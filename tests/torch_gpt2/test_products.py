@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.config.schema import ModelConfig, PrecisionConfig
 from torch_gpt2 import products
 from torch_gpt2.device import select_device
+from torch_gpt2.int8 import Int8Linear, PackedInt8Linear
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
+from torch_gpt2.private_api import packs_integers
 from torch_gpt2.products import Product
 
 IN, OUT = 96, (33, 64)
@@ -60,6 +62,22 @@ def test_products_equal_float64(
         assert found.dtype == dtype and found.shape == expected.shape, name
         difference = (found.double() - expected).abs().max()
         assert difference <= unit * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.01])
+def test_packed_integers_give_the_same_bits(input_scale: float | None) -> None:
+    """With sums that float32 does not hold exactly: 4096 products of up to 127 x 127."""
+    if not packs_integers():
+        pytest.skip("this processor has no exact product of packed 8 bits")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(60, 128, (70, 4096), dtype=torch.int8, generator=generator)
+    scales, bias = torch.rand(70, generator=generator), torch.randn(70, generator=generator)
+    arguments = (weight, scales, bias, input_scale)
+    x = torch.randn(2, 9, 4096, generator=generator).abs() + 1.0
+    x[1, 3] = 0.0
+    expected = Int8Linear(*arguments)(x)
+    assert torch.equal(PackedInt8Linear(*arguments)(x), expected)
+    assert expected.isfinite().all()
 
 
 class Counting(TorchDispatchMode):
