@@ -96,7 +96,8 @@ def llama_cpp(dtype: str) -> Callable[..., Turn]:
 
         threads = {"n_threads": arguments.threads, "n_threads_batch": arguments.threads}
         file = arguments.folder / f"gguf-{dtype}" / "model.gguf"
-        model = Llama(str(file), n_ctx=arguments.prompt_tokens + arguments.new_tokens, **threads)
+        room = arguments.prompt_tokens + arguments.new_tokens
+        model = Llama(str(file), n_ctx=room, verbose=False, **threads)
 
         def turn() -> list[list[int]]:
             model.reset()
