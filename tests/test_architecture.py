@@ -26,7 +26,7 @@ LAYERS = (
     ("planner",),
     ("training", "doctor", "launcher"),
     ("generation", "evaluation", "systems"),
-    ("conversion",),
+    ("conversion", "serving"),
     ("inference",),
     ("inputs", "modelarts"),
     ("backends",),

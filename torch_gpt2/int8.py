@@ -207,3 +207,11 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: 
         weight, scales, joined(biases) if biases else None, integers[0].input_scale
     )
     return AnyProduct(linear.forward)  # without what Module puts around it
+
+
+def head_product(model: GPT2, rows: int) -> AnyProduct:
+    """Return the product with the table of tokens, of the true vocabulary."""
+    if isinstance(model, Int8GPT2):
+        return product_of([model.head], model.compute_dtype, rows)
+    table = model.wte.weight[: model.config.vocab_size]
+    return Product([table], [], model.compute_dtype, rows)

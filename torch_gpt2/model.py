@@ -89,13 +89,14 @@ class Attention(nn.Module):
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Causal attention of queries that are all the positions of the keys, or the last one.
+        """Causal attention of queries that are all the positions of the keys, or the last ones.
 
-        mask: (B, 1, 1, K) of the type of q, added to the scores of the last one.
+        mask: (..., T, K) of the type of q, added to the scores. Of several queries that are not all
+        the positions it hides what comes later.
         """
-        assert q.shape[2] in (1, k.shape[2])
+        assert q.shape[2] in (1, k.shape[2]) or mask is not None
         dropout = self.dropout if self.training else 0.0
-        causal = q.shape[2] > 1
+        causal = q.shape[2] > 1 and mask is None
         if self.softmax_dtype == torch.float32:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal

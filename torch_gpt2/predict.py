@@ -19,9 +19,9 @@ from common.planner.room import check_memory
 from common.training.start import weights_to_use
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.evaluate import make_scorer
-from torch_gpt2.int8 import Int8GPT2, Int8Linear, load_model, product_of
+from torch_gpt2.int8 import Int8Linear, head_product, load_model, product_of
 from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import AnyProduct, Norm, Product
+from torch_gpt2.products import AnyProduct, Norm
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -72,9 +72,7 @@ class Decoder:
         dtype = model.compute_dtype
         self._layers = [Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
         self._norm = Norm(model.ln_f)
-        head = model.head if isinstance(model, Int8GPT2) else None
-        table = model.wte.weight[: model.config.vocab_size]
-        self._head = product_of([head], dtype, rows) if head else Product([table], [], dtype, rows)
+        self._head = head_product(model, rows)
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:

@@ -1,0 +1,1 @@
+"""Completions over HTTP: many requests share the steps of one model."""

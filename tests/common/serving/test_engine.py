@@ -1,0 +1,268 @@
+"""The engine over a model that needs no arithmetic: the next token follows from the whole context,
+and each call is held against what the engine may do.
+"""
+
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import RunError
+from common.generation.sampling import Logits
+from common.serving.engine import (
+    LEAST_SHARED,
+    CancelledError,
+    Engine,
+    Observer,
+    QueueFullError,
+    StoppedError,
+)
+
+VOCABULARY = 50
+
+
+def next_token(ids: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(ids)).encode()) % VOCABULARY
+
+
+class Model:
+    """Slots of lists. ``calls``: what was asked for, in order."""
+
+    def __init__(self, count: int, takes_prompts: bool = True) -> None:
+        self.count, self.takes_prompts = count, takes_prompts
+        self.held: list[list[int]] = [[] for _ in range(count)]
+        self.calls: list[tuple[Any, ...]] = []
+
+    def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Observer | None) -> Logits:
+        assert self.takes_prompts and self.held[slot][:reuse] == list(ids[:reuse])
+        assert 0 <= reuse < len(ids)
+        self.calls.append(("admit", slot, len(ids), reuse))
+        self.held[slot] = list(ids)
+        if observe is not None:
+            observe(reuse, np.stack([self._logits(ids[: n + 1]) for n in range(reuse, len(ids))]))
+        return self._logits(ids)
+
+    def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
+        self.calls.append(("step", tuple(slots)))
+        for slot, token, place in zip(slots, tokens, places, strict=True):
+            assert place <= len(self.held[slot])
+            self.held[slot][place:] = [token]
+        return np.stack([self._logits(self.held[slot]) for slot in slots])
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        self.calls.append(("copy", source, slot, length))
+        self.held[slot] = self.held[source][:length]
+
+    @staticmethod
+    def _logits(ids: Sequence[int]) -> Logits:
+        return np.eye(VOCABULARY, dtype=np.float32)[next_token(ids)]
+
+
+class Job:
+    def __init__(self, ids: list[int], new: int, window: int | None = None) -> None:
+        self.ids, self.left, self.window = list(ids), new, window
+        self.tokens: list[int] = []
+        self.seen: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+        self.is_cancelled = False
+        self.observe: Observer | None = None
+
+    def context(self) -> list[int]:
+        ids = self.ids + self.tokens
+        return ids if self.window is None else ids[1 - self.window :]
+
+    def advance(self, logits: Logits) -> bool:
+        self.tokens.append(int(logits.argmax()))
+        return len(self.tokens) == self.left
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def expected(self) -> list[int]:
+        """What a loop without an engine generates."""
+        alone = Job(self.ids, self.left, self.window)
+        while len(alone.tokens) < self.left:
+            alone.tokens.append(next_token(alone.context()))
+        return alone.tokens
+
+
+def finish(engine: Engine) -> None:
+    while engine.turn():
+        pass
+
+
+@pytest.mark.parametrize("takes_prompts", [True, False])
+@pytest.mark.parametrize("window", [None, 12])
+def test_each_sequence_is_what_it_is_alone(takes_prompts: bool, window: int | None) -> None:
+    """Forty jobs of prompts that share beginnings, in three slots; some outgrow the window."""
+    random = np.random.default_rng(0)
+    common = random.integers(0, VOCABULARY, 40).tolist()
+    jobs = [
+        Job(
+            [*common[: random.integers(0, 40)], number % VOCABULARY], random.integers(1, 30), window
+        )
+        for number in range(40)
+    ]
+    model = Model(3, takes_prompts)
+    engine = Engine(model, queue_limit=40)
+    for first in range(0, 40, 8):
+        engine.submit(jobs[first : first + 8])
+    finish(engine)
+    assert [job.tokens for job in jobs] == [job.expected() for job in jobs]
+    assert engine.running == engine.waiting == 0 and engine.counts.prompts == 40
+    assert (engine.counts.reused_tokens > 100) == (window is None)
+
+
+def test_at_most_one_pass_lies_between_two_steps() -> None:
+    model = Model(4)
+    engine = Engine(model, queue_limit=20)
+    engine.submit([Job([number], 30) for number in range(3)])
+    engine.submit([Job([number], 40, window=8) for number in range(3)])
+    finish(engine)
+    kinds = [call[0] for call in model.calls]
+    assert kinds.count("admit") > 60
+    first, last = kinds.index("step"), len(kinds) - kinds[::-1].index("step")
+    gaps = " ".join(kinds[first:last]).split("step")
+    assert max(gap.count("admit") for gap in gaps) == 1
+
+
+def test_requests_take_turns_at_free_slots() -> None:
+    """One of ten sequences and two of one, which came later, in one slot."""
+    engine = Engine(Model(1), queue_limit=20)
+    order: list[str] = []
+
+    class Named(Job):
+        def __init__(self, name: str) -> None:
+            super().__init__([1], 2)
+            self.name = name
+
+        def advance(self, logits: Logits) -> bool:
+            done = super().advance(logits)
+            if done:
+                order.append(self.name)
+            return done
+
+    engine.submit([Named("many") for _ in range(10)])
+    engine.submit([Named("first")])
+    engine.submit([Named("second")])
+    finish(engine)
+    assert order == ["many", "first", "second", *["many"] * 9]
+
+
+def test_a_sliding_window_and_new_requests_take_turns() -> None:
+    """A sequence that needs a pass a token does not keep others from a slot, nor they it."""
+    model = Model(2)
+    engine = Engine(model, queue_limit=20)
+    engine.submit([Job([1, 2, 3], 30, window=3)])
+    engine.submit([Job([number], 1) for number in range(10)])
+    finish(engine)
+    lengths = [call[2] for call in model.calls if call[0] == "admit"]
+    assert lengths[:21].count(1) == 10
+
+
+def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
+    """From a slot at work by a copy, from a free one in place; below LEAST_SHARED not at all."""
+    prompt = list(range(LEAST_SHARED + 4))
+    model = Model(2)
+    engine = Engine(model, queue_limit=20)
+    engine.submit([Job(prompt, 4), Job(prompt, 4)])
+    finish(engine)
+    reuse = len(prompt) - 1
+    assert model.calls[0] == ("admit", 0, len(prompt), 0)
+    assert ("copy", 0, 1, reuse) in model.calls
+    assert ("admit", 1, len(prompt), reuse) in model.calls
+    model.calls.clear()
+    engine.submit([Job([*prompt, 9], 1)])
+    engine.submit([Job([*prompt[: LEAST_SHARED - 1], 40], 1)])
+    finish(engine)
+    assert "copy" not in [call[0] for call in model.calls]
+    assert [call[3] for call in model.calls if call[0] == "admit"] == [len(prompt), 0]
+
+
+@pytest.mark.parametrize("takes_prompts", [True, False])
+def test_an_observer_sees_the_logits_after_every_token(takes_prompts: bool) -> None:
+    """Even of a prompt whose keys are there already."""
+    prompt = list(range(30))
+    engine = Engine(Model(2, takes_prompts), queue_limit=4)
+    engine.submit([Job(prompt, 1)])
+    finish(engine)
+    job = Job(prompt, 3)
+    seen: dict[int, int] = {}
+
+    def observe(first: int, logits: Logits) -> None:
+        seen.update({first + n: int(row.argmax()) for n, row in enumerate(logits)})
+
+    job.observe = observe
+    engine.submit([job])
+    finish(engine)
+    assert {place: seen[place] for place in range(30)} == {
+        place: next_token(prompt[: place + 1]) for place in range(30)
+    }
+
+
+def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
+    engine = Engine(Model(1), queue_limit=2)
+    running, waiting, last = Job([1], 1000), Job([2], 1000), Job([3], 2)
+    engine.submit([running])
+    engine.turn()
+    engine.submit([waiting, last])
+    with pytest.raises(QueueFullError, match="2 sequences wait already"):
+        engine.submit([Job([4], 1)])
+    running.is_cancelled = waiting.is_cancelled = True
+    finish(engine)
+    assert last.tokens == last.expected() and len(running.tokens) == 2 and not waiting.tokens
+    assert engine.counts.cancelled == 2
+    assert isinstance(running.error, CancelledError) and isinstance(waiting.error, CancelledError)
+
+
+def test_a_job_that_fails_leaves_the_others_alone() -> None:
+    class Bad(Job):
+        def advance(self, logits: Logits) -> bool:
+            raise RunError("nan")
+
+    engine = Engine(Model(2), queue_limit=4)
+    bad, good = Bad([1], 3), Job([2], 3)
+    engine.submit([bad, good])
+    finish(engine)
+    assert str(bad.error) == "nan" and good.tokens == good.expected() and engine.failure is None
+
+
+def test_a_model_that_fails_ends_the_engine_and_every_job() -> None:
+    class Broken(Model):
+        def step(self, *_: Any) -> Logits:
+            raise RuntimeError("out of memory")
+
+    engine = Engine(Broken(1), queue_limit=4)
+    jobs = [Job([1], 3), Job([2], 3)]
+    engine.submit(jobs)
+    engine.run(lambda: True)
+    assert str(engine.failure) == "out of memory" and engine.running == engine.waiting == 0
+    assert all(job.error is engine.failure for job in jobs)
+    with pytest.raises(StoppedError, match="out of memory"):
+        engine.submit([Job([3], 1)])
+
+
+def test_another_thread_submits_and_stops() -> None:
+    engine = Engine(Model(2), queue_limit=4)
+    stop = threading.Event()
+    thread = threading.Thread(target=engine.run, args=(lambda: not stop.is_set(),))
+    thread.start()
+    done = threading.Event()
+
+    class Last(Job):
+        def advance(self, logits: Logits) -> bool:
+            finished = super().advance(logits)
+            if finished:
+                done.set()
+            return finished
+
+    job = Last([1], 20)
+    engine.submit([job])
+    assert done.wait(10)
+    stop.set()
+    engine.wake()
+    thread.join(10)
+    assert not thread.is_alive() and job.tokens == job.expected()
