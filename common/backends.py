@@ -28,6 +28,7 @@ _ENTRIES = {
     "finetune": "train",
     "eval": "evaluate",
     "predict": "predict",
+    "serve": "serve",
     "export": "export",
 }
 """By run mode the module of a backend, which has a function of the same name."""
@@ -55,7 +56,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         run_program(run_mode, config, program)
         return
     check_here(config)
-    if run_mode in ("eval", "predict"):
+    if run_mode in ("eval", "predict", "serve"):
         config = with_trained_vocabulary(config)
     if process.rank == 0:
         check_inputs(run_mode, config)

@@ -21,6 +21,10 @@ MODES = {
         "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling"
         " predict.top_k=40",
     ),
+    "serve": (
+        "answer OpenAI's /v1/completions over HTTP",
+        "output_dir=output/quickstart serve.port=8000",
+    ),
     "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
     "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
 }

@@ -39,7 +39,7 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
     if run_mode == "predict":
         given_prompts(config)
     on_text = run_mode == "eval" and config.evaluation.task not in VALIDATION_TASKS
-    if run_mode == "predict" or on_text:
+    if run_mode in ("predict", "serve") or on_text:
         _check_tokenizer(config)
     if run_mode == "eval":
         _check_evaluation(config)

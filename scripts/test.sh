@@ -19,6 +19,6 @@ END
 esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-use_environment torch,fast,chinese,export,mindspore,deepspeed,dev
+use_environment torch,fast,chinese,export,serve,mindspore,deepspeed,dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder "$@"

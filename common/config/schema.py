@@ -800,6 +800,45 @@ class QuantizationConfig(Section):
     """Keep the token and position embeddings as they are."""
 
 
+class ServeConfig(Section):
+    """Completions over HTTP by --run_mode serve. A text may outgrow the model where predict.window
+    is set; of predict nothing else is looked at.
+    """
+
+    host: Text = "127.0.0.1"
+    """Address to listen at: this machine alone when left out, every network with 0.0.0.0."""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
+    """Port to listen at; 0 takes a free one, which the log names."""
+    name: Text | None = None
+    """The model's name for clients; the last part of output_dir when left out."""
+    api_key_file: Text | None = None
+    """File with the key that clients must send, on one line; the variable GPT2_API_KEY when left
+    out. Without either no key is asked for.
+    """
+    slots: Annotated[int, Field(gt=0, le=1024)] = 8
+    """Sequences generated at once. Each has keys and values for all positions in memory."""
+    max_waiting: Annotated[int, Field(gt=0, le=100_000)] = 64
+    """Sequences that may wait for a slot, and most of one request. Further requests get status
+    429.
+    """
+    max_body_bytes: Annotated[int, Field(gt=0, le=2**25)] = 2**20
+    """Largest body of a request."""
+    max_prompt_tokens: Count | None = None
+    """Most tokens of a prompt; the model's positions when left out."""
+    max_new_tokens: Count | None = None
+    """Most tokens that a request may ask for; the model's positions when left out."""
+    max_connections: Annotated[int, Field(gt=0, le=100_000)] = 512
+    """Connections at once; further ones get status 503."""
+    read_timeout: Annotated[float, Field(ge=0.1, le=3600.0)] = 30.0
+    """Seconds in which the head of a request must have come, and then its body."""
+    request_timeout: Annotated[float, Field(ge=0.1, le=1e6)] = 600.0
+    """Seconds that a request may take in all, in the queue and at work."""
+    drain_timeout: Annotated[float, Field(ge=0.0, le=1e6)] = 30.0
+    """Seconds that requests at work may still take after SIGTERM or Ctrl-C."""
+    log_prompts: bool = False
+    """Write prompts into the log, which otherwise has one line a request without its text."""
+
+
 Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
@@ -966,6 +1005,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     predict: PredictConfig = PredictConfig()
     export: ExportConfig = ExportConfig()
+    serve: ServeConfig = ServeConfig()
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()

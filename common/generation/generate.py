@@ -133,7 +133,7 @@ def generate(
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
-                    _grow(each, row[:vocab_size], settings, rules, end_of_text)
+                    grow(each, row[:vocab_size], settings, rules, end_of_text)
             unfinished = [each for each in batch if each.finish_reason is None]
             if not unfinished:
                 break
@@ -150,13 +150,14 @@ def generate(
         yield from batch
 
 
-def _grow(
+def grow(
     sequence: Continuation,
     logits: Logits,
     settings: PredictConfig,
     rules: LogitRules,
     end_of_text: int,
 ) -> None:
+    """Choose what follows where logits (vocab_size,) are those after all of ``sequence``."""
     tokens, prompt = sequence.tokens, sequence.prompt
     changed = rules.apply(logits, prompt.ids, tokens)
     token = choose_token(changed, settings, sequence.generator)

@@ -13,7 +13,7 @@ from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
 from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
-ONE_DEVICE_MODES = ("eval", "predict", "export")
+ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
 """Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows
 with torch.
 """

@@ -258,7 +258,7 @@ def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingDa
             " order of samples is a new one"
         )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
-    silent = {"predict", "evaluation", "logging", "profile", "checkpoint"}
+    silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}
     decisive = (
         {"logging.outlier_deviations", "logging.outlier_window"}
         if config.train.skip_outliers

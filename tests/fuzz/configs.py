@@ -49,7 +49,7 @@ CLASSES = {
     "contradiction": "sizes that do not divide, of any magnitude",
 }
 
-RUN_MODES = ("train", "finetune", "eval", "predict", "export", "plan")
+RUN_MODES = ("train", "finetune", "eval", "predict", "serve", "export", "plan")
 # A number that training turns into float32: what float32 cannot hold trains something else.
 FLOAT32 = (
     ("optimizer", "learning_rate"), ("optimizer", "epsilon"), ("optimizer", "weight_decay"),

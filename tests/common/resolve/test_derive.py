@@ -221,7 +221,7 @@ def test_padded_vocabulary_is_megatrons(ranks: int, rows: int) -> None:
     assert resolve_config(run, world_size=ranks).vocab_rows == rows
 
 
-@pytest.mark.parametrize("mode", ["eval", "predict", "export"])
+@pytest.mark.parametrize("mode", ["eval", "predict", "serve", "export"])
 def test_modes_of_one_device_do_not_ask_for_the_layout_of_the_training(mode: str) -> None:
     trained = config(
         parallel__data_parallel=4,

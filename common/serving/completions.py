@@ -1,0 +1,268 @@
+"""From the body of a request to jobs, and from their pieces to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config.schema import PredictConfig
+from common.errors import ConfigError
+from common.generation.generate import Continuation
+from common.generation.logit_rules import LogitRules, sequence_biases
+from common.generation.prompts import Prompt, sliding_window
+from common.generation.stop_strings import GrowingText
+from common.parallel.resolved_run import ResolvedRun
+from common.serving.answers import Choice, usage
+from common.serving.engine import Engine, QueueFullError, StoppedError
+from common.serving.errors import Refusal
+from common.serving.job import CompletionJob, Limits, Piece
+from common.serving.metrics import Metrics
+from common.serving.protocol import CompletionRequest, parse_request
+from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_prompt
+
+_DEFAULT_TOKENS = 16
+_LEAST_TEMPERATURE = 1e-6
+"""Below this the most probable token is taken."""
+
+
+class CompletionService:
+    """Makes completions of requests. ``name``: the model's, for clients."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun) -> None:
+        self.name = config.serve.name or Path(config.output_dir).resolve().name
+        self.metrics = Metrics()
+        self.engine, self.tokenizer = engine, tokenizer
+        self._config = config
+        self._limits = Limits(
+            end_of_text=tokenizer.eod_id,
+            vocab_size=tokenizer.vocab_size,
+            window=sliding_window(config),
+        )
+
+    def open(self, body: bytes, loop: asyncio.AbstractEventLoop) -> Completion:
+        """Make the jobs of a request, which are not yet in the queue. Raises Refusal.
+
+        loop: where the answer is awaited.
+        """
+        request = parse_request(body)
+        if request.model not in (None, self.name):
+            raise Refusal(
+                404, f"there is no model {request.model[:100]!r}, only {self.name}", param="model"
+            )
+        prompts = [self._prompt(given, request) for given in request.prompt]
+        count = len(prompts) * request.n
+        if count > self._config.serve.max_waiting:
+            raise Refusal(
+                400,
+                f"{len(prompts)} prompts with n={request.n} are {count} sequences; this server"
+                f" takes {self._config.serve.max_waiting} in one request",
+                param="n" if request.n > 1 else "prompt",
+            )
+        settings = _settings(request)
+        try:
+            biases = sequence_biases(settings, self.tokenizer)
+        except ConfigError as error:
+            message = str(error).removeprefix("predict.")
+            raise Refusal(400, message, param="logit_bias") from None
+        limits = self._limits
+        rules = LogitRules(
+            settings,
+            end_of_text=limits.end_of_text,
+            unknown=self.tokenizer.unknown_id,
+            biases=biases,
+        )
+        completion = Completion(self, request, prompts, loop)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        completion.jobs = [
+            CompletionJob(
+                Continuation(
+                    prompt=prompt,
+                    index=index,
+                    number=number,
+                    generator=np.random.default_rng((seed, index, number)),
+                    growing=GrowingText(self.tokenizer.stream(prompt.ids), request.stop),
+                ),
+                choice=index * request.n + number,
+                settings=settings,
+                rules=rules,
+                limits=limits,
+                scores_prompt=request.echo and request.logprobs is not None,
+                emit=completion.receive,
+            )
+            for index, prompt in enumerate(prompts)
+            for number in range(request.n)
+        ]
+        return completion
+
+    def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
+        """Raises Refusal for a prompt that is empty, foreign or too long."""
+        if isinstance(given, str):
+            ids, text = encode_prompt(self.tokenizer, given).tolist(), given
+        else:
+            wrong = [token for token in given if not 0 <= token < self.tokenizer.vocab_size]
+            if wrong:
+                raise Refusal(
+                    400,
+                    f"prompt: the id {wrong[0]} is outside the vocabulary of"
+                    f" {self.tokenizer.vocab_size} tokens",
+                    param="prompt",
+                )
+            ids, text = given, self.tokenizer.decode(given)
+        if not ids:
+            raise Refusal(400, "prompt: has no token; give some text", param="prompt")
+        return Prompt(text=text, ids=ids, new_tokens=self._new_tokens(len(ids), request))
+
+    def _new_tokens(self, length: int, request: CompletionRequest) -> int:
+        """How many tokens to add to a prompt of so many."""
+        serve, positions = self._config.serve, self._config.model.max_positions
+        longest = serve.max_prompt_tokens or (2**62 if self._limits.window else positions)
+        if length > longest:
+            raise Refusal(
+                400,
+                f"prompt: has {length} tokens; this server takes at most {longest}",
+                param="prompt",
+            )
+        wanted = request.max_tokens
+        if wanted is not None and wanted > (serve.max_new_tokens or 2**62):
+            raise Refusal(
+                400,
+                f"max_tokens: {wanted} is above this server's limit of {serve.max_new_tokens}",
+                param="max_tokens",
+            )
+        # A token behind a scored prompt is chosen and not taken in.
+        room = positions - length + (request.echo and request.logprobs is not None)
+        if self._limits.window is not None:
+            room = 2**62
+        if wanted is None:
+            wanted = min(_DEFAULT_TOKENS, serve.max_new_tokens or room, max(room, 1))
+        if wanted > room:
+            raise Refusal(
+                400,
+                f"max_tokens: a prompt of {length} tokens and {wanted} to add go beyond the"
+                f" model's {positions} positions; shorten the prompt or ask for fewer",
+                param="max_tokens",
+            )
+        return wanted
+
+
+class Completion:
+    """One request at work. ``jobs``: a job for each continuation."""
+
+    def __init__(
+        self,
+        service: CompletionService,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.request = request
+        self.prompt_texts = [prompt.text for prompt in prompts]
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.jobs: list[CompletionJob] = []
+        self._service, self._loop = service, loop
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self.choices = [
+            Choice(
+                number,
+                service.tokenizer,
+                echo=prompts[number // request.n].text if request.echo else "",
+                has_logprobs=request.logprobs is not None,
+            )
+            for number in range(len(prompts) * request.n)
+        ]
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+
+    def receive(self, piece: Piece) -> None:
+        """Take a piece from the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    def submit(self) -> None:
+        """Queue the jobs. Raises Refusal."""
+        try:
+            self._service.engine.submit(self.jobs)
+        except QueueFullError as error:
+            raise Refusal(429, f"{error}; try again later", retry=1) from None
+        except StoppedError as error:
+            raise Refusal(503, str(error)) from None
+
+    def cancel(self) -> None:
+        """Give up what is not yet done."""
+        for job in self.jobs:
+            job.is_cancelled = True
+
+    async def answer(self) -> bytes:
+        """Return the whole object. Raises Refusal where a job has failed."""
+        pieces: list[list[Piece]] = [[] for _ in self.jobs]
+        async for piece in self._arriving():
+            pieces[piece.choice].append(piece)
+        choices = [choice.whole(found) for choice, found in zip(self.choices, pieces, strict=True)]
+        used = usage(self.prompt_tokens, self.choices)
+        return _json(self._head | {"choices": choices, "usage": used})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the objects of a stream as server-sent events. Raises Refusal."""
+        options = self.request.stream_options
+        with_usage = options is not None and options.include_usage
+        head: dict[str, Any] = self._head | ({"usage": None} if with_usage else {})
+        async for piece in self._arriving():
+            if piece.text or piece.scored or piece.finish_reason or piece.is_first:
+                yield event(head | {"choices": [self.choices[piece.choice].part(piece)]})
+            else:
+                self.choices[piece.choice].tokens += piece.tokens
+        if with_usage:
+            used = usage(self.prompt_tokens, self.choices)
+            yield event(head | {"choices": [], "usage": used})
+        yield b"data: [DONE]\n\n"
+
+    async def _arriving(self) -> AsyncGenerator[Piece, None]:
+        left, metrics = len(self.jobs), self._service.metrics
+        while left:
+            piece = await self._pieces.get()
+            if piece.error is not None:
+                stopped = isinstance(piece.error, StoppedError)
+                raise Refusal(503 if stopped else 500, str(piece.error)) from None
+            metrics.generated_tokens += piece.tokens
+            seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
+            seconds.add(piece.seconds)
+            left -= piece.finish_reason is not None
+            yield piece
+
+
+def _settings(request: CompletionRequest) -> PredictConfig:
+    is_greedy = request.temperature < _LEAST_TEMPERATURE
+    return PredictConfig(
+        strategy="greedy" if is_greedy else "sampling",
+        temperature=1.0 if is_greedy else request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias,
+        stop=request.stop,
+        logprobs=request.logprobs,
+    )
+
+
+def event(tree: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + _json(tree) + b"\n\n"
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()

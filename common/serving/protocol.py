@@ -1,0 +1,138 @@
+"""The body of a request for completions: OpenAI's fields, and vLLM's names for the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from common.serving.errors import Refusal
+from common.structured_files import DuplicateKeyError, MalformedError, parse_json
+
+_NOT_HERE = {
+    "messages": "there is no chat here: GPT-2 has no format of conversations; send prompt",
+    "suffix": "GPT-2 continues a text and cannot fill a gap; leave suffix out",
+    "tools": "GPT-2 calls no tools; leave the field out",
+}
+"""Fields of OpenAI's that need another model, and what to say of them."""
+
+_WHOLE = "expected text, a list of texts, a list of token ids, or a list of such lists"
+
+
+Prompts = list[str | list[int]]
+
+
+def _prompts(value: Any) -> Prompts:
+    """Return every form of the field as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(_WHOLE)
+    if all(type(each) is int for each in value):
+        return [value]
+    for each in value:
+        is_ids = isinstance(each, list) and each and all(type(token) is int for token in each)
+        if not (isinstance(each, str) or is_ids):
+            raise ValueError(_WHOLE)
+    return value
+
+
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class CompletionRequest(BaseModel):
+    """A field that is null counts as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    prompt: Annotated[Prompts, BeforeValidator(_prompts)] = ["<|endoftext|>"]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    n: Annotated[int, Field(ge=1, le=100_000)] = 1
+    best_of: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]],
+        BeforeValidator(_texts),
+        Field(max_length=16),
+    ] = Field(default_factory=list)
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=1024)
+    ] = Field(default_factory=dict)
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    user: Annotated[str, Field(max_length=1000)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: each for key, each in value.items() if each is not None}
+
+
+def parse_request(body: bytes) -> CompletionRequest:
+    """Raises Refusal with the name of the field at fault."""
+    try:
+        tree = parse_json(body)
+    except DuplicateKeyError as error:
+        raise Refusal(400, str(error), param=error.key[:100]) from None
+    except MalformedError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise Refusal(400, 'expected a JSON object such as {"prompt": "To be"}')
+    for name, message in _NOT_HERE.items():
+        if tree.get(name) is not None:
+            raise Refusal(400, message, param=name)
+    try:
+        request = CompletionRequest.model_validate(tree)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _check(request)
+    return request
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = [str(part)[:100] for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        names = ", ".join(CompletionRequest.model_fields)
+        return Refusal(400, f"{where[-1]}: no such field; there are {names}", param=where[0])
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return Refusal(400, f"{'.'.join(where)}: {message}", param=where[0])
+
+
+def _check(request: CompletionRequest) -> None:
+    """Refuse fields that contradict each other."""
+    if request.best_of is not None and request.best_of != request.n:
+        raise Refusal(
+            400,
+            f"best_of={request.best_of} is not n={request.n}: nothing is thrown away here; ask for"
+            f" n={request.best_of} with logprobs, and choose",
+            param="best_of",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise Refusal(
+            400, "stream_options is for stream=true; leave it out", param="stream_options"
+        )
+    if request.max_tokens == 0 and not request.echo:
+        raise Refusal(
+            400,
+            "max_tokens=0 asks for nothing; with echo=true it scores the prompt",
+            param="max_tokens",
+        )

@@ -1,0 +1,196 @@
+"""The process that serves: the model in the main thread, HTTP in another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.config.schema import ServeConfig
+from common.errors import ConfigError, RunError, StopRequested
+from common.log import LOG
+from common.packages import require_package
+from common.parallel.resolved_run import ResolvedRun
+from common.processes.heartbeat import beat
+from common.serving.app import App, is_loopback
+from common.serving.completions import CompletionService
+from common.serving.engine import Engine, Slots
+from common.structured_files import read_text
+from common.tokenizer import Tokenizer
+from common.training.stop import StopSignal
+
+KEY_VARIABLE = "GPT2_API_KEY"
+_LONGEST_KEY = 4096
+_LAST_WORDS = 5.0
+"""Seconds for answers that are written after the drain."""
+
+
+def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int], Slots]) -> None:
+    """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with so many slots.
+
+    Raises ConfigError where it cannot listen, RunError where the model has failed, and
+    StopRequested once all is answered or serve.drain_timeout is over.
+    """
+    require_package("uvicorn", extra="serve", purpose="which speaks HTTP")
+    settings = config.serve
+    key = read_key(settings, os.environ.get(KEY_VARIABLE))
+    with listen(settings) as listener, StopSignal() as stop:
+        engine = Engine(open_slots(settings.slots), queue_limit=settings.max_waiting)
+        service = CompletionService(engine, tokenizer, config)
+        app = App(service, settings, slots=settings.slots, key=key)
+        http = HttpThread(app, settings, listener)
+        http.start()
+        if key is None and not is_loopback(settings.host):
+            LOG.warning(
+                f"serve.host={settings.host}: whoever reaches this machine may use the model; set"
+                " serve.api_key_file"
+            )
+        LOG.info(f"{service.name} is served at {http.address}/v1, with a page at {http.address}/")
+        drain = Drain(app, http, stop, settings.drain_timeout)
+        engine.run(drain.go_on)
+        while http.is_alive() and drain.go_on():  # the model has failed: answer that
+            time.sleep(0.1)
+        http.stop()
+        http.join(_LAST_WORDS)
+    if isinstance(engine.failure, Exception) and not drain.has_begun:
+        raise RunError(f"the server has ended: {engine.failure}")
+    assert stop.number is not None
+    raise StopRequested(stop.number, f"stopped by signal {stop.number}; {drain.outcome}")
+
+
+def read_key(settings: ServeConfig, variable: str | None) -> str | None:
+    """Return the key of serve.api_key_file, or else of the variable. Raises ConfigError."""
+    name, key = KEY_VARIABLE, variable
+    if settings.api_key_file is not None:
+        name = f"serve.api_key_file={settings.api_key_file}"
+        key = read_text(Path(settings.api_key_file), limit=_LONGEST_KEY).strip()
+    if key is None:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{name}: expected a key of visible ASCII characters on one line")
+    return key
+
+
+def listen(settings: ServeConfig) -> socket.socket:
+    """Return a socket to listen with, once the model is loaded. Raises ConfigError where that is
+    not possible.
+    """
+    where = f"serve.host={settings.host} serve.port={settings.port}"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}; give an address of this machine") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{where}: cannot listen there ({error.strerror}); choose another port, or 0 for a"
+            " free one"
+        ) from None
+    return listener
+
+
+class Drain:
+    """Says whether to go on, and begins to drain at a signal."""
+
+    def __init__(self, app: App, http: HttpThread, stop: StopSignal, seconds: float) -> None:
+        self.has_begun = False
+        self._app, self._http, self._stop, self._seconds = app, http, stop, seconds
+        self._deadline = 0.0
+
+    def go_on(self) -> bool:
+        """Whether requests are still to be answered."""
+        beat(0, "serving")
+        if self._stop.number is not None and not self.has_begun:
+            self.has_begun = self._app.is_draining = True
+            self._deadline = time.monotonic() + self._seconds
+            self._http.stop()
+            LOG.info(f"requests at work have {self._seconds:g} seconds to end")
+        if not self.has_begun:
+            return self._http.is_alive()
+        return self._http.is_alive() and time.monotonic() < self._deadline
+
+    @property
+    def outcome(self) -> str:
+        if time.monotonic() < self._deadline:
+            return "every request is answered"
+        return "requests that took longer than serve.drain_timeout were given up"
+
+
+class HttpThread(threading.Thread):
+    """uvicorn in a thread. ``address``: where it listens."""
+
+    def __init__(self, app: App, settings: ServeConfig, listener: socket.socket) -> None:
+        super().__init__(name="http", daemon=True)
+        import uvicorn
+
+        host, port = listener.getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._listener = listener
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the app logs by itself
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_patient_protocol(settings.read_timeout),
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=settings.max_connections,
+                timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS),
+            )
+        )
+
+    def run(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Accept nothing more, and end once all is answered."""
+        self._server.should_exit = True
+
+
+def _patient_protocol(seconds: float) -> type[Any]:
+    """Return uvicorn's protocol, but for a limit on the time in which the head of a request must
+    come. A client that sends a byte a second would hold a connection for ever.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class PatientProtocol(H11Protocol):  # type: ignore[misc]
+        waiting: Any = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.waiting is not None:
+                self.waiting.cancel()
+
+        def watch(self) -> None:
+            """Start the time when a head is awaited, and stop it when one has come."""
+            is_awaited = self.cycle is None or self.cycle.response_complete
+            if is_awaited and self.waiting is None:
+                self.waiting = self.loop.call_later(seconds, self.transport.close)
+            elif not is_awaited and self.waiting is not None:
+                self.waiting.cancel()
+                self.waiting = None
+
+    return PatientProtocol

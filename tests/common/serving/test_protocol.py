@@ -1,0 +1,92 @@
+"""What a request may say, and the field that is named where it is at fault."""
+
+import json
+from typing import Any
+
+import pytest
+
+from common.serving.errors import Refusal
+from common.serving.protocol import parse_request
+
+
+def parse(**fields: Any) -> Any:
+    return parse_request(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (None, ["<|endoftext|>"]),
+    ],
+)
+def test_every_form_of_prompts(given: Any, prompts: list[Any]) -> None:
+    assert parse(prompt=given).prompt == prompts
+
+
+def test_null_counts_as_left_out() -> None:
+    fields = ("max_tokens", "temperature", "stop", "logit_bias", "n", "stream", "suffix", "echo")
+    assert parse(**dict.fromkeys(fields)) == parse()
+    assert parse().temperature == 1.0 and parse().n == 1
+
+
+WRONG: dict[str, list[Any]] = {
+    "model": [1, ["a"]],
+    "prompt": [1, True, {}, [], [[]], ["a", 1], [1, "a"], [1.5], [[1], [True]]],
+    "max_tokens": ["5", 1.5, -1, True, 2**40],
+    "temperature": ["1", -0.1, True, 1e300, [1]],
+    "top_p": [0, 1.01, "a"],
+    "top_k": [-1, 0.5],
+    "n": [0, -1, "2", 10**9],
+    "best_of": [0, 2, "1"],
+    "stream": ["true", 1],
+    "stream_options": [True, {"include_usage": 1}, {"other": True}, {"include_usage": True}],
+    "stop": [1, [1], ["a"] * 17, "", ["a", ""], "a" * 1001],
+    "seed": [-1, 1.5, 2**63, "1"],
+    "logprobs": [-1, 21, True, "2"],
+    "echo": [1, "yes"],
+    "logit_bias": [[1], {"5": 101}, {"5": "1"}, {"5": None}, {str(n): 0 for n in range(1025)}],
+    "presence_penalty": [2.1, "1"],
+    "frequency_penalty": [-2.1, []],
+    "repetition_penalty": [0, -1, "1"],
+    "user": [1, "a" * 1001],
+    "suffix": ["a"],
+    "messages": [[{"role": "user", "content": "a"}]],
+    "promt": ["a"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_field_is_named(name: str) -> None:
+    """Type, range and size; Python's true is no number."""
+    for value in WRONG[name]:
+        with pytest.raises(Refusal) as caught:
+            parse(**{name: value})
+        assert caught.value.status == 400, value
+        assert caught.value.body["error"]["param"] == name, value
+        assert name in str(caught.value) or name == "messages", value
+        assert len(json.dumps(caught.value.body)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff", "not UTF-8"),
+        (b"[]", "expected a JSON object"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"n": 1, "n": 2}', "'n' is given twice"),
+        (b"[" * 100_000, "nested deeper than 64 levels"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 64 levels"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+        (b'{"prompt": "\\ud800"}', "half of a pair"),
+    ],
+)
+def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as caught:
+        parse_request(body)
+    assert caught.value.status == 400

@@ -1,0 +1,485 @@
+"""The server over a small model: what it answers against ``generate`` and torch, and what it
+refuses.
+"""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.load import build_config
+from common.config.schema import PredictConfig
+from common.generation.generate import generate
+from common.generation.logit_rules import sequence_biases
+from common.generation.prompts import Prompt, sliding_window
+from common.generation.stop_strings import GrowingText
+from common.resolve.derive import resolve_config
+from common.serving.app import App
+from common.serving.completions import CompletionService
+from common.serving.engine import Engine
+from common.serving.server import HttpThread, listen
+from common.tokenizer import Tokenizer, load_tokenizer
+from torch_gpt2.device import select_device
+from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.predict import Decoder
+from torch_gpt2.slots import Slots
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+
+POSITIONS = 64
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "seq_length": POSITIONS,
+    "vocab_size": 50257,
+}
+
+
+class Server:
+    """An engine and its HTTP in threads of this process."""
+
+    def __init__(self, folder: Path, model: GPT2, tokenizer: Tokenizer, **tree: Any) -> None:
+        key = tree.pop("key", None)
+        serve = {"port": 0, "slots": 4, "name": "small", **tree.pop("serve", {})}
+        tree |= {"output_dir": str(folder), "model": MODEL, "optimizer": {"learning_rate": 1.0}}
+        tree |= {"serve": serve, "train": {"micro_batch_size": 1}}
+        self.config = resolve_config(build_config(tree))
+        self.model, self.tokenizer = model, tokenizer
+        slots = Slots(model, select_device("cpu"), self.config.serve.slots)
+        self.engine = Engine(slots, queue_limit=self.config.serve.max_waiting)
+        service = CompletionService(self.engine, tokenizer, self.config)
+        self.app = App(service, self.config.serve, slots=self.config.serve.slots, key=key)
+        listener = listen(self.config.serve)
+        self.port: int = listener.getsockname()[1]
+        self.http = HttpThread(self.app, self.config.serve, listener)
+        self.stopping = threading.Event()
+        self.work = threading.Thread(target=self.engine.run, args=(self._goes_on,), daemon=True)
+
+    def _goes_on(self) -> bool:
+        return not self.stopping.is_set()
+
+    def __enter__(self) -> "Server":
+        self.http.start()
+        wait_until(lambda: is_open(self.port))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self.http.stop()
+        self.http.join(10)
+        assert not self.http.is_alive()
+
+    def call(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, {"Content-Type": "application/json"} | given)
+        response = connection.getresponse()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        content = response.read()
+        connection.close()
+        return response.status, found, content
+
+    def post(self, **fields: Any) -> tuple[int, Any]:
+        status, _, body = self.call("POST", "/v1/completions", json.dumps(fields).encode())
+        return status, json.loads(body)
+
+    def complete(self, **fields: Any) -> Any:
+        status, tree = self.post(**fields)
+        assert status == 200, tree
+        return tree
+
+    def events(self, **fields: Any) -> list[Any]:
+        fields |= {"stream": True}
+        status, headers, body = self.call("POST", "/v1/completions", json.dumps(fields).encode())
+        assert status == 200 and headers["content-type"].startswith("text/event-stream"), body
+        events = body.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(each.removeprefix("data: ")) for each in events[:-2]]
+
+    def expected(self, prompt: str, new: int, n: int, seed: int, **settings: Any) -> list[Any]:
+        """Text and reason of ``generate``, one sequence at a time."""
+        predict = PredictConfig(num_sequences=n, **settings)
+        ids = self.tokenizer.encode(prompt, allow_special=True).tolist()
+        found = generate(
+            Decoder(self.model, select_device("cpu"), 1),
+            [Prompt(text=prompt, ids=ids, new_tokens=new)],
+            predict,
+            seed=seed,
+            end_of_text=self.tokenizer.eod_id,
+            vocab_size=self.tokenizer.vocab_size,
+            window=sliding_window(self.config),
+            biases=sequence_biases(predict, self.tokenizer),
+            read=lambda one: GrowingText(self.tokenizer.stream(one.ids), predict.stop),
+        )
+        result = []
+        for each in found:
+            assert each.growing is not None
+            each.growing.advance(each.tokens, final=True)
+            result.append((each.text, "length" if each.finish_reason == "length" else "stop"))
+        return result
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gpt2_vocab_files: tuple[Path, Path]) -> Tokenizer:
+    return load_tokenizer(None, gpt2_vocab_files[0], gpt2_vocab_files[1], "auto")
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2:
+    tree = {"output_dir": "x", "model": MODEL, "optimizer": {"learning_rate": 1.0}}
+    config = resolve_config(build_config(tree | {"train": {"micro_batch_size": 1}}))
+    made = build_model(config, select_device("cpu"))
+    torch.manual_seed(0)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(made.wpe.weight, std=2.0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, model: GPT2, tokenizer: Tokenizer
+) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("serve"), model, tokenizer) as made:
+        made.work.start()
+        yield made
+
+
+PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0}, {}),
+    ({"temperature": 0, "repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
+    ({"temperature": 0, "logit_bias": {"262": 100}}, {"logit_bias": {"262": 100.0}}),
+    (
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    ),
+    ({"n": 3}, {"strategy": "sampling"}),
+    ({"n": 2, "temperature": 0.3, "best_of": 2}, {"strategy": "sampling", "temperature": 0.3}),
+    ({"n": 2, "top_k": 5}, {"strategy": "sampling", "top_k": 5}),
+    ({"n": 2, "top_p": 0.4}, {"strategy": "sampling", "top_p": 0.4}),
+    ({"n": 8, "stop": ["e", "st"]}, {"strategy": "sampling", "stop": ["e", "st"]}),
+]
+
+
+@pytest.mark.parametrize(("fields", "settings"), PARAMETERS)
+def test_each_parameter_is_generates(
+    server: Server, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Whole and as a stream."""
+    given = {"prompt": "To be, or not", "max_tokens": 20, "seed": 7, "model": "small", **fields}
+    expected = server.expected(given["prompt"], 20, fields.get("n", 1), 7, **settings)
+    answer = server.complete(**given)
+    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == expected
+    assert [each["index"] for each in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == 5 and answer["object"] == "text_completion"
+    pieces = [event["choices"][0] for event in server.events(**given)]
+    streamed = [
+        "".join(each["text"] for each in pieces if each["index"] == index)
+        for index in range(len(expected))
+    ]
+    assert streamed == [text for text, _ in expected]
+    assert len({each["finish_reason"] for each in pieces} - {None}) >= 1
+    if "stop" in fields:
+        assert {"stop"} <= {reason for _, reason in expected}
+        assert not any("e" in text or "st" in text for text in streamed)
+
+
+def test_a_mixed_load_is_what_each_is_alone(server: Server) -> None:
+    """Forty requests at once in four slots: lengths, seeds and settings of all kinds; half of the
+    prompts begin alike, half of the answers are streams.
+    """
+    random = np.random.default_rng(0)
+    common = "It was the best of times, it was the worst of times, it was the age of wisdom"
+    words = common.split()
+    calls = []
+    for number in range(40):
+        start = common if number % 2 else " ".join(random.permutation(words)[:4])
+        fields: dict[str, Any] = {"prompt": f"{start} {number}", "seed": number}
+        fields["max_tokens"] = int(random.integers(1, 30))
+        settings: dict[str, Any] = {}
+        if number % 3 == 0:
+            fields["temperature"] = 0
+        else:
+            settings = {"strategy": "sampling", "top_k": int(random.integers(0, 50))}
+            fields["top_k"] = settings["top_k"]
+        calls.append((fields, settings))
+
+    def one(number: int) -> str:
+        fields = calls[number][0]
+        if number % 4 < 2:
+            return str(server.complete(**fields)["choices"][0]["text"])
+        return "".join(each["choices"][0]["text"] for each in server.events(**fields))
+
+    with ThreadPoolExecutor(40) as pool:
+        found = list(pool.map(one, range(40)))
+    for (fields, settings), text in zip(calls, found, strict=True):
+        expected = server.expected(
+            fields["prompt"], fields["max_tokens"], 1, fields["seed"], **settings
+        )
+        assert text == expected[0][0]
+    assert server.engine.counts.reused_tokens > 100
+    assert server.engine.counts.rows > 1.5 * server.engine.counts.steps
+
+
+def test_every_form_of_prompt_and_the_usage(server: Server) -> None:
+    texts = ["To be", "The dog"]
+    ids = [server.tokenizer.encode(text).tolist() for text in texts]
+    answers = [
+        server.complete(prompt=given, max_tokens=5, temperature=0)
+        for given in (texts, ids, texts[0], ids[0])
+    ]
+    found = [[each["text"] for each in answer["choices"]] for answer in answers]
+    assert found[0] == found[1] and found[2] == found[3] == found[0][:1]
+    assert answers[0]["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 10,
+        "total_tokens": 14,
+    }
+    options = {"include_usage": True}
+    events = server.events(prompt=texts, max_tokens=5, temperature=0, stream_options=options)
+    assert events[-1]["usage"] == answers[0]["usage"] and events[-1]["choices"] == []
+    assert all(event["usage"] is None for event in events[:-1])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_echo_scores_the_prompt_as_torch_does(server: Server, max_tokens: int) -> None:
+    """An entry for each token of the prompt, which fills the positions but for those to add, and
+    for each generated one. float32: 1e-4.
+    """
+    random = np.random.default_rng(max_tokens)
+    ids = random.integers(0, 50257, POSITIONS + 1 - max(max_tokens, 1)).tolist()
+    answer = server.complete(
+        prompt=ids, max_tokens=max_tokens, temperature=0, echo=True, logprobs=3
+    )
+    entries = answer["choices"][0]["logprobs"]
+    with torch.no_grad():
+        logits = server.model.logits(server.model(torch.tensor([ids])))[0].log_softmax(-1)
+    assert all(len(entries[name]) == len(ids) + max_tokens for name in entries)
+    assert entries["token_logprobs"][0] is None and entries["top_logprobs"][0] is None
+    for place in range(1, len(ids)):
+        own = float(logits[place - 1, ids[place]])
+        assert entries["token_logprobs"][place] == pytest.approx(own, abs=1e-4)
+        best = sorted(entries["top_logprobs"][place].values(), reverse=True)
+        top = logits[place - 1].topk(3).values.tolist()
+        assert best[:3] == pytest.approx(top, abs=1e-4) and len(best) <= 4
+    if max_tokens:
+        assert entries["token_logprobs"][len(ids)] == pytest.approx(
+            float(logits[-1].max()), abs=1e-4
+        )
+    text = server.tokenizer.decode(ids)
+    assert answer["choices"][0]["text"].startswith(text[:-1])
+    assert entries["text_offset"] == sorted(entries["text_offset"])
+
+
+def test_the_end_of_text_has_an_entry(server: Server) -> None:
+    """lm-evaluation-harness cuts the last entry off, which must not be one of the prompt."""
+    end = server.tokenizer.eod_id
+    fields = {"prompt": "To be", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    answer = server.complete(**fields, echo=True, logit_bias={str(end): 100})
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["text"] == "To be"
+    assert choice["logprobs"]["tokens"] == ["To", " be", "<|endoftext|>"]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
+    """Of a stream and of a whole answer."""
+    for stream in (True, False):
+        before = server.engine.counts.cancelled
+        fields = {"prompt": "a", "max_tokens": 60, "n": 30, "stream": stream, "temperature": 0}
+        body = json.dumps(fields).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                b" application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            wait_until(lambda: server.engine.running > 0)
+        wait_until(lambda: server.engine.running + server.engine.waiting == 0)
+        assert server.engine.counts.cancelled > before
+    assert server.complete(prompt="a", max_tokens=2)["choices"][0]["finish_reason"]
+
+
+REFUSED: list[tuple[int, str, dict[str, Any]]] = [
+    (400, "n", {"n": 1000}),
+    (400, "prompt", {"prompt": ["a"] * 65}),
+    (400, "prompt", {"prompt": ""}),
+    (400, "prompt", {"prompt": [50257]}),
+    (400, "prompt", {"prompt": [-1]}),
+    (400, "prompt", {"prompt": "a " * 100}),
+    (400, "max_tokens", {"max_tokens": 64}),
+    (400, "max_tokens", {"max_tokens": 0}),
+    (400, "logit_bias", {"logit_bias": {"50257": 1}}),
+    (400, "temperature", {"temperature": -1}),
+    (404, "model", {"model": "gpt-4"}),
+]
+
+
+@pytest.mark.parametrize(("status", "param", "fields"), REFUSED)
+def test_what_is_refused_names_the_field(
+    server: Server, status: int, param: str, fields: dict[str, Any]
+) -> None:
+    found, tree = server.post(**{"prompt": "a", **fields})
+    assert (found, tree["error"]["param"]) == (status, param)
+    assert tree["error"]["type"] == "invalid_request_error" and param in tree["error"]["message"]
+
+
+def test_what_is_refused_before_the_body_is_read(server: Server) -> None:
+    assert server.call("GET", "/nowhere")[0] == 404
+    assert server.call("GET", "/v1/completions")[0] == 405
+    status, _, body = server.call("POST", "/v1/chat/completions", b"{}")
+    assert status == 404 and b"no chat here" in body
+    plain = server.call("POST", "/v1/completions", b'{"prompt": "a"}', Content_Type="text/plain")
+    assert plain[0] == 415
+    assert server.call("GET", "/v1/models", Host="evil.example:80")[0] == 403
+    assert server.call("GET", "/v1/models", Host="[::1]:8000")[0] == 200
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            b" application/json\r\nContent-Length: 100000000\r\n\r\n{"
+        )
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+    chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 17
+        )
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_models_health_metrics_and_page(server: Server) -> None:
+    models = json.loads(server.call("GET", "/v1/models")[2])
+    assert [each["id"] for each in models["data"]] == ["small"]
+    assert json.loads(server.call("GET", "/v1/models/small")[2])["id"] == "small"
+    assert json.loads(server.call("GET", "/health")[2]) == {"status": "ok"}
+    before = metrics(server)
+    server.complete(prompt="To be", max_tokens=4, temperature=0)
+    after = metrics(server)
+    assert after["gpt2_generated_tokens_total"] - before["gpt2_generated_tokens_total"] == 4
+    assert after["gpt2_prompt_tokens_total"] - before["gpt2_prompt_tokens_total"] == 2
+    for name in ("first_token", "token", "request"):
+        buckets = [
+            value for key, value in after.items() if key.startswith(f"gpt2_{name}_seconds_b")
+        ]
+        assert buckets == sorted(buckets) and len(buckets) == 19
+        assert buckets[-1] == after[f"gpt2_{name}_seconds_count"] > 0
+    status, headers, _ = server.call("GET", "/")
+    assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert server.call("HEAD", "/")[2] == b""
+
+
+def metrics(server: Server) -> dict[str, float]:
+    lines = server.call("GET", "/metrics")[2].decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs}
+
+
+def test_a_full_queue_and_an_engine_that_fails(
+    tmp_path: Path, model: GPT2, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine does not run at first; then the queue's jobs end; then the model fails."""
+    serve = {"slots": 1, "max_waiting": 2}
+    with Server(tmp_path, model, tokenizer, serve=serve) as server, ThreadPoolExecutor(2) as pool:
+        fields = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+        waiting = [pool.submit(server.complete, **fields) for _ in range(2)]
+        wait_until(lambda: server.engine.waiting == 2)
+        status, headers, body = server.call("POST", "/v1/completions", json.dumps(fields).encode())
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        server.work.start()
+        assert all(len(each.result(20)["choices"]) == 1 for each in waiting)
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        server.engine._model.admit = fail  # type: ignore[method-assign]
+        status, tree = server.post(**fields)
+        assert status == 500 and tree["error"]["type"] == "server_error"
+        assert server.post(**fields)[0] == 503
+        assert server.call("GET", "/health")[0] == 503
+
+
+def test_a_key_guards_all_but_health(tmp_path: Path, model: GPT2, tokenizer: Tokenizer) -> None:
+    with Server(tmp_path, model, tokenizer, key="secret-1") as server:
+        for path in ("/", "/v1/models", "/metrics", "/nowhere"):
+            status, headers, _ = server.call("GET", path)
+            assert status == 401 and headers["www-authenticate"].startswith("Basic")
+            for wrong in ("Bearer secret-2", "Bearer", "secret-1", "Basic !", "Basic eA=="):
+                assert server.call("GET", path, Authorization=wrong)[0] == 401
+        assert server.call("GET", "/health")[0] == 200
+        assert server.call("GET", "/v1/models", Authorization="Bearer secret-1")[0] == 200
+        browser = "Basic YW55OnNlY3JldC0x"  # any:secret-1
+        assert server.call("GET", "/", Authorization=browser)[0] == 200
+
+
+def test_slow_clients_are_given_up(tmp_path: Path, model: GPT2, tokenizer: Tokenizer) -> None:
+    """A head and a body that do not come, and an answer that takes too long."""
+    serve = {"read_timeout": 0.3, "request_timeout": 0.6}
+    with Server(tmp_path, model, tokenizer, serve=serve) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(b"POST /v1/comp")
+            assert client.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                b" application/json\r\nContent-Length: 20\r\n\r\n{"
+            )
+            assert client.recv(100).startswith(b"HTTP/1.1 408")
+        status, tree = server.post(prompt="a")
+        assert status == 504 and "0.6 seconds" in tree["error"]["message"]
+        server.work.start()  # it finds the job cancelled
+        wait_until(lambda: server.engine.counts.cancelled == 1)
+
+
+def test_a_text_outgrows_the_model_where_that_is_chosen(
+    tmp_path: Path, model: GPT2, tokenizer: Tokenizer
+) -> None:
+    with Server(tmp_path, model, tokenizer, predict={"window": 20}) as server:
+        server.work.start()
+        found = server.complete(prompt="To be, or not", max_tokens=100, temperature=0)
+        assert found["choices"][0]["text"] == server.expected("To be, or not", 100, 1, 0)[0][0]
+        assert found["usage"]["completion_tokens"] == 100
+
+
+def test_the_official_client(server: Server) -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install '.[dev]'")
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
+    )
+    assert [each.id for each in client.models.list().data] == ["small"]
+    fields = {"model": "small", "prompt": "To be", "max_tokens": 8, "seed": 3, "n": 2}
+    whole = client.completions.create(**fields, extra_body={"top_k": 9})
+    expected = server.expected("To be", 8, 2, 3, strategy="sampling", top_k=9)
+    assert [(each.text, each.finish_reason) for each in whole.choices] == expected
+    texts = ["", ""]
+    for event in client.completions.create(**fields, extra_body={"top_k": 9}, stream=True):
+        texts[event.choices[0].index] += event.choices[0].text
+    assert texts == [text for text, _ in expected]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="small", prompt="a", temperature=-1)
+    assert caught.value.body["param"] == "temperature"
