@@ -833,7 +833,7 @@ class ServeConfig(Section):
     """Seconds in which the head of a request must have come, and then its body."""
     request_timeout: Annotated[float, Field(ge=0.1, le=1e6)] = 600.0
     """Seconds that a request may take in all, in the queue and at work."""
-    drain_timeout: Annotated[float, Field(ge=0.0, le=1e6)] = 30.0
+    drain_timeout: Annotated[NonNegative32, Field(le=1e6)] = 30.0
     """Seconds that requests at work may still take after SIGTERM or Ctrl-C."""
     log_prompts: bool = False
     """Write prompts into the log, which otherwise has one line a request without its text."""

@@ -137,6 +137,7 @@ class HttpThread(threading.Thread):
         host, port = listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
+        listener.listen()  # from here on clients wait, and are not refused
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the app logs by itself
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -1,0 +1,138 @@
+"""--run_mode serve as a user starts it: the line that says where, signals, what it cannot do."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    with start(*words) as child:
+        out, error = child.communicate(timeout=120)
+    return child.returncode, out, error
+
+
+@pytest.fixture(scope="module")
+def config(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus_prefix: Path,
+    gpt2_vocab_files: tuple[Path, Path],
+) -> Path:
+    """A config and its run of one step."""
+    folder = tmp_path_factory.mktemp("serve")
+    files = dict(zip(("vocab_file", "merge_file"), map(str, gpt2_vocab_files), strict=True))
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
+    tree = {
+        "output_dir": str(folder / "tiny"),
+        "device": "cpu",
+        "model": {**sizes, "vocab_size": 50257},
+        "train": {"max_steps": 1, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "data": {"train": str(corpus_prefix), "tokenizer": files},
+        "serve": {"port": 0},
+        "predict": {"window": 16},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    code, _, error = run("--config", str(path), "--run_mode", "train")
+    assert code == 0, error
+    return path
+
+
+class Served:
+    """The process, and a stream of it that has begun."""
+
+    def __init__(self, config: Path, *words: str, **variables: str) -> None:
+        self.child = start("--config", str(config), "--run_mode", "serve", *words, **variables)
+        assert self.child.stdout is not None
+        line = ""
+        while "is served at" not in line:
+            line = self.child.stdout.readline()
+            assert line, self.child.communicate()[1]
+        found = re.search(r"tiny is served at http://127\.0\.0\.1:(\d+)/v1", line)
+        assert found is not None, line
+        self.port = int(found[1])
+
+    def stream(self, max_tokens: int) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        fields = {"prompt": "To be", "max_tokens": max_tokens, "stream": True, "logit_bias": {}}
+        fields["logit_bias"] = {"50256": -100}
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret-of-mine"}
+        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
+        response = connection.getresponse()
+        assert response.status == 200 and response.readline().startswith(b"data: ")
+        return response
+
+    def end(self) -> tuple[int, str, str]:
+        out, error = self.child.communicate(timeout=60)
+        return self.child.returncode, out, error
+
+
+def events(response: http.client.HTTPResponse) -> list[Any]:
+    lines = [line[6:].strip() for line in response.read().split(b"\n") if line]
+    return [line if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+def test_requests_at_work_end_before_the_server_does(config: Path) -> None:
+    """SIGTERM while a stream has hundreds of tokens left; the key is asked for and not shown."""
+    served = Served(config, GPT2_API_KEY="secret-of-mine")
+    response = served.stream(400)
+    served.child.send_signal(signal.SIGTERM)
+    found = events(response)
+    code, out, error = served.end()
+    assert found[-1] == b"[DONE]" and found[-2]["choices"][0]["finish_reason"] == "length"
+    assert code == 143 and "every request is answered" in error
+    assert re.search(r"POST /v1/completions 200 [\d.]+ s prompt_tokens=2 tokens=400", out)
+    assert "To be" not in out and "secret-of-mine" not in out + error and "Traceback" not in error
+
+
+def test_a_drain_has_a_limit(config: Path) -> None:
+    """Ctrl-C; what is not done is told to the client."""
+    served = Served(
+        config, "serve.drain_timeout=0.3", "serve.log_prompts=true", GPT2_API_KEY="secret-of-mine"
+    )
+    response = served.stream(1_000_000)
+    began = time.monotonic()
+    served.child.send_signal(signal.SIGINT)
+    found = events(response)
+    code, out, error = served.end()
+    assert time.monotonic() - began < 10
+    assert found[-1]["error"]["type"] == "server_error" and b"[DONE]" not in found
+    assert code == 130 and "were given up" in error and 'prompts=["To be"]' in out
+
+
+def test_what_keeps_it_from_listening(config: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = ("--config", str(config), "--run_mode", "serve")
+        code, _, error = run(*words, f"serve.port={port}")
+    assert code == 2 and f"serve.port={port}: cannot listen there" in error
+    (tmp_path / "key").write_text("two words\n")
+    code, _, error = run(*words, f"serve.api_key_file={tmp_path / 'key'}")
+    assert code == 2 and "expected a key of visible ASCII characters" in error
