@@ -86,8 +86,9 @@ def listen(settings: ServeConfig) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind)
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}; give an address of this machine") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no name of a machine"
+        raise ConfigError(f"{where}: {reason}; give an address of this machine") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

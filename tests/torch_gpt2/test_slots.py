@@ -10,9 +10,8 @@ import torch
 
 from common.config.schema import PrecisionConfig, PredictConfig
 from common.generation.generate import generate
-from common.generation.prompts import Prompt
 from common.generation.sampling import Logits
-from common.serving.engine import Engine, Observer
+from tests.mixed_load import prompts, run
 from tests.torch_gpt2.test_predict import make_model
 from torch_gpt2.device import select_device
 from torch_gpt2.predict import Decoder
@@ -21,58 +20,17 @@ from torch_gpt2.slots import Slots
 POSITIONS = 48
 
 
-class Greedy:
-    """A job that takes the most probable token."""
-
-    is_cancelled = False
-
-    def __init__(self, prompt: Prompt, window: int | None) -> None:
-        self.prompt, self.window = prompt, window
-        self.tokens: list[int] = []
-        self.observe: Observer | None = None
-
-    def context(self) -> list[int]:
-        ids = self.prompt.ids + self.tokens
-        return ids if self.window is None else ids[1 - self.window :]
-
-    def advance(self, logits: Logits) -> bool:
-        self.tokens.append(int(logits[:101].argmax()))
-        return len(self.tokens) == self.prompt.new_tokens
-
-    def fail(self, error: Exception) -> None:
-        raise error
-
-
-def prompts(limit: int | None) -> list[Prompt]:
-    """24 of 1 to 40 tokens, half of which begin alike; limit: most tokens with those to add."""
-    random = np.random.default_rng(0)
-    common = random.integers(0, 101, 32).tolist()
-    found = []
-    for number in range(24):
-        ids = random.integers(0, 101, random.integers(1, 9)).tolist()
-        ids = common[: random.integers(16, 32)] + ids if number % 2 else ids
-        new = int(random.integers(1, 40))
-        room = new if limit is None else min(new, limit - len(ids))
-        found.append(Prompt(text="", ids=ids, new_tokens=room))
-    return found
-
-
 @pytest.mark.parametrize("window", [None, POSITIONS, 20])
 def test_a_mixed_load_is_what_each_is_alone(window: int | None) -> None:
     """24 sequences in four slots, float32."""
     model = make_model()
-    given, device = prompts(None if window else POSITIONS), select_device("cpu")
+    given, device = prompts(101, None if window else POSITIONS), select_device("cpu")
     settings = PredictConfig(stop_at_end_of_text=False)
     alone = generate(
         Decoder(model, device, 1), given, settings, seed=0, end_of_text=-1, window=window
     )
-    engine = Engine(Slots(model, device, 4), queue_limit=24)
-    jobs = [Greedy(prompt, window) for prompt in given]
-    for job in jobs:
-        engine.submit([job])
-    while engine.turn():
-        pass
-    assert [job.tokens for job in jobs] == [each.tokens for each in alone]
+    found, engine = run(Slots(model, device, 4), given, window)
+    assert found == [each.tokens for each in alone]
     assert (engine.counts.reused_tokens > 100) == (window != 20)
 
 

@@ -13,6 +13,9 @@ from common.errors import ConfigError
 from common.packages import require_package
 from common.systems.onnx.write import GRAPH_FILE
 
+Cache = list[NDArray[np.float32]]
+"""Keys and values (B, nh, T, hs) of the layers, in the order of the graph."""
+
 _PAST = "past_key_values."
 _QUIET = 3
 """onnxruntime's level of log messages at which only errors are left."""
@@ -52,6 +55,17 @@ class OnnxModel:
         self._presents = outputs[1:]
         self._kept: list[Any] = []
         self.has_cache = bool(self._pasts)
+
+    @property
+    def cache(self) -> Cache:
+        """What is remembered; it may be set, with nothing to begin anew."""
+        return [kept.numpy() for kept in self._kept]
+
+    @cache.setter
+    def cache(self, arrays: Cache) -> None:
+        from onnxruntime import OrtValue
+
+        self._kept = [OrtValue.ortvalue_from_numpy(np.ascontiguousarray(each)) for each in arrays]
 
     def forget(self) -> None:
         """Begin with new sequences."""

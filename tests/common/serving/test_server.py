@@ -1,0 +1,52 @@
+"""Where the server listens, and the key that it asks for."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.config.schema import ServeConfig
+from common.errors import ConfigError
+from common.serving.app import is_loopback
+from common.serving.server import listen, read_key
+
+
+def test_an_address_that_is_taken_or_not_here() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"serve.port={port}: cannot listen there"):
+            listen(ServeConfig(port=port))
+    with pytest.raises(ConfigError, match=r"serve\.host=192\.0\.2\.1"):  # kept for documentation
+        listen(ServeConfig(host="192.0.2.1", port=0))
+    with pytest.raises(ConfigError, match=r"serve\.host=a\.\.b"):
+        listen(ServeConfig(host="a..b", port=0))
+    with listen(ServeConfig(port=0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example")),
+    ],
+)
+def test_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(" secret\n")
+    settings = ServeConfig(api_key_file=str(file))
+    assert read_key(settings, "other") == "secret"
+    assert read_key(ServeConfig(), "other") == "other" and read_key(ServeConfig(), None) is None
+    for content in ("", "two words", "two\nlines", "\u5bc6\u94a5"):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"api_key_file=.*visible ASCII") as caught:
+            read_key(settings, None)
+        assert not content or content not in str(caught.value)
+    with pytest.raises(ConfigError, match="GPT2_API_KEY: expected"):
+        read_key(ServeConfig(), "")
