@@ -25,8 +25,9 @@ from common.serving.metrics import CONTENT_TYPE
 
 PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
-    " style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:;"
+    " script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'"
 }
 _NO_CHAT = (
     "there is no chat here: GPT-2 continues text and has no format of conversations; post a prompt"
