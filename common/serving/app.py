@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class App:
         except GoneError:
             status = _GONE
         except Refusal as refusal:
-            await _refuse(sending, refusal)
+            if not status:
+                await _refuse(sending, refusal)
             note.setdefault("error", str(refusal))
         except Exception:
             LOG.exception("a request has failed")
@@ -170,9 +171,13 @@ class App:
             async with asyncio.timeout(settings.request_timeout - (time.monotonic() - begun)):
                 await http.unless_gone(receive, self._reply(completion, send))
         except TimeoutError:
-            note["error"] = "timeout"
-            if not completion.request.stream:
-                raise self._timeout() from None
+            refusal = self._timeout()
+            if completion.request.stream:
+                with suppress(TimeoutError):  # of a client that reads nothing
+                    async with asyncio.timeout(1):
+                        last = {"type": "http.response.body", "body": event(refusal.body)}
+                        await send(last)
+            raise refusal from None
         finally:
             completion.cancel()
             note["tokens"] = sum(len(job.sequence.tokens) for job in completion.jobs)

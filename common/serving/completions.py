@@ -250,6 +250,7 @@ def _settings(request: CompletionRequest) -> PredictConfig:
         temperature=1.0 if is_greedy else request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
+        min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,

@@ -58,6 +58,7 @@ class CompletionRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     n: Annotated[int, Field(ge=1, le=100_000)] = 1
     best_of: Annotated[int, Field(ge=1, le=100_000)] | None = None
     stream: bool = False

@@ -181,6 +181,7 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 2, "temperature": 0.3, "best_of": 2}, {"strategy": "sampling", "temperature": 0.3}),
     ({"n": 2, "top_k": 5}, {"strategy": "sampling", "top_k": 5}),
     ({"n": 2, "top_p": 0.4}, {"strategy": "sampling", "top_p": 0.4}),
+    ({"n": 2, "min_p": 0.2}, {"strategy": "sampling", "min_p": 0.2}),
     ({"n": 8, "stop": ["e", "st"]}, {"strategy": "sampling", "stop": ["e", "st"]}),
 ]
 
@@ -452,8 +453,11 @@ def test_slow_clients_are_given_up(tmp_path: Path, model: GPT2, tokenizer: Token
             assert client.recv(100).startswith(b"HTTP/1.1 408")
         status, tree = server.post(prompt="a")
         assert status == 504 and "0.6 seconds" in tree["error"]["message"]
+        status, _, body = server.call("POST", "/v1/completions", b'{"stream": true}')
+        last = json.loads(body.decode().removeprefix("data: "))
+        assert status == 200 and "0.6 seconds" in last["error"]["message"]
         server.work.start()  # it finds the job cancelled
-        wait_until(lambda: server.engine.counts.cancelled == 1)
+        wait_until(lambda: server.engine.counts.cancelled == 2)
 
 
 def test_a_text_outgrows_the_model_where_that_is_chosen(

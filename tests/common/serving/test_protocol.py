@@ -40,6 +40,7 @@ WRONG: dict[str, list[Any]] = {
     "temperature": ["1", -0.1, True, 1e300, [1]],
     "top_p": [0, 1.01, "a"],
     "top_k": [-1, 0.5],
+    "min_p": [-0.1, 1.5, "1"],
     "n": [0, -1, "2", 10**9],
     "best_of": [0, 2, "1"],
     "stream": ["true", 1],
