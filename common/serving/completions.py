@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.config.schema import PredictConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, GPT2Error
 from common.generation.generate import Continuation
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
@@ -234,13 +234,19 @@ class Completion:
         while left:
             piece = await self._pieces.get()
             if piece.error is not None:
-                stopped = isinstance(piece.error, StoppedError)
-                raise Refusal(503 if stopped else 500, str(piece.error)) from None
+                raise _refusal(piece.error)
             metrics.generated_tokens += piece.tokens
             seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
             seconds.add(piece.seconds)
             left -= piece.finish_reason is not None
             yield piece
+
+
+def _refusal(error: Exception) -> Refusal:
+    """What is told of a job that has failed. Errors of a framework stay in the log."""
+    if not isinstance(error, GPT2Error):
+        return Refusal(500, "the model has failed; the server's log says why")
+    return Refusal(503 if isinstance(error, StoppedError) else 500, str(error))
 
 
 def _settings(request: CompletionRequest) -> PredictConfig:

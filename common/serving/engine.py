@@ -134,15 +134,10 @@ class Engine:
         """
         with self._changed:
             if self.failure is not None:
-                raise StoppedError(f"the engine has stopped: {self.failure}")
+                raise StoppedError("the model has stopped; the server's log says why")
             if sum(map(len, self._waiting)) + len(jobs) > self._limit:
                 raise QueueFullError(f"{self._limit} sequences wait already, which is the limit")
             self._waiting.append(deque(jobs))
-            self._changed.notify()
-
-    def wake(self) -> None:
-        """Let ``run`` look again at whether it shall go on."""
-        with self._changed:
             self._changed.notify()
 
     # ---- the thread that owns the model ----
@@ -234,10 +229,11 @@ class Engine:
         number = min(free, key=lambda each: self._slots[each].used)
         if reuse and source in free:
             number = source
-        elif reuse:
-            self._model.copy(source, number, reuse)
         slot = self._slots[number]
-        slot.job, slot.held = job, context[:reuse]
+        slot.job = job
+        if reuse and source != number:
+            self._model.copy(source, number, reuse)
+        slot.held = context[:reuse]
         self.counts.prompts += 1
         self.counts.prompt_tokens += len(context)
         self.counts.reused_tokens += reuse

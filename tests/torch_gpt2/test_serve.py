@@ -421,6 +421,7 @@ def test_a_full_queue_and_an_engine_that_fails(
         server.engine._model.admit = fail  # type: ignore[method-assign]
         status, tree = server.post(**fields)
         assert status == 500 and tree["error"]["type"] == "server_error"
+        assert "memory" not in tree["error"]["message"]
         assert server.post(**fields)[0] == 503
         assert server.call("GET", "/health")[0] == 503
 
