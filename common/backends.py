@@ -52,7 +52,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         check_inputs(run_mode, config)
         export_program(config)
         return
-    if run_mode in ("eval", "predict") and (program := program_to_use(config)) is not None:
+    if run_mode in ("eval", "predict", "serve") and (program := program_to_use(config)) is not None:
         run_program(run_mode, config, program)
         return
     check_here(config)

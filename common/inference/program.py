@@ -14,6 +14,7 @@ from common.generation.generate import Decoder
 from common.inference.source import Source
 from common.parallel.resolved_run import ResolvedRun
 from common.systems.onnx.session import OnnxModel
+from common.systems.onnx.slots import OnnxSlots
 from common.systems.onnx.write import GRAPH_FILE
 
 
@@ -29,6 +30,13 @@ class ProgramRunner:
 
     def decoder(self, rows: int) -> Decoder:
         return ExportedDecoder(self._model, self._positions, rows)
+
+    def slots(self, count: int) -> OnnxSlots:
+        """Return what serves so many sequences at once with an ONNX graph. Raises ConfigError where
+        the graph keeps no keys and values.
+        """
+        assert isinstance(self._model, OnnxModel)
+        return OnnxSlots(self._model, count)
 
     def scorer(self) -> Scorer:
         def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""The run modes predict and eval, whatever opens the model."""
+"""The run modes predict, eval and serve, whatever opens the model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from common.config.load import apply_overrides
 from common.config.resolved import as_run
 from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
+from common.errors import ConfigError
 from common.evaluation import ScoredRow, Scorer, ValidationTask, open_task, report, score_rows
 from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.inference.language_model import LanguageModel, checked_settings
 from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_runner
+from common.inference.program import ProgramRunner
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, require_same_tokenizer
 from common.parallel.resolved_run import ResolvedRun
+from common.serving.engine import Slots
+from common.serving.server import serve
 from common.systems.table import FORMATS
 from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.fits import multiple_for, require_same_model
@@ -71,8 +75,8 @@ def program_to_use(config: ResolvedRun) -> Source | None:
 
 
 def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
-    """Predict or evaluate with an export. Raises CheckpointError unless its model is the config's,
-    and its tokenizer that of data.tokenizer; without one, that of the export is taken.
+    """Predict, evaluate or serve with an export. Raises CheckpointError unless its model is the
+    config's, and its tokenizer that of data.tokenizer; without one, that of the export is taken.
     """
     opener = partial(_open, source)
     require_same_model({"config": {"model": source.model.model_dump()}}, config, source.path)
@@ -83,6 +87,8 @@ def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
         config = as_run(ResolvedRun, config, data={"tokenizer": folder})
     if run_mode == "predict":
         continue_prompts(config, opener)
+    elif run_mode == "serve":
+        _serve(config, opener, source)
     else:
         _evaluate(config, opener, source.path)
 
@@ -95,6 +101,22 @@ def _open(source: Source, config: ResolvedRun, tokenizer: dict[str, Any] | None)
     if source.run.get("precision"):
         changes["precision"] = source.run["precision"]
     return open_runner(source, backend, as_run(ResolvedRun, config, **changes), tokenizer)
+
+
+def _serve(config: ResolvedRun, opener: Opener, source: Source) -> None:
+    if source.format != "onnx":
+        raise ConfigError(
+            f"checkpoint.load={source.path}: --run_mode serve runs exports of ONNX, not of"
+            f" {source.format}; give the checkpoint that it was made of"
+        )
+    tokenizer, config = open_tokenizer(config)
+
+    def open_slots(count: int) -> Slots:
+        runner = opener(config, describe_tokenizer(tokenizer))
+        assert isinstance(runner, ProgramRunner)
+        return runner.slots(count)
+
+    serve(config, tokenizer, open_slots)
 
 
 def _evaluate(config: ResolvedRun, opener: Opener, path: Path) -> None:

@@ -76,6 +76,13 @@ class Served:
         assert found is not None, line
         self.port = int(found[1])
 
+    def greedy(self) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        fields = {"prompt": "To be", "max_tokens": 20, "temperature": 0, "model": "tiny"}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
+        return str(json.loads(connection.getresponse().read())["choices"][0]["text"])
+
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         fields = {"prompt": "To be", "max_tokens": max_tokens, "stream": True, "logit_bias": {}}
@@ -122,3 +129,20 @@ def test_a_drain_has_a_limit(config: Path) -> None:
     assert time.monotonic() - began < 10
     assert found[-1]["error"]["type"] == "server_error" and b"[DONE]" not in found
     assert code == 130 and "were given up" in error and 'prompts=["To be"]' in out
+
+
+def test_an_export_says_what_its_checkpoint_says(config: Path, tmp_path: Path) -> None:
+    """An ONNX folder is served without torch in the process."""
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
+    folder, words = config.parent / "tiny", ("--config", str(config), "--run_mode", "export")
+    code, _, error = run(*words, "export.format=onnx", "predict.window=null", "export.check=false")
+    assert code == 0, error
+    found = []
+    for path in (folder, folder / "onnx"):
+        served = Served(config, f"checkpoint.load={path}", "predict.window=null")
+        found.append(served.greedy())
+        maps = Path(f"/proc/{served.child.pid}/maps").read_text()
+        assert ("libtorch" in maps) == (path == folder)
+        served.child.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 143
+    assert found[0] == found[1] != ""
