@@ -110,8 +110,9 @@ def choose_backend(source: Source, wish: str) -> Backend:
 def _config(source: Source, **sections: Any) -> ResolvedRun:
     """Return what a backend needs to open the source on one device. Raises ConfigError."""
     sections["precision"] = sections["precision"] or source.run.get("precision") or "float32"
-    if "seed" in source.run:
-        sections["seed"] = source.run["seed"]
+    for name in ("seed", "quantization"):
+        if source.run.get(name) is not None and not source.is_program:
+            sections[name] = source.run[name]
     needed = {
         "output_dir": str(source.folder),
         "checkpoint": {"load": str(source.path)},
