@@ -211,7 +211,7 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: 
 
 def head_product(model: GPT2, rows: int) -> AnyProduct:
     """Return the product with the table of tokens, of the true vocabulary."""
-    if isinstance(model, Int8GPT2):
+    if isinstance(model, Int8GPT2) and model.head is not None:
         return product_of([model.head], model.compute_dtype, rows)
     table = model.wte.weight[: model.config.vocab_size]
     return Product([table], [], model.compute_dtype, rows)
