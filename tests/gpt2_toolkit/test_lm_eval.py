@@ -1,0 +1,177 @@
+"""lm-evaluation-harness on each backend, against its own model ``hf`` with the same weights."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "configs" / "lm_eval"
+GREEDY = """
+task: continued
+custom_dataset: !function data.lambada
+output_type: generate_until
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_target: ""
+generation_kwargs: {until: ["e", "<|endoftext|>"], max_gen_toks: 20, do_sample: false}
+metric_list: [{metric: bypass, aggregation: bypass, higher_is_better: true}]
+metadata: {version: 1.0}
+"""
+WIKITEXT = """
+ = First article =
+
+ The café of the first article , which has more bytes than the model has positions .
+
+ = = A section = =
+
+ hello hello the end
+
+ = Second article =
+
+ Short .
+"""
+
+
+def test_without_the_package_one_message_says_what_to_install() -> None:
+    program = (
+        "import sys, runpy; sys.modules['lm_eval'] = None; sys.argv = ['lm_eval.py', '--help'];"
+        "runpy.run_path('tools/lm_eval.py', run_name='__main__')"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install '.[eval]'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of random weights as transformers' folder and as ONNX, the documents, the tasks."""
+    from tests.reference import MERGES, save_model, write_vocabulary
+    from tools.convert_weight import main as convert
+
+    root = tmp_path_factory.mktemp("models")
+    source = save_model(root / "hf", write_vocabulary(root / "vocabulary", MERGES), size=262)
+    words = ["--to", "onnx", "--input", str(source), "--output", str(root / "onnx")]
+    assert convert(words) == 0
+    lines = ["hello the end", "the café of hello", "a b c " * 40 + "hello the last"]
+    rows = [{"text": line} for line in lines]
+    (root / "lambada.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "wiki.test.raw").write_text(WIKITEXT)
+    cloze = {"content": "他#idiom#地走了", "candidates": ["头也不回", "一心一意"], "answer": 1}
+    (root / "chid.json").write_text(json.dumps(cloze, ensure_ascii=False))
+    (root / "tasks").mkdir()
+    for path in TASKS.iterdir():
+        (root / "tasks" / path.name).symlink_to(path)
+    (root / "tasks" / "continued.yaml").write_text(GREEDY)
+    return {"hf": source, "onnx": root / "onnx", "root": root}
+
+
+def evaluated(folders: dict[str, Path], model: str, **arguments: Any) -> dict[str, Any]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    root = folders["root"]
+    metadata = {
+        "lambada": str(root / "lambada.jsonl"), "wikitext": str(root / "wiki.test.raw"),
+        "chid": str(root / "chid.json"),
+    }  # fmt: skip
+    manager = TaskManager(include_path=str(root / "tasks"), metadata=metadata)
+    found = simple_evaluate(
+        model=model,
+        model_args=arguments,
+        tasks=["lambada_local", "wikitext_local", "chid_local", "continued"],
+        batch_size=2,
+        device="cpu",
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    return dict(found)
+
+
+def answers(found: dict[str, Any]) -> dict[str, list[Any]]:
+    """What the model said to each request of each task."""
+    return {
+        task: [answer for sample in samples for answer in sample["resps"]]
+        for task, samples in found["samples"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
+    pytest.importorskip("lm_eval")
+    return evaluated(folders, "hf", pretrained=str(folders["hf"]), dtype="float32")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("name", "backend"), [("hf", "torch"), ("hf", "mindspore"), ("onnx", "onnx")]
+)
+def test_the_harnesses_own_model_says_the_same(
+    folders: dict[str, Path],
+    of_hf: dict[str, Any],
+    name: str,
+    backend: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if backend == "mindspore":
+        request.getfixturevalue("mindspore")
+    import gpt2_toolkit.lm_eval  # noqa: F401
+
+    found = evaluated(folders, "gpt2_toolkit", path=str(folders[name]), backend=backend)
+    ours, theirs = answers(found), answers(of_hf)
+    assert ours["continued"] == theirs["continued"] and any(map(any, ours["continued"]))
+    for task in ("lambada_local", "wikitext_local", "chid_local"):
+        assert len(ours[task]) == len(theirs[task]) > 1
+        for mine, other in zip(ours[task], theirs[task], strict=True):
+            if task == "wikitext_local":
+                assert mine[0] == pytest.approx(other[0], rel=1e-6)
+            else:  # float32, added in other orders: 1e-6 of sums up to some hundreds
+                assert mine[0][0] == pytest.approx(other[0][0], rel=1e-6)
+                assert mine[0][1] == other[0][1]
+    results, reference = found["results"], of_hf["results"]
+    for task, metric in (("lambada_local", "perplexity"), ("wikitext_local", "byte_perplexity")):
+        loss, expected = (math.log(each[task][f"{metric},none"]) for each in (results, reference))
+        print(f"{backend} {task}: loss {loss:.9f}, hf {expected:.9f}")
+        assert loss == pytest.approx(expected, rel=1e-6)
+    stamp = found["config"]["gpt2_toolkit"]
+    assert (stamp["backend"], stamp["window"]) == (backend, 64)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("path=absent", "no model here"),
+        ("path={hf} --device tpu", "device: input should be"),
+        ("path={hf},max_length=65", "expected 1 to 64"),
+        ("path={hf},pretrained=x", "pretrained: not known"),
+    ],
+)
+def test_bad_arguments(words: str, message: str, folders: dict[str, Path]) -> None:
+    pytest.importorskip("lm_eval")
+    given = words.format(hf=folders["hf"]).split()
+    command = [
+        sys.executable, "tools/lm_eval.py", "--model", "gpt2_toolkit", "--model_args", *given,
+        "--tasks", "lambada_local", "--include_path", str(TASKS),
+        "--metadata", json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")}),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_tasks_name_functions_that_are_there() -> None:
+    code = (TASKS / "data.py").read_text()
+    for path in TASKS.glob("*.yaml"):
+        text = path.read_text()
+        assert yaml.safe_load(text.replace("!function ", ""))["task"] == path.stem
+        for line in text.splitlines():
+            name = line.partition("!function data.")[2]
+            assert not name or f"def {name}(" in code or f" as {name}," in code
