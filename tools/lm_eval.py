@@ -5,9 +5,10 @@
         --metadata '{"lambada": "data/lambada_test.jsonl"}'
 
 path is any folder that holds a model: a run, a checkpoint, an export, a Hugging Face folder.
-docs/lm_eval.md has the tasks that need no network. Needs pip install '.[eval]'.
+docs/lm_eval.md has the tasks that need no network. Needs pip install '.[eval]'. The harness shows
+its options with `run --help`.
 
-Exit code 2: bad input; else the harness's own.
+Exit codes: 0 success, 2 bad input, else the harness's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file has the harness's name
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file has the harness's name
 
 from common.interrupts import end_at_interrupts, run_script
 
@@ -27,6 +29,9 @@ from common.packages import require_package
 
 
 def main() -> int:
+    if sys.argv[1:] in (["--help"], ["-h"], []):
+        print(f"usage: lm_eval.py [run | ls | validate] [options]\n\n{__doc__}")
+        return 0
     try:
         require_package("lm_eval", extra="eval", purpose="which has the tasks")
         from lm_eval.__main__ import cli_evaluate
