@@ -134,10 +134,11 @@ def _check_export(config: RunConfig) -> None:
             f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with"
             f" {format}"
         )
-    formats = ("onnx", "gguf", "safetensors") if export.weights == "int8" else ("onnx", "gguf")
+    formats = ["onnx", "gguf", "safetensors"] if export.weights == "int8" else ["onnx", "gguf"]
     if export.weights != "float32" and export.format not in formats:
+        *others, last = formats
         raise ConfigError(
-            f"export.weights={export.weights} is for export.format={' and '.join(formats)}, not"
+            f"export.weights={export.weights} is for export.format={', '.join(others)} and {last}, not"
             f" {format}; leave it out, or set export.format"
         )
     if not export.cache and export.format not in ("onnx", "pt2"):

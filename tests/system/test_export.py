@@ -187,9 +187,15 @@ def test_an_interrupt_waits_for_the_end_of_torchs_writer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["export.weights=int8"], "export.weights=int8 is for export.format=onnx and gguf"),
+        (
+            ["export.weights=int8"],
+            "export.weights=int8 is for export.format=onnx, gguf and safetensors",
+        ),
         (["export.format=gguf", "export.cache=false"], "export.cache=false is for"),
-        (["export.format=pt2", "export.weights=int8"], "is for export.format=onnx and gguf, not"),
+        (
+            ["export.format=pt2", "export.weights=int8"],
+            "is for export.format=onnx, gguf and safetensors, not",
+        ),
         (["export.format=pt2", "backend=mindspore"], "export.format=pt2 is for backend torch"),
         (["export.format=onnx", "export.batch_size=2"], "export.batch_size=2 is for"),
         (["export.format=onnx", "checkpoint.load=nowhere"], "nowhere"),

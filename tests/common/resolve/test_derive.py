@@ -150,6 +150,9 @@ HOST_FLOATS = {
     "predict__repetition_penalty",
     "predict__top_p",
     "predict__length_penalty",
+    "predict__min_p",
+    "predict__presence_penalty",
+    "predict__frequency_penalty",
 }
 """Those with narrower bounds of their own."""
 
