@@ -138,8 +138,8 @@ def _check_export(config: RunConfig) -> None:
     if export.weights != "float32" and export.format not in formats:
         *others, last = formats
         raise ConfigError(
-            f"export.weights={export.weights} is for export.format={', '.join(others)} and {last}, not"
-            f" {format}; leave it out, or set export.format"
+            f"export.weights={export.weights} is for export.format={', '.join(others)} and {last},"
+            f" not {format}; leave it out, or set export.format"
         )
     if not export.cache and export.format not in ("onnx", "pt2"):
         raise ConfigError("export.cache=false is for export.format=onnx and pt2; leave it out")
