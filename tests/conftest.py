@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +47,15 @@ def _signals() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Children inherit blocked signals, too: a run of MindSpore in the process of the tests takes
+    SIGINT in a thread of its own, and blocks it elsewhere.
+    """
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
-from common.errors import CheckpointError
+from common.errors import CheckpointError, GPT2Error
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
 from common.quantization.integers import trained_scheme
@@ -129,11 +129,6 @@ class CheckpointReader:
                 check_tensors(self.folder, shapes_of(reader), parameter_shapes(model))
                 yield from reader.quantized()
 
-    def is_quantized(self) -> bool:
-        """Whether its weights are of 8 bits."""
-        with self._open_integers() as reader:
-            return reader is not None
-
     def scheme(self) -> Scheme | None:
         """Return how its weights are, or were trained to become, integers; None where nothing says
         so. Raises CheckpointError and ConfigError.
@@ -183,6 +178,18 @@ class CheckpointReader:
             for name, piece in (pieces or _whole(shapes)).items():
                 for part in parts:
                     yield name, part, stored.read(f"{name}.{part}", piece)
+
+
+def holds_integers(folder: Path) -> bool:
+    """Return whether the weights of a folder of ours are of 8 bits. The file says so, and the
+    manifest is not read; a damaged file is reported where the checkpoint is.
+    """
+    file = folder / MODEL_FILE
+    with suppress(GPT2Error, OSError):
+        if file.is_file():
+            with open_parameters(file) as reader:
+                return isinstance(reader, QuantizedReader)
+    return False
 
 
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:

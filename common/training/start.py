@@ -25,7 +25,7 @@ from common.training.checkpoint import (
     require_checkpoint,
     step_of,
 )
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.checkpoint_reader import holds_integers
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
@@ -123,7 +123,7 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
 def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> None:
     """Raise ConfigError where a run would begin with weights of 8 bits."""
     found = None if path is None else find_checkpoint(Path(path))
-    if found is None or not CheckpointReader(found).is_quantized():
+    if found is None or not holds_integers(found):
         return
     manifest = manifest_of(found, config.model, checksums=False)
     source = manifest.get("exported_from") or manifest.get("converted_from", {}).get("path")

@@ -159,7 +159,7 @@ CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
         (["TABLE", CONFIG, "0", "train", "32"], "put it in quotes\n"),
         (["TABLE", CONFIG, "[8,0]", "train", "32"], "'[0,8)' is 0 to 7\n"),
         (["TABLE", CONFIG, "[0,8]", "trian", "32"], "expected train, finetune, eval, predict,"
-            " export or plan\n"),
+            " serve, export or plan\n"),
         (["TABLE", CONFIG, "[0,8]", "train", "16"], "RANK_SIZE=16, but the rank table holds 32"
             " ranks"),
         (["TABLE", CONFIG, "[0,8]", "train", "32x"], "the rank table is of 4 servers"),

@@ -46,7 +46,7 @@ def test_the_curves_are_the_moving_averages(
     """A null, as metrics.jsonl holds for NaN, leaves a step out."""
     losses = [5.0, 4.0, None, 2.0, 6.0, 1.0]
     run = write_run(tmp_path / "one", losses)
-    pyplot = module._pyplot()
+    pyplot = module.open_pyplot()
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     assert (
         main(
