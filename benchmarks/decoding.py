@@ -80,11 +80,12 @@ def int8(arguments: argparse.Namespace, prompts: Any) -> Turn:
 
 def onnx(dtype: str) -> Callable[..., Turn]:
     def prepare(arguments: argparse.Namespace, prompts: Any) -> Turn:
-        from common.systems.onnx.session import OnnxDecoder, OnnxModel
+        from common.generation.exported import ExportedDecoder
+        from common.systems.onnx.session import OnnxModel
         from common.systems.onnx.write import GRAPH_FILE
 
         model = OnnxModel(arguments.folder / f"onnx-{dtype}" / GRAPH_FILE, arguments.threads)
-        decoder = OnnxDecoder(model, resolve(arguments).model.max_positions, len(prompts))
+        decoder = ExportedDecoder(model, resolve(arguments).model.max_positions, len(prompts))
         return generated(decoder, prompts, arguments.new_tokens, "greedy")
 
     return prepare
