@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
@@ -12,14 +9,8 @@ from common.config.schema import QuantizationConfig
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
-from common.quantization.scheme import (
-    ActivationScales,
-    Levels,
-    activation_levels,
-    quantized_layers,
-    weight_levels,
-)
-from common.training.checkpoint_reader import CheckpointReader
+from common.quantization.scheme import Levels, activation_levels, weight_levels
+from common.training.quantized_model import QuantizedModel
 from mindformers_gpt2.model import GPT2, Linear
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 from mindformers_gpt2.parallel.world import World
@@ -125,21 +116,16 @@ def forget_maxima(model: GPT2) -> None:
             ops.assign(cell.maximum, Tensor(0.0, ms.float32))
 
 
-class Quantization:
+class Quantization(QuantizedModel):
     """The quantizers of a rank's part of the model, and the scales that all ranks share."""
 
     def __init__(self, config: ResolvedRun, model: GPT2, world: World) -> None:
-        settings = config.quantization
-        assert settings is not None
-        self._model, self._world = model, world
-        self.averages = settings.activations == "moving_average_abs_max"
-        self.scales = ActivationScales(
-            quantized_layers(settings, config.model.num_layers), settings
-        )
+        super().__init__(config, world)
+        self._model = model
         self.quantizers: dict[str, LinearQuantizer] = {}
         """By layer, of those that this rank holds."""
         group = world.groups.get(GroupKind.TENSOR)
-        by_tensor = settings.weights == "abs_max"
+        by_tensor = self.settings.weights == "abs_max"
         for _, cell in list(model.cells_and_names()):
             if not isinstance(cell, Linear):
                 continue
@@ -148,7 +134,7 @@ class Quantization:
             if name in self.scales.layers:
                 is_row = role_of(f"{name}.weight") is Role.ROW
                 cell.quantizer = self.quantizers[name] = LinearQuantizer(
-                    settings,
+                    self.settings,
                     weight_group=group if is_row or by_tensor else None,
                     input_group=group if is_row else None,
                 )
@@ -156,33 +142,10 @@ class Quantization:
                     parameter.name = f"{name}.{parameter.name}"
 
     def begin_step(self) -> None:
-        """Forget the maxima of the step before."""
         forget_maxima(self._model)
 
-    def end_step(self) -> None:
-        """Take in the maxima of all ranks; every rank calls it."""
-        if not self.averages:
-            return
-        own = [
-            float(self.quantizers[name].maximum.asnumpy()) if name in self.quantizers else 0.0
-            for name in self.scales.layers
-        ]
-        self.scales.update([max(column) for column in zip(*self._world.gather(own), strict=True)])
-        self._set_scales()
-
-    def load(self, reader: CheckpointReader) -> None:
-        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
-        reader.load_scales(self.scales)
-        self._set_scales()
-
-    def calibrate(self, run: Callable[[], Any]) -> None:
-        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
-        meanwhile, activations are not.
-        """
-        if self.averages and not self.scales.is_known:
-            self.begin_step()
-            run()
-            self.end_step()
+    def _maximum(self, layer: str) -> float:
+        return float(self.quantizers[layer].maximum.asnumpy()) if layer in self.quantizers else 0.0
 
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,8 @@ from common.config.schema import QuantizationConfig
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
-from common.quantization.scheme import (
-    ActivationScales,
-    Levels,
-    activation_levels,
-    quantized_layers,
-    weight_levels,
-)
-from common.training.checkpoint_reader import CheckpointReader
+from common.quantization.scheme import Levels, activation_levels, weight_levels
+from common.training.quantized_model import QuantizedModel
 from torch_gpt2.model import GPT2, Linear
 from torch_gpt2.parallel.world import World
 
@@ -113,22 +107,17 @@ def forget_maxima(model: nn.Module) -> None:
             module.quantizer.forget_maximum()
 
 
-class Quantization:
+class Quantization(QuantizedModel):
     """The quantizers of a rank's parts of the model, and the scales that all ranks share."""
 
     def __init__(self, config: ResolvedRun, parts: Sequence[GPT2], world: World) -> None:
-        settings = config.quantization
-        assert settings is not None
-        self._parts, self._world = parts, world
-        self.averages = settings.activations == "moving_average_abs_max"
-        self.scales = ActivationScales(
-            quantized_layers(settings, config.model.num_layers), settings
-        )
+        super().__init__(config, world)
+        self._parts = parts
         self.quantizers: dict[str, LinearQuantizer] = {}
         """By layer, of those that this rank holds."""
         self._modules: dict[str, Linear] = {}
         group = world.groups.get(GroupKind.TENSOR)
-        by_tensor = settings.weights == "abs_max"
+        by_tensor = self.settings.weights == "abs_max"
         for part in parts:
             for name, module in part.named_modules():
                 if name not in self.scales.layers:
@@ -137,46 +126,23 @@ class Quantization:
                 self._modules[name] = module
                 is_row = role_of(f"{name}.weight") is Role.ROW
                 module.quantizer = self.quantizers[name] = LinearQuantizer(
-                    settings,
+                    self.settings,
                     module.weight.device,
                     weight_group=group if is_row or by_tensor else None,
                     input_group=group if is_row else None,
                 )
 
     def begin_step(self) -> None:
-        """Forget the maxima of the step before."""
         for part in self._parts:
             forget_maxima(part)
-
-    def end_step(self) -> None:
-        """Take in the maxima of all ranks; every rank calls it."""
-        if not self.averages:
-            return
-        own = [
-            float(self.quantizers[name].maximum) if name in self.quantizers else 0.0
-            for name in self.scales.layers
-        ]
-        self.scales.update([max(column) for column in zip(*self._world.gather(own), strict=True)])
-        self._set_scales()
-
-    def load(self, reader: CheckpointReader) -> None:
-        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
-        reader.load_scales(self.scales)
-        self._set_scales()
-
-    def calibrate(self, run: Callable[[], object]) -> None:
-        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
-        meanwhile, activations are not.
-        """
-        if self.averages and not self.scales.is_known:
-            self.begin_step()
-            run()
-            self.end_step()
 
     def round_only(self, layers: Collection[str]) -> None:
         """Let these layers round, and no other."""
         for name, module in self._modules.items():
             module.quantizer = self.quantizers[name] if name in layers else None
+
+    def _maximum(self, layer: str) -> float:
+        return float(self.quantizers[layer].maximum) if layer in self.quantizers else 0.0
 
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():

@@ -206,6 +206,21 @@ def test_a_skipped_step_moves_no_scale() -> None:
     assert engine.quantization.scales.state() == state and state["weight"] == 1.9
 
 
+def test_activations_that_are_not_finite_set_no_scale() -> None:
+    config = make_config(quantization={})
+    engine = make_engine(config)
+    batches = token_batches(config)
+    bias = engine.model.h[0].attn.c_proj.bias  # type: ignore[union-attr]
+    with torch.no_grad():
+        bias.fill_(float("inf"))  # type: ignore[operator]
+    run(engine, batches[:1])
+    assert engine.quantization is not None and not engine.quantization.scales.is_known
+    with torch.no_grad():
+        bias.zero_()  # type: ignore[operator]
+    losses, _ = run(engine, batches[1:3])
+    assert engine.quantization.scales.is_known and np.isfinite(losses).all()
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

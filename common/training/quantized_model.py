@@ -1,0 +1,62 @@
+"""What the backends' quantized models share: when scales are measured, taken in and handed out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.world import WorldBase
+from common.quantization.scheme import ActivationScales, quantized_layers
+from common.training.checkpoint_reader import CheckpointReader
+
+
+class QuantizedModel(ABC):
+    """The scales of a model whose layers round, the same on every rank."""
+
+    def __init__(self, config: ResolvedRun, world: WorldBase) -> None:
+        settings = config.quantization
+        assert settings is not None
+        self.settings = settings
+        self._world = world
+        layers = quantized_layers(settings, config.model.num_layers)
+        self.scales = ActivationScales(layers, settings)
+        self._averages = settings.activations == "moving_average_abs_max"
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the maxima of the step before."""
+
+    @abstractmethod
+    def _maximum(self, layer: str) -> float:
+        """Return the largest absolute number that has entered a layer in this step; 0 for a layer
+        of another rank.
+        """
+
+    @abstractmethod
+    def _set_scales(self) -> None:
+        """Hand the scales to the layers of this rank."""
+
+    def end_step(self) -> None:
+        """Take in the maxima of all ranks, unless one is not finite. Every rank calls it."""
+        if not self._averages:
+            return
+        ranks = self._world.gather([self._maximum(layer) for layer in self.scales.layers])
+        if all(math.isfinite(maximum) for maxima in ranks for maximum in maxima):
+            self.scales.update([max(column) for column in zip(*ranks, strict=True)])
+            self._set_scales()
+
+    def load(self, reader: CheckpointReader) -> None:
+        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        reader.load_scales(self.scales)
+        self._set_scales()
+
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
+        meanwhile, activations are not.
+        """
+        if self._averages and not self.scales.is_known:
+            self.begin_step()
+            run()
+            self.end_step()
