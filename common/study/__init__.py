@@ -1,0 +1,1 @@
+"""The strategy study: a matrix of runs, started one after another, compared and explained."""

@@ -1,0 +1,278 @@
+"""The matrix of a study: every combination of its axes that the filters leave, as cells."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from common.config.load import apply_overrides, flatten, load_config
+from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.parallel.resolved_run import ResolvedRun
+from common.paths import ROOT
+from common.resolve.derive import resolve_mode, written_ranks
+from common.study.definition import SPECIAL, Condition, Definition, label, labels_of
+from common.study.loading import base_of
+from common.study.measure import TRACED_STEPS, trace_settings
+from common.study.results import Cell
+
+MOST_CELLS = 1000
+_LONGEST_ID = 120
+_SHORT = {
+    "data_parallel": "dp",
+    "model_parallel": "tp",
+    "pipeline_stage": "pp",
+    "micro_batch_size": "mbs",
+    "global_batch_size": "gbs",
+    "accumulation_steps": "acc",
+}
+_QUIET = {
+    "checkpoint.interval": 0,
+    "checkpoint.resume": "never",
+    "logging.interval": 1,
+    "logging.hash_interval": 1,
+    "logging.tensorboard": False,
+    "logging.trackers": [],
+    "logging.plot": False,
+    "validation.interval": 0,
+}
+"""Settings of every cell that the study may change: only what is measured is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCell:
+    """A cell and what the resolver says of it. config: None where it is refused."""
+
+    cell: Cell
+    base: Path
+    words: tuple[str, ...]
+    """The settings as ``section.key=value``, without the run's folder."""
+    config: ResolvedRun | None = None
+    refusal: str = ""
+
+
+def expand(definition: Definition, config: Path) -> list[PlannedCell]:
+    """Return the cells in the order of the axes, the last axis fastest. config: the study's file.
+
+    A layout that the resolver refuses is a cell with its reason. Raises ConfigError where no cell
+    is left, where two have the same name, and for a value that its key cannot have.
+    """
+    axes = {axis: labels_of(values) for axis, values in definition.axes.items()}
+    total = 1
+    for labels in axes.values():
+        total *= len(labels)
+    if total > 100 * MOST_CELLS:
+        raise ConfigError(
+            f"{config}: the axes have {total:,} combinations, more than {100 * MOST_CELLS:,};"
+            " take fewer values"
+        )
+    points = [
+        point
+        for values in product(*axes.values())
+        if _stays(point := dict(zip(axes, values, strict=True)), definition)
+    ]
+    if not points:
+        raise ConfigError(
+            f"{config}: no cell is left: only and except remove all {total:,} combinations of the"
+            " axes; change them, or --only of the command line"
+        )
+    if len(points) > MOST_CELLS:
+        raise ConfigError(
+            f"{config}: {len(points):,} cells are left, more than {MOST_CELLS}; add filters, or"
+            " take fewer values"
+        )
+    names = _names(points, axes, definition, config)
+    baselines = _baselines(points, names, definition)
+    groups = _groups(points, definition)
+    return [
+        _plan(definition, config, point, name, group, baseline)
+        for point, name, group, baseline in zip(points, names, groups, baselines, strict=True)
+    ]
+
+
+def holds(condition: Condition, point: Mapping[str, str]) -> bool:
+    """Whether a point has one of the wanted labels on every axis that the condition names."""
+    return all(
+        point[axis]
+        in [label(value) for value in (wanted if isinstance(wanted, list) else [wanted])]
+        for axis, wanted in condition.items()
+    )
+
+
+def _stays(point: Mapping[str, str], definition: Definition) -> bool:
+    return (not definition.only or any(holds(each, point) for each in definition.only)) and not any(
+        holds(each, point) for each in definition.leave_out
+    )
+
+
+# ---- names ----
+
+
+def _names(
+    points: Sequence[Mapping[str, str]],
+    axes: Mapping[str, list[str]],
+    definition: Definition,
+    config: Path,
+) -> list[str]:
+    """Return readable names that are safe as folders. Raises ConfigError for two that are equal."""
+    every = [name for labels in axes.values() for name in labels]
+
+    def part(axis: str, name: str) -> str:
+        short = axis.rpartition(".")[2]
+        short = _SHORT.get(short, short)
+        stands_alone = isinstance(definition.axes[axis], dict) or (
+            re.search(r"[A-Za-z]", name)
+            and len(name) > 1
+            and name not in ("none", "null", "true", "false", "auto")
+            and every.count(name) == 1
+        )
+        text = name if stands_alone else f"{short}{'' if name[0].isdigit() else '_'}{name}"
+        return re.sub(r"[^A-Za-z0-9._+]+", "_", text)
+
+    found = ["-".join(part(*pair) for pair in point.items()) or "run" for point in points]
+    for number, name in enumerate(found):
+        if name in found[:number]:
+            raise ConfigError(
+                f"{config}: two cells are called {name}; give labels that differ in letters or"
+                " digits"
+            )
+        if len(name) > _LONGEST_ID or name.strip(".") == "":
+            raise ConfigError(
+                f"{config}: the cell {name[:60]}... cannot be the name of a folder; give shorter"
+                " labels"
+            )
+    return found
+
+
+def _baselines(
+    points: Sequence[Mapping[str, str]], names: Sequence[str], definition: Definition
+) -> list[str | None]:
+    """Return for each point the cell with the baseline's labels that shares most others with it."""
+    chosen = [
+        (point, name)
+        for point, name in zip(points, names, strict=True)
+        if holds(definition.baseline, point)
+    ]
+    if not definition.baseline or not chosen:
+        return [None] * len(points)
+
+    def shared(point: Mapping[str, str], other: Mapping[str, str]) -> int:
+        return len(point.items() & other.items())
+
+    return [max(chosen, key=lambda pair: shared(point, pair[0]))[1] for point in points]
+
+
+def _groups(points: Sequence[Mapping[str, str]], definition: Definition) -> list[str | None]:
+    same = definition.same_losses
+    if same is None:
+        return [None] * len(points)
+    names = [
+        None
+        if any(holds(each, point) for each in same.leave_out)
+        else "-".join(text for axis, text in point.items() if axis not in same.along) or "all"
+        for point in points
+    ]
+    return [name if names.count(name) > 1 else None for name in names]
+
+
+# ---- settings ----
+
+
+def settings_of(definition: Definition, point: Mapping[str, str]) -> dict[str, Any]:
+    """Return the dotted keys of a point, the special axes included; later axes win."""
+    found: dict[str, Any] = dict(_QUIET)
+    _put(found, flatten(definition.settings))
+    for axis, name in point.items():
+        values = definition.axes[axis]
+        if isinstance(values, dict):
+            _put(found, flatten(values[name]))
+        else:
+            value = next(value for value in values if label(value) == name)
+            _put(found, [(axis, value)])
+    return found
+
+
+def _put(found: dict[str, Any], pairs: Iterator[tuple[str, Any]] | list[tuple[str, Any]]) -> None:
+    for key, value in pairs:
+        found.pop(key, None)  # the later one goes behind what it refines
+        found[key] = value
+
+
+def as_word(key: str, value: Any) -> str:
+    """Return ``section.key=value`` that the command line reads as this value."""
+    plain = f"{key}={value}"
+    if isinstance(value, str) and _is_read_as(plain, value):
+        return plain
+    return f"{key}={json.dumps(value)}"
+
+
+def _is_read_as(word: str, value: str) -> bool:
+    """Whether the command line takes the word for this text, rather than a number or a list."""
+    tree: dict[str, Any] = {}
+    try:
+        apply_overrides(tree, {}, [word])
+    except ConfigError:
+        return False
+    read = [text for _, text in flatten(tree)]
+    return read in ([], [value])  # none where the key has another name here
+
+
+def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(as_word(key, value) for key, value in settings.items())
+
+
+def _load(base: Path, settings: Mapping[str, Any], name: str, study: Path) -> RunConfig:
+    try:
+        return load_config(base, (*_words(settings), f"output_dir={name}"))
+    except ConfigError as error:
+        # the settings of a cell stand in the study, although a run takes them as words
+        lines = (line.removeprefix("command line: ") for line in str(error).splitlines())
+        raise ConfigError("\n".join(f"{study}: cell {name}: {line}" for line in lines)) from None
+
+
+def _plan(
+    definition: Definition,
+    study: Path,
+    point: Mapping[str, str],
+    name: str,
+    group: str | None,
+    baseline: str | None,
+) -> PlannedCell:
+    settings = settings_of(definition, point)
+    special = {key: settings.pop(key) for key in SPECIAL if key in settings}
+    steps = definition.warmup_steps + definition.measured_steps
+    settings["train.max_steps"] = steps
+    base = base_of(special.get("base") or definition.base, study)
+    written = _load(base, settings, name, study)
+    if definition.trace and not any(key.startswith("profile.") for key in settings):
+        settings |= trace_settings(written.backend, steps + 1)
+        settings["train.max_steps"] = steps + TRACED_STEPS
+        written = _load(base, settings, name, study)
+    words = _words(settings)
+    ranks, hosts = special.get("ranks") or written_ranks(written), special.get("hosts") or 1
+    cell = Cell(
+        id=name,
+        axes=dict(point),
+        base=str(base.relative_to(ROOT) if base.is_relative_to(ROOT) else base),
+        settings=settings,
+        backend=written.backend,
+        engine=written.engine,
+        ranks=ranks,
+        hosts=hosts,
+        peer=special.get("peer"),
+        group=group,
+        baseline=baseline,
+    )
+    if ranks % hosts:
+        reason = f"{ranks} ranks do not divide over {hosts} hosts; change ranks or hosts"
+        return PlannedCell(cell=cell, base=base, words=words, refusal=reason)
+    try:
+        config = resolve_mode(written, "train", world_size=ranks)
+    except ConfigError as error:
+        return PlannedCell(cell=cell, base=base, words=words, refusal=" ".join(str(error).split()))
+    return PlannedCell(cell=cell, base=base, words=words, config=config)

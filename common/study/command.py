@@ -1,0 +1,186 @@
+"""A study from its command line to its report: what tools/study.py asks for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from common.accelerators import require_accelerator
+from common.cluster import hccn
+from common.device import processor_name
+from common.errors import ConfigError
+from common.launcher.host_list import parse_hosts
+from common.log import LOG
+from common.paths import ROOT
+from common.planner.room import machine_memory
+from common.processes.programs import run_program
+from common.run_folder import owned_folder
+from common.study.cells import PlannedCell, expand
+from common.study.definition import Definition, labels_of
+from common.study.loading import load_definition
+from common.study.outcome import PAGE, copy_example, write_outcome
+from common.study.planning import describe_cells, predict
+from common.study.results import (
+    STUDY_FILE,
+    CellResult,
+    Machine,
+    State,
+    Study,
+    read_study,
+    write_study,
+)
+from common.study.resuming import require_cells, take_over
+from common.study.running import now, run_cells
+from common.study.starting import Where, find_slurm, launches
+from common.study.this_machine import device_here, measure_rates
+
+PACKAGES = ("torch", "mindspore", "deepspeed", "transformers", "numpy", "horovod")
+_QUERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRequest:
+    """The options of tools/study.py, as --help explains them."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()
+    small: bool = False
+    only: tuple[str, ...] = ()
+    plan: bool = False
+    report_only: bool = False
+    example: Path | None = None
+    accelerator: str | None = None
+    redo: tuple[str, ...] = ()
+    output_dir: Path | None = None
+    hosts: str | None = None
+    ssh: bool = False
+
+
+def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
+    """Plan, run or report a study. Returns the exit code: 0, or 1 where no cell has finished.
+
+    show: writes text to standard output. Raises ConfigError for bad input.
+    """
+    if request.ssh and request.hosts is None:
+        raise ConfigError("--ssh needs --hosts: the names of the hosts")
+    folder = _folder(request)
+    if request.example is not None and not request.report_only:
+        raise ConfigError("--example needs --report_only: it copies what a finished study left")
+    if request.report_only:
+        study = read_study(folder)
+        with owned_folder(folder):
+            code = _end(study, folder)
+            if request.example is not None:
+                LOG.info(f"example: {copy_example(study, folder, request.example)}")
+        return code
+    definition = load_definition(
+        request.config, request.overrides, small=request.small, only=request.only
+    )
+    cells = expand(definition, request.config)
+    require_cells(request.redo, cells)
+    device = require_accelerator(request.accelerator) if request.accelerator else None
+    where = Where(
+        hosts=parse_hosts(request.hosts) if request.hosts else (),
+        slurm=request.hosts is None and find_slurm(os.environ),
+    )
+    if request.plan:
+        show(describe_cells(definition, cells, device))
+        return 0
+    if where.hosts and not request.ssh:
+        for planned in cells:
+            if planned.config is not None:
+                place = folder / "by_hand" / planned.cell.id
+                for launch in launches(planned, place, where):
+                    show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
+        return 0
+    study = _new_study(request, definition, cells)
+    rates = measure_rates()
+    for found, planned in zip(study.cells, cells, strict=True):
+        threads = planned.config.runtime.threads if planned.config is not None else None
+        here = device or device_here(study.machine, planned.cell.ranks, rates, threads)
+        found.prediction = predict(planned, here)
+    with owned_folder(folder):
+        if (folder / STUDY_FILE).exists():
+            take_over(study, read_study(folder), request.redo, folder)
+        write_study(study, folder)
+        if device is None:
+            run_cells(study, cells, folder, where)
+        else:
+            study.finished = now()
+            write_study(study, folder)
+        return _end(study, folder)
+
+
+def _end(study: Study, folder: Path) -> int:
+    """Write the outcome, and return the exit code."""
+    write_outcome(study, folder)
+    LOG.info(f"{study.title}: {folder / PAGE}")
+    finished = [
+        found
+        for found in study.cells
+        if any(each.state is State.FINISHED for each in found.repeats)
+    ]
+    return 0 if finished or study.calculated else 1
+
+
+def _folder(request: StudyRequest) -> Path:
+    name = request.config.stem + ("_small" if request.small else "")
+    if request.accelerator and not request.plan:
+        name += "_calculated"
+    return Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
+
+
+def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
+    same = definition.same_losses
+    return Study(
+        name=request.config.stem,
+        title=definition.title,
+        small=request.small,
+        calculated=request.accelerator is not None,
+        accelerator=request.accelerator,
+        definition=definition.model_dump(by_alias=True),
+        axes={axis: labels_of(values) for axis, values in definition.axes.items()},
+        warmup_steps=definition.warmup_steps,
+        measured_steps=definition.measured_steps,
+        repeats=definition.repeats,
+        tolerance=same.tolerance if same else 0.0,
+        tolerance_reason=same.reason if same else "",
+        machine=_machine(),
+        versions=_versions(),
+        started=now(),
+        cells=[CellResult(cell=planned.cell) for planned in cells],
+    )
+
+
+def _machine() -> Machine:
+    gpus = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    code, output, _ = run_program(gpus, _QUERY_SECONDS)
+    devices = output.strip().splitlines() if code == 0 else []
+    devices += [f"Ascend device {number}" for number in hccn.npu_numbers()]
+    return Machine(
+        host=socket.gethostname(),
+        cpu=processor_name(),
+        cores=len(os.sched_getaffinity(0)),
+        memory=machine_memory() or 0,
+        accelerators=devices,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what computes, as far as it is installed, and of this project."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    code, commit, _ = run_program(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], _QUERY_SECONDS
+    )
+    return found | ({"commit": commit.strip()} if code == 0 else {})

@@ -1,0 +1,283 @@
+"""Reading of a study's YAML. Each fault is a ConfigError that names file, line and key."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from common.config.aliases import ALIASES
+from common.config.hints import hint, schema_keys
+from common.config.load import flatten, parse_scalar, read_yaml
+from common.errors import ConfigError
+from common.structured_files import shown
+from common.study.definition import (
+    PEERS,
+    SMALL,
+    SPECIAL,
+    Condition,
+    Definition,
+    SameLosses,
+    did_you_mean,
+    label,
+    labels_of,
+)
+from common.whole_numbers import MOST_RANKS
+
+RESERVED = {
+    "output_dir": "each run has a folder of its own; give --output_dir for the study's",
+    "train.max_steps": "the length of a run is warmup_steps + measured_steps",
+    "train.max_epochs": "the length of a run is warmup_steps + measured_steps",
+    "train.max_tokens": "the length of a run is warmup_steps + measured_steps",
+}
+"""Keys that the study sets itself, and what to give instead."""
+
+Sources = Mapping[tuple[str | int, ...], str]
+"""Path of a key in the YAML -> file and line."""
+
+
+def load_definition(
+    path: Path, words: Sequence[str] = (), *, small: bool = False, only: Sequence[str] = ()
+) -> Definition:
+    """Read a study. Words ``section.key=value`` are added to its settings; ``repeats=1`` and the
+    like, without a dot, change a number of the study itself.
+
+    only: words ``axis=label``; cells with another label on that axis are left out.
+    """
+    tree, sources = read_yaml(path)
+    reduced = tree.pop(SMALL, None)
+    if small and reduced is None:
+        raise ConfigError(f"{path}: has no section small; leave --small out")
+    variants = [(tree, sources)]
+    if reduced is not None:
+        if not isinstance(reduced, dict):
+            raise ConfigError(f"{sources.get((SMALL,), path)}: small: expected keys and values")
+        moved = {key[1:]: place for key, place in sources.items() if key[:1] == (SMALL,)}
+        # a section that small replaces has none of the other's lines
+        kept = {key: place for key, place in sources.items() if key[:1] and key[0] not in reduced}
+        variants.append(({**tree, **reduced}, kept | moved))
+    # both are checked, so that a fault in one shows whichever is run
+    checked = [_build(*_changed(tree, places, words), path) for tree, places in variants]
+    chosen = checked[-1 if small else 0]
+    for word in words:
+        _require_effect(word.partition("=")[0], chosen)
+    return _narrowed(chosen, only)
+
+
+def _require_effect(key: str, definition: Definition) -> None:
+    """Raise ConfigError for a word of the command line that an axis would overrule."""
+    for axis, values in definition.axes.items():
+        set_by_labels = values.values() if isinstance(values, dict) else ()
+        if key == axis or any(key in dict(flatten(keys)) for keys in set_by_labels):
+            raise ConfigError(
+                f"command line: {key}: the axis {axis} sets it; leave it out, or choose cells with"
+                f" --only {axis}=LABEL"
+            )
+
+
+def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
+    wanted: dict[str, list[str]] = {}
+    for word in only:
+        axis, equals, name = word.rpartition("=")
+        if not equals or axis not in definition.axes:
+            axes = ", ".join(definition.axes) or "none"
+            raise ConfigError(f"--only {word}: expected AXIS=LABEL; the axes are {axes}")
+        labels = labels_of(definition.axes[axis])
+        if name not in labels:
+            raise ConfigError(
+                f"--only {word}: the axis {axis} has no {name!r}; it has {', '.join(labels)}"
+            )
+        wanted.setdefault(axis, []).append(name)
+    others: list[Condition] = [
+        {axis: [name for name in labels_of(definition.axes[axis]) if name not in names]}
+        for axis, names in wanted.items()
+    ]
+    return definition.model_copy(update={"leave_out": [*definition.leave_out, *others]})
+
+
+def _changed(
+    tree: Mapping[str, Any], sources: Sources, words: Sequence[str]
+) -> tuple[dict[str, Any], Sources]:
+    """Return the tree with the words of the command line put in, and where all keys are from."""
+    changed, places = dict(tree), dict(sources)
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"command line: {word!r}: expected section.key=value")
+        value = parse_scalar(text, f"command line: {key}")
+        if key in ("repeats", "warmup_steps", "measured_steps", "time_limit"):
+            changed[key] = value
+            places[key,] = "command line"
+        else:
+            settings[key] = value
+            places["settings", *key.split(".")] = "command line"
+    if settings and isinstance(tree.get("settings", {}), dict):
+        changed["settings"] = {**dict(flatten(tree.get("settings") or {})), **settings}
+    return changed, places
+
+
+def base_of(base: str, config: Path) -> Path:
+    """Return the configuration that a study in the file ``config`` names. Raises ConfigError."""
+    path = Path(os.path.abspath(config.parent / base))
+    if not path.is_file():
+        raise ConfigError(
+            f"{config}: base: {base}: there is no file {path}; give a path relative to the study's"
+        )
+    return path
+
+
+def _build(tree: Mapping[str, Any], sources: Sources, path: Path) -> Definition:
+    try:
+        definition = Definition.model_validate(_as_floats(tree))
+    except ValidationError as error:
+        lines = list(_explain(error.errors(), sources, path))
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    faults = list(_faults(definition))
+    if faults:
+        raise ConfigError("\n".join(f"{_place(at, sources, path)}: {text}" for at, text in faults))
+    return definition
+
+
+def _as_floats(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with a time_limit of 60 as 60.0, which strict types would refuse."""
+    found = dict(tree)
+    if type(found.get("time_limit")) is int:
+        found["time_limit"] = float(found["time_limit"])
+    return found
+
+
+_EXPECTED = {
+    "axes": "a list of values, or labels with the keys that each sets",
+    "only": "a list of axis: label",
+    "except": "a list of axis: label",
+    "baseline": "axis: label",
+}
+"""Content of these sections, for faults of which pydantic lists every form it has tried."""
+
+
+def _explain(faults: Sequence[Any], sources: Sources, path: Path) -> Iterator[str]:
+    """Yield a line for each place that is at fault."""
+    explained = set()
+    for fault in faults:
+        at = tuple(fault["loc"])
+        while len(at) > 1 and at not in sources:
+            at = at[:-1]  # the rest is a position, or the name of a form such as list[...]
+        where = f"{_place(at, sources, path)}: {'.'.join(map(str, at))}"
+        if where in explained:
+            continue
+        explained.add(where)
+        message = str(fault["msg"])
+        if fault["type"] == "extra_forbidden":
+            model = SameLosses if at[0] == "same_losses" and len(at) > 1 else Definition
+            known = [field.alias or name for name, field in model.model_fields.items()]
+            yield f"{where}: unknown key{did_you_mean(str(at[-1]), [*known, SMALL])}"
+        elif fault["type"] == "missing":
+            yield f"{path}: {'.'.join(map(str, fault['loc']))}: required, and absent; add it"
+        elif at[0] in _EXPECTED:
+            yield f"{where}: expected {_EXPECTED[at[0]]}, found {shown(fault['input'])}"
+        else:
+            yield f"{where}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}"
+
+
+def _place(at: tuple[Any, ...], sources: Sources, path: Path) -> str:
+    return next((sources[at[:n]] for n in range(len(at), 0, -1) if at[:n] in sources), str(path))
+
+
+def _faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield where and what: names of axes, labels and keys that nothing has."""
+    axes = definition.axes
+    settings = dict(flatten(definition.settings))
+    for key in settings:
+        yield from _key_faults(key, ("settings", *key.split(".")))
+    for axis, values in axes.items():
+        if not values:
+            yield ("axes", axis), f"axes.{axis}: has no values; name one, or leave the axis out"
+        if isinstance(values, list):
+            if axis not in SPECIAL and not _is_key(axis):
+                near = difflib.get_close_matches(axis, SPECIAL, n=1)
+                meant = f"; did you mean {near[0]}?" if near else hint(axis)
+                yield (
+                    ("axes", axis),
+                    f"axes.{axis}: unknown axis{meant or '; name a key of the configuration, or'}"
+                    f"{'' if meant else ' one of ' + ', '.join(SPECIAL)}"
+                    f"{'' if meant else ', or give each label its keys'}",
+                )
+            for value in values:
+                yield from _value_faults(axis, value, ("axes", axis))
+            if len({label(value) for value in values}) < len(values):
+                yield ("axes", axis), f"axes.{axis}: a value is there twice; name each once"
+        else:
+            for name, keys in values.items():
+                for key, value in flatten(keys):
+                    at = ("axes", axis, name, *key.split("."))
+                    if key not in SPECIAL:
+                        yield from _key_faults(key, at)
+                    yield from _value_faults(key, value, at)
+    yield from _condition_faults(definition)
+
+
+def _key_faults(key: str, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if key in RESERVED:
+        yield at, f"{key}: is set by the study: {RESERVED[key]}"
+    elif not _is_key(key):
+        special = key in SPECIAL
+        yield (
+            at,
+            f"{key}: {'is an axis; put it under axes' if special else f'unknown key{hint(key)}'}",
+        )
+
+
+def _is_key(name: str) -> bool:
+    """Whether a key of the configuration has this name, or stands above one that takes any."""
+    return name in schema_keys() or name in ALIASES
+
+
+def _value_faults(
+    key: str, value: Any, at: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if key in RESERVED:
+        yield at, f"{key}: is set by the study: {RESERVED[key]}"
+    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MOST_RANKS):
+        yield at, f"{key}: {value!r}: expected a whole number, 1 to {MOST_RANKS}"
+    if key == "base" and not isinstance(value, str):
+        yield at, f"base: {value!r}: expected the path of a configuration"
+    if key == "peer" and value not in (None, *PEERS):
+        yield (
+            at,
+            f"peer: {value!r}: expected {', '.join(PEERS)} or null"
+            f"{did_you_mean(str(value), PEERS)}",
+        )
+
+
+def _condition_faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield the filters, groups and baselines that name an axis or a label that is not there."""
+    same = definition.same_losses
+    listed: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = [
+        *((("only", number), each) for number, each in enumerate(definition.only)),
+        *((("except", number), each) for number, each in enumerate(definition.leave_out)),
+        (("baseline",), definition.baseline),
+    ]
+    if same is not None:
+        listed += [
+            (("same_losses", "except", number), each) for number, each in enumerate(same.leave_out)
+        ]
+        listed += [(("same_losses", "along"), {axis: [] for axis in same.along})]
+    for at, condition in listed:
+        name = ".".join(str(part) for part in at if isinstance(part, str))
+        for axis, wanted in condition.items():
+            if axis not in definition.axes:
+                meant = did_you_mean(axis, definition.axes)
+                have = f"; the axes are {', '.join(definition.axes) or 'none'}"
+                yield (*at, axis), f"{name}: {axis}: unknown axis{meant or have}"
+                continue
+            labels = labels_of(definition.axes[axis])
+            for value in wanted if isinstance(wanted, list) else [wanted]:
+                if label(value) not in labels:
+                    meant = did_you_mean(label(value), labels)
+                    have = f"; it has {', '.join(labels)}"
+                    yield (*at, axis), f"{name}: {axis}: has no {label(value)!r}{meant or have}"

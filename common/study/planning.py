@@ -1,0 +1,88 @@
+"""Plans of a study's cells; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from common.accelerators import GIB, Accelerator
+from common.errors import ConfigError
+from common.parallel.loss_rows import with_loss_rows
+from common.planner.plan import make_plan, table, time_of
+from common.study.cells import PlannedCell
+from common.study.definition import Definition
+from common.study.results import Prediction
+
+
+def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
+    """Return the memory of each rank, and with ``device`` the time of a step on it."""
+    if planned.config is None:
+        return Prediction(reason=planned.refusal)
+    config = with_loss_rows(planned.config, device.memory) if device else planned.config
+    try:
+        plan = make_plan(config)
+    except ConfigError as error:
+        return Prediction(reason=" ".join(str(error).split()))
+    topology = plan.topology
+    of_ranks = [
+        plan.stages[topology.coordinates(rank).pipeline].memory
+        for rank in range(topology.world_size)
+    ]
+    found = Prediction(
+        memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
+        peak=[round(each.peak) for each in of_ranks],
+        tokens_per_step=plan.tokens_per_step,
+        samples_per_step=plan.batch.global_batch,
+    )
+    if device is None:
+        return found.model_copy(update={"reason": "no figures of the device are known"})
+    time = time_of(plan, config, device)
+    return found.model_copy(update={"step_seconds": time.total, "step_parts": asdict(time)})
+
+
+def describe_cells(
+    definition: Definition, cells: Sequence[PlannedCell], device: Accelerator | None = None
+) -> str:
+    """Return a table of the cells with their ranks and what is expected, and how long all may
+    take.
+    """
+    width = max(len(planned.cell.id) for planned in cells)
+    rows = [_row(planned, predict(planned, device), width) for planned in cells]
+    runs = definition.repeats * sum(planned.config is not None for planned in cells)
+    refused = [planned for planned in cells if planned.config is None]
+    lines = [
+        definition.title,
+        *table(("cell".ljust(width), *_HEAD), rows),
+        "",
+        f"{_count(len(cells), 'cell')}, {_count(definition.repeats, 'repeat')}:"
+        f" {_count(runs, 'run')} of"
+        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within"
+        f" {definition.time_limit:g} s",
+    ]
+    if device is None:
+        lines.append("(GiB: the planner's, on the fullest rank; s/step needs --accelerator NAME)")
+    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in refused]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = ("program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step")
+
+
+def _row(planned: PlannedCell, expected: Prediction, width: int) -> tuple[str, ...]:
+    cell, config = planned.cell, planned.config
+    program = cell.peer or (cell.engine if cell.engine != "native" else cell.backend)
+    start = (cell.id.ljust(width), program, str(cell.ranks), str(cell.hosts))
+    if config is None:
+        return (*start, "refused", "-", "-")
+    layout = config.parallel
+    sizes = (layout.data_parallel, layout.model_parallel, layout.pipeline_stage)
+    return (
+        *start,
+        "x".join(map(str, sizes)),
+        f"{max(expected.peak) / GIB:.3f}" if expected.peak else "-",
+        "-" if expected.step_seconds is None else f"{expected.step_seconds:.3g}",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

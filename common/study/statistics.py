@@ -1,0 +1,277 @@
+"""Speeds of the cells of a study, and how certain the differences between them are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean, median, stdev
+
+from common.accelerators import require_accelerator
+from common.planner.plan import RESERVED
+from common.study.results import CellResult, Measured, Repeat, State, Study
+
+CONFIDENCE = 0.95
+"""Probability that no two equal cells of a comparison are called different."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A cell over its repeats: medians, and for memory the most that any repeat took."""
+
+    result: CellResult
+    runs: tuple[Repeat, ...]
+    """The repeats that finished and were measured."""
+    speeds: Mapping[int, float]
+    """Tokens a second by the index of the repeat; index 0 where the planner computed it."""
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    step_seconds: float | None
+    split: Mapping[str, float]
+    """Seconds a step by part, of those parts that are known."""
+    peak_memory: tuple[int, ...]
+    """Bytes of each rank."""
+    mfu: float | None
+    own_figures: Mapping[str, float]
+    fits: bool = True
+    """False where the planner finds no room for a rank on the accelerator."""
+    speed_up: float | None = None
+    """Against the cell's baseline: the median over repeats that both finished."""
+    efficiency: float | None = None
+    """The speed-up by the ratio of ranks."""
+
+    @property
+    def id(self) -> str:
+        return self.result.cell.id
+
+    @property
+    def first(self) -> Measured | None:
+        """The measurements of the first repeat that finished."""
+        return self.runs[0].measured if self.runs else None
+
+    @property
+    def lowest(self) -> float | None:
+        return min(self.speeds.values(), default=None)
+
+    @property
+    def highest(self) -> float | None:
+        return max(self.speeds.values(), default=None)
+
+    @property
+    def spread(self) -> float | None:
+        """Highest minus lowest speed by the median; None with fewer than two repeats."""
+        if len(self.speeds) < 2 or not self.tokens_per_second:
+            return None
+        return (max(self.speeds.values()) - min(self.speeds.values())) / self.tokens_per_second
+
+    @property
+    def state(self) -> State | None:
+        """Finished if any repeat did, else what became of the last one; None: not run yet."""
+        if self.runs:
+            return State.FINISHED
+        return self.result.repeats[-1].state if self.result.repeats else None
+
+    @property
+    def failures(self) -> tuple[Repeat, ...]:
+        return tuple(run for run in self.result.repeats if run not in self.runs)
+
+
+def summarize(study: Study) -> dict[str, Summary]:
+    """Return the summary of every cell, by id in the order of the study. Raises ConfigError for an
+    accelerator that is not known.
+    """
+    device = require_accelerator(study.accelerator) if study.accelerator else None
+    room = device.memory * (1 - RESERVED) if device else math.inf
+    alone = {
+        result.cell.id: _calculated(result, room) if study.calculated else _measured(result)
+        for result in study.cells
+    }
+    return {name: _beside_baseline(found, alone) for name, found in alone.items()}
+
+
+def _measured(result: CellResult) -> Summary:
+    runs = tuple(
+        run for run in result.repeats if run.state is State.FINISHED and run.measured is not None
+    )
+    found = [run.measured for run in runs if run.measured is not None]
+    seconds = {
+        run.index: median(run.measured.step_seconds)
+        for run in runs
+        if run.measured is not None and run.measured.step_seconds
+    }
+    speeds = {
+        run.index: run.measured.tokens_per_step / seconds[run.index]
+        for run in runs
+        if run.measured is not None and seconds.get(run.index)
+    }
+    samples = [
+        run.measured.samples_per_step / seconds[run.index]
+        for run in runs
+        if run.measured is not None and seconds.get(run.index)
+    ]
+    ranks = max((len(each.peak_memory) for each in found), default=0)
+    return Summary(
+        result=result,
+        runs=runs,
+        speeds=speeds,
+        tokens_per_second=_median(speeds.values()),
+        samples_per_second=_median(samples),
+        step_seconds=_median(seconds.values()),
+        split=_medians([each.split for each in found]),
+        peak_memory=tuple(
+            max(each.peak_memory[rank] for each in found if rank < len(each.peak_memory))
+            for rank in range(ranks)
+        ),
+        mfu=_median([each.mfu for each in found if each.mfu is not None]),
+        own_figures=_medians([each.own_figure for each in found]),
+    )
+
+
+def _calculated(result: CellResult, room: float) -> Summary:
+    """Return what the planner says of a cell; one that needs more than ``room`` has no speed."""
+    expected = result.prediction
+    fits = expected is not None and max(expected.peak, default=0) <= room
+    seconds = expected.step_seconds if expected and fits else None
+    speed = expected.tokens_per_step / seconds if expected and seconds else None
+    return Summary(
+        result=result,
+        runs=(),
+        speeds={} if speed is None else {0: speed},
+        tokens_per_second=speed,
+        samples_per_second=expected.samples_per_step / seconds if expected and seconds else None,
+        step_seconds=seconds,
+        split=expected.step_parts if expected and fits else {},
+        peak_memory=tuple(expected.peak) if expected else (),
+        mfu=None,
+        own_figures={},
+        fits=fits,
+    )
+
+
+def _beside_baseline(found: Summary, alone: Mapping[str, Summary]) -> Summary:
+    base = alone.get(found.result.cell.baseline or "")
+    if base is None:
+        return found
+    pairs = [found.speeds[index] / base.speeds[index] for index in _common([found, base])]
+    speed_up = _median(pairs)
+    if speed_up is None and found.tokens_per_second and base.tokens_per_second:
+        speed_up = found.tokens_per_second / base.tokens_per_second
+    if speed_up is None:
+        return found
+    ranks = found.result.cell.ranks / base.result.cell.ranks
+    return replace(found, speed_up=speed_up, efficiency=speed_up / ranks)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def _medians(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the median of each key over the rows that have it."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                columns.setdefault(name, []).append(value)
+    return {name: median(column) for name, column in columns.items()}
+
+
+def _common(cells: Sequence[Summary]) -> list[int]:
+    """Return the indices of the repeats that all of these cells have."""
+    return sorted(set.intersection(*(set(cell.speeds) for cell in cells))) if cells else []
+
+
+# ---- which of two is faster ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Ratio of the speeds of two cells, over the repeats that both have."""
+
+    ratio: float
+    """Speed of the one by the speed of the other, 1 where they are equal."""
+    margin: float | None
+    """Relative difference that repeats explain without another cause; None with fewer than two
+    common repeats.
+    """
+    pairs: int
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the difference is more than repeats explain."""
+        return self.margin is not None and math.log(self.ratio) > math.log1p(self.margin)
+
+
+def noise_of(cells: Sequence[Summary]) -> tuple[float, int]:
+    """Return the standard deviation of a paired difference of log speeds, pooled over the cells,
+    and its degrees of freedom.
+
+    Cells and repeats are the two ways of a classification without interaction: what slows a whole
+    round of repeats is not noise. (0, 0) where there is nothing to estimate it from.
+    """
+    several = [cell for cell in cells if len(cell.speeds) > 1]
+    common = _common(several)
+    freedom = (len(several) - 1) * (len(common) - 1)
+    if len(several) < 2 or freedom < 1:
+        return 0.0, 0
+    logs = [[math.log(cell.speeds[index]) for index in common] for cell in several]
+    of_cells = [fmean(row) for row in logs]
+    of_rounds = [fmean(column) for column in zip(*logs, strict=True)]
+    whole = fmean(of_cells)
+    squares = sum(
+        (value - of_cell - of_round + whole) ** 2
+        for row, of_cell in zip(logs, of_cells, strict=True)
+        for value, of_round in zip(row, of_rounds, strict=True)
+    )
+    return math.sqrt(2 * squares / freedom), freedom
+
+
+def compare(
+    one: Summary, other: Summary, *, noise: tuple[float, int] = (0.0, 0), comparisons: int = 1
+) -> Comparison:
+    """Return how much faster ``one`` is than ``other``.
+
+    noise: of ``noise_of``. comparisons: how many are made together; the margin of each grows, so
+    that all of them hold together (Bonferroni). The margin is Student's interval of the mean paired
+    difference, by the pair's own deviation or the pooled one, whichever is larger.
+    """
+    differences = [
+        math.log(one.speeds[index] / other.speeds[index]) for index in _common([one, other])
+    ]
+    if not differences:
+        assert one.tokens_per_second and other.tokens_per_second
+        ratio = one.tokens_per_second / other.tokens_per_second
+        return Comparison(ratio=ratio, margin=None, pairs=0)
+    pairs = len(differences)
+    margin = None
+    if pairs > 1:
+        level = 1 - (1 - CONFIDENCE) / comparisons
+        own = stdev(differences)
+        pooled, freedom = noise if noise[1] else (own, pairs - 1)
+        margin = math.expm1(student(freedom, level) * max(own, pooled) / math.sqrt(pairs))
+    return Comparison(ratio=math.exp(fmean(differences)), margin=margin, pairs=pairs)
+
+
+@lru_cache
+def student(freedom: int, probability: float) -> float:
+    """Return t such that Student's distribution lies within -t and t with this probability."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(freedom, middle) < probability else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(freedom: int, angle: float) -> float:
+    """Return the probability within -t and t, t = sqrt(freedom) tan(angle) (Abramowitz and Stegun,
+    26.7.3 and 26.7.4).
+    """
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -1,0 +1,190 @@
+"""The verdict of a study: who computed the same, who was fastest, and where the plan was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.study.results import Study
+from common.study.same_losses import Difference, GroupVerdict, judge_groups
+from common.study.statistics import Comparison, Summary, compare, noise_of, summarize
+
+MEMORY_TOLERANCE = 0.10
+"""Relative error of predicted memory up to which the plan counts as right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Cells of one model by their speed."""
+
+    labels: Mapping[str, str]
+    """Labels on the axes that these cells share and other models' cells have not."""
+    cells: tuple[str, ...]
+    """Fastest first."""
+    behind: Mapping[str, Comparison]
+    """Speed of the first beside each of the others."""
+    calculated: bool = False
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """Cells that cannot be told apart from the fastest."""
+        return tuple(name for name, found in self.behind.items() if not found.is_faster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCheck:
+    """Predicted against measured bytes of one cell, on the fullest rank of each."""
+
+    cell: str
+    kind: str
+    """A key of MEMORY in common.study.words."""
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted minus measured by measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_exact(self) -> bool:
+        """False where more than what the plan counts was measured."""
+        return self.kind != "resident"
+
+    @property
+    def is_right(self) -> bool:
+        return abs(self.error) <= MEMORY_TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderCheck:
+    """Pairs of cells whose measured times can be told apart, by what the plan said of them."""
+
+    pairs: int
+    wrong: tuple[tuple[str, str, float, float], ...]
+    """Faster cell, slower cell, by how much it was faster, and by how much the plan says it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    groups: tuple[GroupVerdict, ...]
+    rankings: tuple[Ranking, ...]
+    memory: tuple[MemoryCheck, ...]
+    order: OrderCheck | None
+    """None where nothing was predicted or measured."""
+
+    @property
+    def different(self) -> dict[str, Difference]:
+        return {each.cell: each for group in self.groups for each in group.different}
+
+
+def judge(study: Study) -> Verdict:
+    """Return the verdict of a study, whatever part of it has run."""
+    cells = summarize(study)
+    families = _families(cells)
+    return Verdict(
+        groups=() if study.calculated else tuple(judge_groups(cells, study.tolerance)),
+        rankings=tuple(
+            _rank(family, families, calculated=study.calculated)
+            for family in families
+            if len(family) > 1
+        ),
+        memory=() if study.calculated else tuple(_memory(cells)),
+        order=None if study.calculated else _order(families),
+    )
+
+
+# ---- speed ----
+
+
+def _families(cells: Mapping[str, Summary]) -> list[list[Summary]]:
+    """Return the cells with a speed, those of one model together: the others' tokens are not worth
+    the same.
+    """
+    families: dict[str, list[Summary]] = {}
+    for cell in cells.values():
+        if cell.tokens_per_second:
+            base, settings = cell.result.cell.base, cell.result.cell.settings
+            model = [(key, settings[key]) for key in sorted(settings) if key.startswith("model.")]
+            families.setdefault(repr((base, model)), []).append(cell)
+    return list(families.values())
+
+
+def _rank(
+    family: Sequence[Summary], families: Sequence[Sequence[Summary]], *, calculated: bool
+) -> Ranking:
+    ordered = sorted(family, key=lambda cell: -(cell.tokens_per_second or 0))
+    noise, comparisons = noise_of(ordered), len(ordered) * (len(ordered) - 1) // 2
+    others = [cell.result.cell.axes for each in families if each is not family for cell in each]
+    axes = [cell.result.cell.axes for cell in family]
+    return Ranking(
+        labels={
+            axis: text
+            for axis, text in axes[0].items()
+            if all(each.get(axis) == text for each in axes)
+            and any(each.get(axis) != text for each in others)
+        },
+        cells=tuple(cell.id for cell in ordered),
+        behind={
+            cell.id: compare(ordered[0], cell, noise=noise, comparisons=comparisons)
+            for cell in ordered[1:]
+        },
+        calculated=calculated,
+    )
+
+
+# ---- predictions ----
+
+
+def _memory(cells: Mapping[str, Summary]) -> Iterator[MemoryCheck]:
+    for cell in cells.values():
+        expected = cell.result.prediction
+        if expected is None or not expected.peak or cell.first is None:
+            continue
+        planned = max(expected.peak)
+        state = max(
+            (each.get("weights", 0) + each.get("optimizer", 0) for each in expected.memory),
+            default=0,
+        )
+        if parts := cell.first.memory_parts:
+            pairs = {
+                "state": (state, parts.get("state")),
+                "step": (planned - state, parts.get("step")),
+            }
+        elif cell.peak_memory:
+            kind = "resident" if "resident" in cell.first.peak_memory_source else "peak"
+            pairs = {kind: (planned, max(cell.peak_memory))}
+        else:
+            continue
+        for kind, (predicted, measured) in pairs.items():
+            if measured:
+                yield MemoryCheck(cell=cell.id, kind=kind, predicted=predicted, measured=measured)
+
+
+def _order(families: Sequence[Sequence[Summary]]) -> OrderCheck | None:
+    pairs, wrong = 0, []
+    for family in families:
+        timed = [
+            (cell, cell.result.prediction.step_seconds)
+            for cell in family
+            if cell.result.prediction is not None and cell.result.prediction.step_seconds
+        ]
+        noise, comparisons = noise_of(family), len(family) * (len(family) - 1) // 2
+        for one, of_one in timed:
+            for other, of_other in timed:
+                if one is other:
+                    continue
+                found = compare(one, other, noise=noise, comparisons=comparisons)
+                if not found.is_faster:
+                    continue
+                pairs += 1
+                # both do the same work a step only where tokens are equal: compare speeds
+                planned = _planned_speed(one, of_one) / _planned_speed(other, of_other)
+                if planned < 1:
+                    wrong.append((one.id, other.id, found.ratio - 1, planned - 1))
+    return OrderCheck(pairs=pairs, wrong=tuple(wrong)) if pairs else None
+
+
+def _planned_speed(cell: Summary, seconds: float) -> float:
+    assert cell.first is not None
+    return cell.first.tokens_per_step / seconds

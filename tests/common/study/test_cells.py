@@ -1,0 +1,145 @@
+"""The matrix of a study: which cells there are, what they are called and what they set."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.load import load_config
+from common.errors import ConfigError
+from common.study.cells import PlannedCell, as_word, expand
+from common.study.definition import Definition
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")
+
+
+def cells(**sections: Any) -> list[PlannedCell]:
+    tree = {"title": "t", "base": TINY, "settings": {"device": "cpu"}} | sections
+    return expand(Definition.model_validate(tree), ROOT / "study.yaml")
+
+
+def ids(**sections: Any) -> list[str]:
+    return [each.cell.id for each in cells(**sections)]
+
+
+AXES = {
+    "parallel.data_parallel": [1, 2],
+    "precision": ["float32", "bf16"],
+    "train.recompute": ["none", "full"],
+}
+
+
+def test_every_combination_is_a_cell_and_the_last_axis_runs_fastest() -> None:
+    found = ids(axes=AXES)
+    assert len(found) == 8
+    assert found[:2] == ["dp1-float32-recompute_none", "dp1-float32-full"]
+    assert found[2] == "dp1-bf16-recompute_none"
+
+
+def test_filters() -> None:
+    kept = ids(axes=AXES, only=[{"precision": "bf16"}, {"parallel.data_parallel": 2}])
+    assert len(kept) == 6 and "dp1-float32-full" not in kept
+    gone = ids(axes=AXES, **{"except": [{"precision": "bf16", "train.recompute": ["full"]}]})
+    assert len(gone) == 6 and not any(name.endswith("bf16-full") for name in gone)
+    said = r"study\.yaml: no cell is left: only and except remove all 8"
+    with pytest.raises(ConfigError, match=said):
+        cells(axes=AXES, **{"except": [{"precision": ["float32", "bf16"]}]})
+
+
+def test_ids_are_safe_and_differ() -> None:
+    assert ids(axes={"layout": {"a b/c": {}, "../x": {}}}) == ["a_b_c", ".._x"]
+    assert ids(axes={}) == ["run"]
+    with pytest.raises(ConfigError, match=r"study\.yaml: two cells are called a_b"):
+        ids(axes={"layout": {"a b": {}, "a/b": {}}})
+    with pytest.raises(ConfigError, match="cannot be the name of a folder"):
+        ids(axes={"layout": {"x" * 200: {}}})
+    with pytest.raises(ConfigError, match="cannot be the name of a folder"):
+        ids(axes={"layout": {"..": {}}})
+
+
+def test_settings_of_a_cell() -> None:
+    axes = {
+        "layout": {"two": {"ranks": 2, "hosts": 2, "parallel": {"zero_stage": 1}}},
+        "precision": ["bf16"],
+    }
+    settings = {"device": "cpu", "precision": "fp16", "train.micro_batch_size": 4}
+    found = cells(axes=axes, settings=settings)[0]
+    cell, config = found.cell, found.config
+    assert (cell.ranks, cell.hosts, cell.base) == (2, 2, "configs/gpt2/run_gpt2_tiny.yaml")
+    assert cell.settings["precision"] == "bf16"  # the axis wins over the settings
+    assert cell.settings["train.max_steps"] == 15  # 3 of warm-up, 10, and 2 that are traced
+    assert config is not None and config.parallel.zero_stage == 1
+    assert (config.checkpoint.resume, config.logging.plot) == ("never", False)
+    assert "output_dir" not in cell.settings
+
+
+def test_ranks_follow_from_the_layout() -> None:
+    axes = {"layout": {"pp": {"parallel.pipeline_stage": 2}, "tp": {"parallel.model_parallel": 2}}}
+    assert [each.cell.ranks for each in cells(axes=axes)] == [2, 2]
+
+
+def test_a_layout_that_the_resolver_refuses_is_a_cell_with_the_reason() -> None:
+    axes = {"parallel.model_parallel": [2, 4], "ranks": [4]}
+    settings = {"train.micro_batch_size": 4}
+    found = {each.cell.id: each for each in cells(axes=axes, settings=settings)}
+    assert found["tp4-ranks4"].config is None
+    assert "parallel.model_parallel=4 does not divide model.num_heads=6" in (
+        found["tp4-ranks4"].refusal
+    )
+    assert found["tp2-ranks4"].config is not None
+    axes = {"layout": {"x": {"ranks": 3, "hosts": 2}}}
+    assert cells(axes=axes)[0].refusal.startswith("3 ranks do not divide over 2 hosts")
+
+
+def test_a_value_that_its_key_cannot_have_ends_the_study() -> None:
+    with pytest.raises(ConfigError, match=r"study\.yaml: cell some: train\.recompute"):
+        cells(axes={"train.recompute": ["some"]})
+
+
+def test_groups_and_baselines() -> None:
+    found = cells(
+        axes=AXES,
+        same_losses={
+            "along": ["parallel.data_parallel", "train.recompute"],
+            "except": [{"precision": "bf16", "train.recompute": "full"}],
+        },
+        baseline={"parallel.data_parallel": 1, "train.recompute": "none"},
+    )
+    by_name = {each.cell.id: each.cell for each in found}
+    assert [by_name[name].group for name in by_name if "float32" in name] == ["float32"] * 4
+    assert by_name["dp1-bf16-full"].group is None
+    assert by_name["dp2-bf16-recompute_none"].group == "bf16"
+    assert by_name["dp2-bf16-full"].baseline == "dp1-bf16-recompute_none"
+    assert by_name["dp2-float32-full"].baseline == "dp1-float32-recompute_none"
+    # a cell without others in its group is compared with nothing
+    lonely = cells(axes={"seed": [1, 2]}, same_losses={"along": []})
+    assert [each.cell.group for each in lonely] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 7),
+        ("train.deterministic", True),
+        ("optimizer.learning_rate", 1e-05),
+        ("optimizer.decay_steps", None),
+        ("train.recompute", "none"),
+        ("data.split", "949,50,1"),
+        ("data.train", ["0.3", "a: b", "0.7", "c"]),
+        ("parallel.stage_layers", [1, 3]),
+        ("logging.project", "42"),
+        ("logging.project", "a b: c"),
+    ],
+)
+def test_a_word_says_the_value(key: str, value: Any) -> None:
+    config: Any = load_config(TINY, [as_word(key, value)])
+    for name in key.split("."):
+        config = getattr(config, name)
+    assert config == value
+
+
+def test_hundreds_of_thousands_of_combinations_are_refused() -> None:
+    axes = {"seed": list(range(1000)), "train.max_skipped_steps": list(range(1, 1001))}
+    with pytest.raises(ConfigError, match="1,000,000 combinations"):
+        cells(axes=axes)

@@ -1,0 +1,254 @@
+"""Files that a study leaves for its reader: complete, well-formed, self-contained, repeatable."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import dataclasses
+import math
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.run_folder import LOCK
+from common.structured_files import read_json
+from common.study.command import StudyRequest, run_study
+from common.study.outcome import MOST_EXAMPLE_BYTES, copy_example, write_outcome
+from common.study.results import State, Study, read_study, write_study
+from tests.common.study.synthetic import cell, losses, measured, prediction, speeds, study
+
+VOID = {"meta", "link", "input", "img", "br"}
+WRITTEN = {"table.md", "table.csv", "report.md", "report_zh.md", "report.html"}
+CELLS = 24
+
+
+def many() -> Study:
+    """Return a study with cells of every kind, and texts that a page must escape."""
+    cells = [
+        cell(
+            f"dp{number}-bf16",
+            [measured(speed) for speed in speeds(1000 * number, 0.01, seed=number)],
+            ranks=number,
+            baseline="dp1-bf16",
+            prediction=prediction(step_seconds=1.0 / number),
+        )
+        for number in range(1, CELLS - 4)
+    ]
+    cells += [
+        cell("scale", [measured(gradient_norm=[9.0] * 10)] * 3),
+        cell("nan", [measured(loss=[*losses()[:5], *[math.nan] * 5])] * 3),
+        cell("oom", [State.OUT_OF_MEMORY] * 3),
+        cell("refused", [State.REFUSED], prediction=prediction().model_copy(
+            update={"peak": [], "reason": "3 ranks | 2 hosts </td>"})),
+        cell("todo", []),
+    ]  # fmt: skip
+    return study(
+        cells, title="布局 <layouts> & more", small=True, definition={"title": "布局", "axes": {}}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("study")
+    write_study(many(), place)
+    write_outcome(read_study(place), place)
+    return place
+
+
+class Page(HTMLParser):
+    """A parser that refuses tags that are not closed in order, and gathers what a page loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: set[str] = set()
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        given = dict(attrs)
+        self.loads += [given[name] or "" for name in ("src", "href", "data") if name in given]
+        assert not any(name.startswith("on") for name in given)
+        if "id" in given:
+            self.ids.append(str(given["id"]))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_every_file_is_there_and_names_every_cell(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == WRITTEN | {"study.json", "plots"}
+    for name in WRITTEN:
+        text = (folder / name).read_text(encoding="utf-8")
+        for result in many().cells:
+            assert result.cell.id in text, (name, result.cell.id)
+
+
+def test_the_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.loads and all(each.startswith("data:") for each in page.loads)
+    assert not page.tags & {"script", "iframe", "object", "embed", "form"}
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert len(page.ids) == len(set(page.ids))
+    assert "<layouts>" not in text and "&lt;layouts&gt; &amp; more" in text
+    assert "<here>" not in text and "&lt;here&gt;" in text
+
+
+def test_the_page_holds_every_picture_whole(folder: Path) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    inlined = [base64.b64decode(each) for each in re.findall(r"image/png;base64,([^\"]+)", text)]
+    files = {path.name: path.read_bytes() for path in (folder / "plots").glob("*.png")}
+    assert {path.removesuffix(".png") for path in files} == {
+        "throughput", "efficiency", "split", "memory", "loss", "loss_difference", "prediction",
+    }  # fmt: skip
+    assert sorted(inlined) == sorted(files.values())
+    for name, content in files.items():
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        width, height = struct.unpack(">II", content[16:24])
+        assert 600 < width < 1500 and 200 < height < 1500, (name, width, height)
+        assert len(content) <= MOST_EXAMPLE_BYTES
+
+
+def test_both_languages_say_the_same_figures(folder: Path) -> None:
+    """Names, rates and sizes of each line of the verdict are equal in both languages."""
+    figures = {}
+    for name in ("report.md", "report_zh.md"):
+        text = (folder / name).read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if re.match(r"- [✓✗–]", line)]
+        figures[name] = [
+            set(re.findall(r"`[^`]+`|[\d.]+ %|[\d.]+e-\d+|[\d,.]+ MiB", line)) for line in lines
+        ]
+    assert len(figures["report.md"]) >= 6
+    assert figures["report.md"] == figures["report_zh.md"]
+
+
+def test_tables_keep_their_columns(folder: Path) -> None:
+    """A reason with a bar or a line break ends neither column nor row."""
+    for name in ("report.md", "report_zh.md", "table.md"):
+        width = 0
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
+            bars = len(re.findall(r"(?<!\\)\|", line))
+            assert not line.startswith("|") or width in (0, bars), line
+            width = bars if line.startswith("|") else 0
+    assert (folder / "table.md").read_text(encoding="utf-8").count("\n") == CELLS + 2
+
+
+def test_the_sheet_holds_exact_figures(folder: Path) -> None:
+    with (folder / "table.csv").open(encoding="utf-8", newline="") as file:
+        rows = {row["cell"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [result.cell.id for result in many().cells]
+    first = many().cells[0].repeats
+    exact = sorted(
+        run.measured.tokens_per_step / run.measured.step_seconds[1] for run in first if run.measured
+    )
+    found = rows["dp1-bf16"]
+    assert float(found["tokens_per_second"]) == exact[1]
+    assert float(found["tokens_per_second_lowest"]) == exact[0]
+    assert (found["speed_up"], found["predicted_step_seconds"]) == ("1.0", "1.0")
+    assert rows["scale"]["differs_in"] == "gradient norm"
+    assert (rows["nan"]["differs_in"], rows["nan"]["differs_from_step"]) == ("loss", "6")
+    assert rows["oom"]["state"] == "out of memory"
+    assert rows["refused"]["reason"] == "refused of refused <here>"
+    assert rows["todo"]["state"] == "not run yet"
+
+
+def test_commands_and_reasons_are_shown(folder: Path) -> None:
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert "# dp1-bf16\npython run_gpt2.py cell=dp1-bf16 'a b'" in text
+    assert "| `oom` | 1 | out of memory | out of memory of oom <here> |" in text
+    assert "node-7" in text and "2.13.0" in text
+
+
+def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    request = StudyRequest(
+        config=Path("layouts.yaml"), output_dir=folder, report_only=True, example=tmp_path
+    )
+    assert run_study(request, str) == 0
+    (folder / LOCK).unlink()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert (tmp_path / "layouts" / "README.md").is_file()
+    with pytest.raises(ConfigError, match="--example needs --report_only"):
+        run_study(dataclasses.replace(request, report_only=False), str)
+
+
+def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
+    found = study([cell("a", [State.FAILED]), cell("b", [])], finished=None)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "loss.png").write_bytes(b"of an earlier state")
+    write_outcome(found, tmp_path)
+    assert not list((tmp_path / "plots").iterdir())
+    Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_a_calculated_study_is_marked_everywhere(tmp_path: Path) -> None:
+    cells = [
+        cell(name, [], baseline="dp2", prediction=prediction(step_seconds=seconds))
+        for name, seconds in (("dp2", 0.5), ("tp2", 0.4))
+    ]
+    write_outcome(study(cells, calculated=True, accelerator="Ascend 910A"), tmp_path)
+    for name in WRITTEN - {"table.csv"}:
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "calculated" in text or "计算值" in text, name
+    with (tmp_path / "table.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["calculated"], row["step_seconds"]) for row in rows] == [
+        ("True", "0.5"), ("True", "0.4"),
+    ]  # fmt: skip
+    assert [row["speed_up"] for row in rows] == ["1.0", "1.25"]
+    assert not (tmp_path / "plots" / "loss.png").exists()
+
+
+def test_the_example_keeps_pictures_and_table_without_paths(folder: Path, tmp_path: Path) -> None:
+    place = copy_example(read_study(folder), folder, tmp_path)
+    assert place == tmp_path / "layouts"
+    pictures = {path.name for path in (folder / "plots").iterdir()}
+    assert {path.name for path in place.iterdir()} == pictures | {"README.md", "README_zh.md"}
+    for name in ("README.md", "README_zh.md"):
+        text = (place / name).read_text(encoding="utf-8")
+        assert "2026-11-20" in text and "A processor, 2 cores" in text
+        assert "node-7" not in text and "run_gpt2.py" not in text and str(folder) not in text
+        linked = set(re.findall(r"\]\(\./(\w+\.png)\)", text))
+        assert linked == pictures
+
+
+def test_an_example_needs_a_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no report yet; give --report_only"):
+        copy_example(many(), tmp_path, tmp_path / "docs")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda text: text[: len(text) // 2], r"study\.json: .*damaged"),
+        (lambda text: text.replace('"tolerance":', '"tolerence":', 1), r"study\.json: .*toler"),
+        (lambda text: text.replace('"finished"', '"done"'), r"cells\.0\.repeats\.0\.state: .*"),
+        (lambda text: "[]", r"study\.json: .*"),
+    ],
+)  # fmt: skip
+def test_a_damaged_study_is_one_clear_error(
+    folder: Path, tmp_path: Path, change: Any, expected: str
+) -> None:
+    text = (folder / "study.json").read_text(encoding="utf-8")
+    (tmp_path / "study.json").write_text(change(text), encoding="utf-8")
+    with pytest.raises(ConfigError, match=expected) as caught:
+        read_study(tmp_path)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_infinite_numbers_survive_the_file(folder: Path) -> None:
+    assert read_json(folder / "study.json")  # JSON that any reader takes
+    found = read_study(folder).cell("nan").repeats[0].measured
+    assert found is not None and math.isnan(found.loss[-1]) and not math.isnan(found.loss[0])

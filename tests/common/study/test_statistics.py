@@ -1,0 +1,142 @@
+"""Statistics of a study against numpy, printed tables and simulated repeats."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from common.study.results import CellResult, State
+from common.study.statistics import compare, noise_of, student, summarize
+from tests.common.study.synthetic import cell, measured, speeds, study
+
+
+def with_speeds(name: str, values: list[float], **changes: object) -> CellResult:
+    return cell(name, [measured(value) for value in values], **changes)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "probability", "expected"),
+    # two-sided quantiles as printed in Abramowitz and Stegun, table 26.10
+    [
+        (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.99, 4.604), (5, 0.99, 4.032),
+        (10, 0.95, 2.228), (30, 0.95, 2.042), (120, 0.99, 2.617),
+    ],
+)  # fmt: skip
+def test_quantiles_of_student(freedom: int, probability: float, expected: float) -> None:
+    assert student(freedom, probability) == pytest.approx(expected, abs=5e-4)
+
+
+def test_medians_and_spread_are_numpys() -> None:
+    values = [9000.0, 11000.0, 10100.0, 9900.0]
+    found = summarize(study([with_speeds("a", values)]))["a"]
+    assert found.tokens_per_second == pytest.approx(np.median(values))
+    assert (found.lowest, found.highest) == pytest.approx((9000, 11000))
+    assert found.spread == pytest.approx(np.ptp(values) / np.median(values))
+    assert found.step_seconds == pytest.approx(np.median([4096 / value for value in values]))
+    assert found.samples_per_second == pytest.approx(np.median(values) / 128)
+    assert found.split["update"] == pytest.approx(0.08 * np.median([4096 / v for v in values]))
+
+
+def test_speed_up_is_the_median_over_pairs_and_efficiency_counts_ranks() -> None:
+    one, four = [1000.0, 1100.0, 900.0], [3000.0, 3960.0, 2880.0]
+    found = summarize(
+        study(
+            [
+                with_speeds("one", one, ranks=1, baseline="one"),
+                with_speeds("four", four, ranks=4, baseline="one"),
+            ]
+        )
+    )
+    expected = np.median(np.array(four) / np.array(one))
+    assert found["four"].speed_up == pytest.approx(expected)
+    assert found["four"].efficiency == pytest.approx(expected / 4)
+    assert (found["one"].speed_up, found["one"].efficiency) == pytest.approx((1, 1))
+
+
+def test_pairs_are_the_repeats_that_both_finished() -> None:
+    whole = with_speeds("a", [1000.0, 2000.0, 3000.0])
+    partly = cell("b", [measured(500.0), State.FAILED, measured(1500.0)], baseline="a")
+    found = summarize(study([whole, partly]))
+    comparison = compare(found["a"], found["b"])
+    assert (comparison.pairs, comparison.ratio) == (2, pytest.approx(2))
+    assert found["b"].speed_up == pytest.approx(0.5)
+    assert [run.index for run in found["b"].failures] == [2]
+
+
+def test_noise_is_the_residual_of_cells_and_rounds() -> None:
+    """A slow round that hits all cells alike is not noise; what is left is numpy's residual."""
+    table = np.log([[1000.0, 800, 1010], [2000, 1590, 2040], [1500, 1230, 1490]])
+    cells = list(
+        summarize(
+            study([with_speeds(f"c{n}", np.exp(row).tolist()) for n, row in enumerate(table)])
+        ).values()
+    )
+    residual = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    deviation, freedom = noise_of(cells)
+    assert freedom == 4
+    assert deviation == pytest.approx(math.sqrt(2 * (residual**2).sum() / 4))
+    pair = noise_of(cells[:2])
+    assert pair == (pytest.approx(np.std(table[0] - table[1], ddof=1)), 2)
+
+
+@pytest.mark.parametrize(("count", "repeats"), [(2, 2), (2, 3), (6, 3)])
+def test_equal_cells_are_rarely_called_different(count: int, repeats: int) -> None:
+    """A config against itself 300 times, with drift between rounds five times the noise: at most
+    CONFIDENCE allows, here with room for chance (5 % of 300 is 15, its deviation 4).
+    """
+    noise = random.Random(count * repeats)
+    called = 0
+    comparisons = count * (count - 1) // 2
+    for _ in range(300):
+        rounds = [noise.gauss(0, 0.05) for _ in range(repeats)]
+        cells = sorted(
+            summarize(
+                study(
+                    [
+                        with_speeds(
+                            f"c{n}", [1000 * math.exp(r + noise.gauss(0, 0.01)) for r in rounds]
+                        )
+                        for n in range(count)
+                    ]
+                )
+            ).values(),
+            key=lambda each: -(each.tokens_per_second or 0),
+        )
+        pooled = noise_of(cells)
+        called += any(
+            compare(cells[0], other, noise=pooled, comparisons=comparisons).is_faster
+            for other in cells[1:]
+        )
+    assert called <= 27
+
+
+def test_one_repeat_tells_no_margin() -> None:
+    found = summarize(study([with_speeds("a", [1000.0]), with_speeds("b", [10.0])]))
+    comparison = compare(found["a"], found["b"])
+    assert comparison.margin is None and not comparison.is_faster
+    assert found["a"].spread is None
+
+
+def test_a_real_difference_is_told_from_the_spread() -> None:
+    found = summarize(
+        study(
+            [
+                with_speeds("slow", speeds(1000, 0.01, seed=1)),
+                with_speeds("fast", speeds(1200, 0.01, seed=2)),
+            ]
+        )
+    )
+    comparison = compare(found["fast"], found["slow"])
+    assert comparison.is_faster
+    assert comparison.margin is not None and 0 < comparison.margin < 0.15
+    assert not compare(found["slow"], found["fast"]).is_faster
+
+
+def test_no_division_by_zero_ranks_or_steps() -> None:
+    empty = measured(1000.0, step_seconds=[])
+    found = summarize(study([cell("a", [empty], baseline="gone"), cell("b", [])]))
+    assert found["a"].tokens_per_second is None and found["a"].speed_up is None
+    assert found["b"].state is None
