@@ -1,3 +1,4 @@
-"""Is this machine, and are its peers, fit to train: checks without any framework in this process,
-and an all-reduce in others.
+"""Checks of a machine and its peers before training.
+
+This process loads no framework; other processes run an all-reduce.
 """

@@ -1,6 +1,4 @@
-"""A real all-reduce over one process a rank: started here, watched by the stages they report, and
-judged by name.
-"""
+"""A real all-reduce with one process per rank: started, watched by stage, and judged."""
 
 from __future__ import annotations
 
@@ -21,26 +19,23 @@ from common.processes.ranks import ProcessSpec, Ranks
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
-"""What a rank has done, in order; "" is not even a started program. MindSpore has no "connected" of
-its own.
+"""Stages of a rank, in order; "" means that its program has not started. MindSpore has no
+"connected".
 """
 MARK = "doctor: "
-"""Opens the lines of a rank's log that are for the doctor: MARK, then a JSON object with
-"stage".
-"""
+"""Start of a line for the doctor in a rank's log: MARK, then a JSON object with "stage"."""
 GRACE_SECONDS = 2.0
-"""How long after a rank's death others may still die: what killed it may be among them."""
+"""Seconds after a rank's death in which others may still die; one of them may be the cause."""
 _LOG_LINES = 12
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRank:
-    """Where a rank is. code: its exit code, -n where signal n ended it, None while it runs; ended:
-    when, in seconds after the start.
+    """State of a rank. code: its exit code, -n if signal n ended it, None while it runs.
 
-    state: of its process, as ``process_state`` returns it. result: what the rank said with its last
-    stage.
+    ended: seconds after the start. state: of its process, as ``process_state`` returns it. result:
+    values that the rank reported with its last stage.
     """
 
     rank: int
@@ -59,8 +54,8 @@ class TrialRank:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTrial:
-    """What is tried, for the messages: gloo, nccl, hccl or mccl over ranks at ``places``, which
-    meet at ``address``.
+    """Description of the trial for messages: gloo, nccl, hccl or mccl over ranks at ``places``,
+    which connect at ``address``.
     """
 
     places: Sequence[RankPlacement]
@@ -75,7 +70,7 @@ class AllReduceTrial:
 
 
 class TrialRanks(Ranks):
-    """The processes of this host. As a context, it starts them and leaves none behind.
+    """Processes of this host. As a context manager, it starts them and leaves none behind.
 
     environments: rank -> its variables; rank -1 is MindSpore's scheduler. Logs go to
     ``folder``/rank_N.log.
@@ -124,7 +119,7 @@ class TrialRanks(Ranks):
         self._ended[index] = code, time.monotonic() - self._start
 
     def show_stacks(self) -> None:
-        """Let the ranks that have not reduced write to their logs where they are."""
+        """Make the ranks that have not reduced write their stacks to their logs."""
         waiting = {
             state.rank
             for state in self.states()
@@ -133,7 +128,7 @@ class TrialRanks(Ranks):
         self.dump_stacks([index for index, spec in enumerate(self.specs) if spec.rank in waiting])
 
     def states(self) -> list[TrialRank]:
-        """Return each rank as it is now; the scheduler only where it failed."""
+        """Return the current state of each rank; the scheduler only if it failed."""
         found = [self._state(index) for index in self.monitors]
         return [state for state in found if state.rank >= 0 or state.code]
 
@@ -143,9 +138,9 @@ class TrialRanks(Ranks):
         stage, result = "", None
         for line in text.splitlines():
             if line.startswith(MARK):
-                # a line that is only half there yet
+                # an incomplete line
                 with suppress(MalformedError, KeyError, TypeError):
-                    # a wrong sum may be NaN
+                    # a damaged sum may be NaN
                     told = parse_json(line.removeprefix(MARK), finite=False)
                     stage, result = str(told["stage"]), told
         return TrialRank(
@@ -171,10 +166,10 @@ def watch(
     remote: Callable[[], Sequence[TrialRank]] = tuple,
     lost: Callable[[], Sequence[str]] = tuple,
 ) -> Check:
-    """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over; then
+    """Wait until every rank has reduced, one has failed, a host is lost, or the limit is over, and
     judge.
 
-    remote: the ranks of other hosts; lost: hosts that have fallen silent, a sentence each.
+    remote: the ranks of other hosts; lost: one sentence per host that has fallen silent.
     """
     deadline = time.monotonic() + trial.limit
     over = deadline
@@ -194,8 +189,8 @@ def watch(
 
 
 def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] = ()) -> Check:
-    """One check that says how fast the ranks were, or names those that failed and what they had
-    done until then.
+    """Return one check with the speed of the ranks, or with those that failed and their last
+    stage.
     """
     known = {state.rank: state for state in seen}
     states = [known.get(place.rank, TrialRank(rank=place.rank)) for place in trial.places]
@@ -206,12 +201,12 @@ def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] 
     failed = [
         state for state in [*states, *(state for state in seen if state.rank < 0)] if state.failed
     ]
-    if lost:  # what failed here may have failed because of it
+    if lost:  # failures here may be consequences
         consequences = [_blame_of_failure(failed, trial)[0]] if failed else []
         return error(
             name,
             "\n".join([*lost, *consequences]),
-            "is the doctor still running there? its own report says more",
+            "check that the doctor still runs there; its own report has details",
         )
     if failed:
         return error(name, *_blame_of_failure(failed, trial))
@@ -241,8 +236,9 @@ def judge(seen: Sequence[TrialRank], trial: AllReduceTrial, lost: Sequence[str] 
 
 
 def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tuple[str, str]:
-    """The first that failed, with the end of its log. Peers of a killed rank fail by its closed
-    connections: the signal is the cause.
+    """Return the first rank that failed, with the end of its log.
+
+    Peers of a killed rank fail by its closed connections, so a signal is the cause.
     """
     first = min(state.ended for state in failed)
     state = min(
@@ -257,8 +253,8 @@ def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tup
     if state.stage == "wrong sum":
         result = state.result or {}
         remedy = (
-            "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may"
-            " tell which"
+            "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may show"
+            " which"
         )
         return f"{named} got {result.get('found')} instead of {result.get('expected')}", remedy
     how = (
@@ -272,35 +268,36 @@ def _blame_of_failure(failed: Sequence[TrialRank], trial: AllReduceTrial) -> tup
     remedy = (
         "out of memory? `dmesg | grep -i oom`"
         if state.code == -signal.SIGKILL
-        else "mend what its log says"
+        else "fix the error in its log"
     )
     return f"{named} {how} {after}{more}{_logs([state])}", remedy
 
 
 def _hindrance(stage: str, trial: AllReduceTrial) -> tuple[str, str]:
-    """What a rank was busy with after ``stage``, and what helps."""
+    """Return what a rank was doing after ``stage``, and a remedy."""
     if stage == "":
         return (
-            "its program never began",
-            "is its host overloaded, or its file system hanging? more time: --time_limit",
+            "its program did not start",
+            "check the host's load and file system; for more time: --time_limit",
         )
     if stage == "started":
         return (
             f"still importing {trial.backend}",
-            "a slow file system or a busy host? more time: --time_limit",
+            "check for a slow file system or a busy host; for more time: --time_limit",
         )
     link = {
         "gloo": "GLOO_SOCKET_IFNAME must name the interface that leads to the other hosts",
-        "nccl": "NCCL_DEBUG=INFO tells more; NCCL_SOCKET_IFNAME must name the interface that leads"
+        "nccl": "NCCL_DEBUG=INFO shows more; NCCL_SOCKET_IFNAME must name the interface that leads"
         " to the other hosts",
         "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP`"
         " reach the others' device_ip",
-        "mccl": "MS_TOPO_TIMEOUT and the scheduler's log tell more",
+        "mccl": "MS_TOPO_TIMEOUT and the scheduler's log show more",
     }[trial.communication]
     if stage == "imported":
         return (
             f"not connected to {trial.address}",
-            f"can every host reach {trial.address}, past firewalls and by the right route? {link}",
+            f"check that every host can reach {trial.address}, past firewalls and by the right"
+            f" route? {link}",
         )
     if stage == "connected":
         return f"connected to {trial.address}, but no {trial.communication} group was made", link
@@ -308,8 +305,10 @@ def _hindrance(stage: str, trial: AllReduceTrial) -> tuple[str, str]:
 
 
 def _speed(states: Sequence[TrialRank]) -> str:
-    """By the slowest rank. Each sends and receives 2 (n - 1) / n of the bytes in a ring all-reduce,
-    whatever the algorithm here.
+    """Return the speed of the slowest rank.
+
+    In a ring all-reduce each rank sends and receives 2 (n - 1) / n of the bytes; other algorithms
+    are counted alike.
     """
     results = [state.result or {} for state in states]
     first, seconds, ready = (
@@ -331,7 +330,7 @@ def _listed(states: Sequence[TrialRank], trial: AllReduceTrial) -> str:
 
 
 def _logs(states: Sequence[TrialRank]) -> str:
-    """The end of the first one's log, and where the whole is."""
+    """Return the end of the first failed rank's log, and its file."""
     state = states[0]
     if not state.log_path:
         return ""

@@ -1,4 +1,4 @@
-"""The doctor's list of checks, in the order of its report: ``CHECKS``. A new check is one entry
+"""List of the doctor's checks, in the order of its report: ``CHECKS``. A new check is one entry
 there.
 """
 
@@ -34,12 +34,12 @@ from common.processes.addresses import DEFAULT_PORT, is_own
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""What ranks on each kind of device communicate by."""
+"""Communication library of each kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """What the user asks for, as --help explains it. address, port: where the hosts meet."""
+    """Request of the user, as --help explains it. address, port: where the hosts connect."""
 
     rank_table: Path | None
     devices: range | None
@@ -54,9 +54,7 @@ class DoctorRequest:
 
 
 class Facts:
-    """What the checks learn about this machine and the run, each thing once, when a check first
-    needs it.
-    """
+    """Facts about this machine and the run, each found when a check first needs it."""
 
     def __init__(self, asked: DoctorRequest) -> None:
         self.asked = asked
@@ -100,7 +98,7 @@ class Facts:
 
     @cached_property
     def device(self) -> str:
-        """The kind that the ranks compute on."""
+        """Kind of device on which the ranks compute."""
         if self.asked.device != "auto":
             return self.asked.device
         return next((kind for kind in ("npu", "cuda") if self.usable.get(kind)), "cpu")
@@ -114,7 +112,7 @@ class Facts:
 
     @cached_property
     def places(self) -> Placement | ConfigError | None:
-        """The ranks to try and which of their hosts this is; None without any."""
+        """Ranks to try, and which of their hosts this is; None without any."""
         try:
             table = self.table if isinstance(self.table, RankTable) else None
             return find_team(self.asked, table, default=len(self.usable.get(self.device, ())) or 2)
@@ -123,9 +121,7 @@ class Facts:
 
     @property
     def own_place(self) -> tuple[bool, bool, str | None]:
-        """Whether this is host 0, whether there are several, and the address of this one in the
-        run.
-        """
+        """Whether this is host 0, whether there are several, and this host's address in the run."""
         if not isinstance(self.places, Placement):
             return True, False, None
         first, several = self.places.own_host == self.places.hosts[0], len(self.places.hosts) > 1
@@ -146,7 +142,7 @@ def check_cann(facts: Facts) -> list[Check]:
 
 
 def check_usable_devices(facts: Facts) -> list[Check]:
-    """Whether the backend can use what this machine shows."""
+    """Check whether the backend can use the devices of this machine."""
     backend, asked, seen = facts.backend, facts.asked.device, facts.devices[1]
     if facts.device == "cpu" and seen and asked == "auto":
         found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
@@ -203,13 +199,13 @@ def check_names(facts: Facts) -> list[Check]:
 
 
 def check_all_reduce(facts: Facts) -> list[Check]:
-    """A real one, where ranks were asked for and can be tried."""
+    """Run a real all-reduce, if ranks were asked for and can be tried."""
     places, backend, device = facts.places, facts.backend, facts.device
     if not isinstance(places, Placement):
         return []
     broken = exit_code(check for check in facts.imports[0] if check.name == f"import {backend}")
     if broken or not facts.versions[backend]:
-        return [error("all-reduce", f"not tried: {backend} does not import", "mend that first")]
+        return [error("all-reduce", f"not tried: {backend} does not import", "fix that first")]
     usable = facts.usable.get(device, [])
     lacking = [
         place.device_id for place in places.own if device != "cpu" and place.device_id not in usable
@@ -240,11 +236,11 @@ CHECKS: tuple[tuple[str, Callable[[Facts], list[Check]]], ...] = (
     ("limits", lambda facts: [machine.check_limits()]),
     ("all-reduce", check_all_reduce),
 )
-"""Name, and the function that returns lines of the report: none, where there is nothing to say."""
+"""Name, and the function that returns lines of the report; empty if there is nothing to report."""
 
 
 def examine(asked: DoctorRequest) -> list[Check]:
-    """Make all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
+    """Run all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
     facts = Facts(asked)
     return [found for _, check in CHECKS for found in check(facts)]
 
@@ -278,14 +274,14 @@ def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
     if len(own) != 1:
         which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
         raise ConfigError(
-            f"{which} this machine's; say which server of the rank table this is with --node_rank 0"
+            f"{which} this machine's; name the server of the rank table with --node_rank 0"
             f" to {last}"
         )
     return place_hosts(places, own[0])
 
 
 def try_ranks(facts: Facts, places: Placement) -> list[Check]:
-    """Return the checks of all doctors, where there are several; the all-reduce is the last one."""
+    """Return the checks of all doctors if there are several; the all-reduce is the last one."""
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
     path = asked.rank_table
     table = path.resolve() if path is not None and device == "npu" else None
@@ -299,8 +295,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     }
     if rendezvous.scheduler and places.own_host == places.hosts[0]:
         environments = {-1: scheduler_variables(places, rendezvous), **environments}
-    # Libraries that give up first would fail on the ranks that wait, and hide the one that is
-    # missing.
+    # Libraries with a shorter timeout would fail on the waiting ranks, and hide the missing one.
     patience = str(int(limit) + 60)
     command = [
         sys.executable,

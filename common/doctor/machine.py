@@ -1,6 +1,4 @@
-"""The machine below the frameworks: devices and drivers, ports, names and addresses, disk, memory,
-limits.
-"""
+"""Checks of the machine: devices and drivers, ports, names and addresses, disk, memory, limits."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ def check_system() -> Check:
 
 
 def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[Check], int]:
-    """Drivers and devices of Ascend and NVIDIA, and how many devices there are; without any, the
-    CPU computes.
+    """Check drivers and devices of Ascend and NVIDIA, and return how many devices there are.
 
-    asked: auto, cpu, cuda or npu. What an accelerator that was asked for lacks is an error.
+    Without any, the CPU computes. asked: auto, cpu, cuda or npu. Missing parts of an accelerator
+    that was asked for are errors.
     """
     numbers = hccn.npu_numbers(root)
     version = _driver_version(root / "usr/local/Ascend/driver/version.info")
@@ -100,7 +98,7 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
             error(
                 "devices",
                 "no Ascend device: there is no /dev/davinciN",
-                "is this the right machine? else --device cpu",
+                "check that this is the right machine, or give --device cpu",
             )
         )
     code, output, errors = run_program(
@@ -120,7 +118,7 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
             error(
                 "GPUs",
                 f"nvidia-smi fails: {why}",
-                "the driver does not answer; a reboot or its installation mends it",
+                "the driver does not answer; reboot or reinstall it",
             )
         )
     elif asked == "cuda":
@@ -141,8 +139,9 @@ def check_ports(
     several_hosts: bool,
     root: Path = Path("/"),
 ) -> list[Check]:
-    """Whether a run can listen: at ``port``, its MASTER_PORT, and the one after it (host 0 alone),
-    and at HCCL's.
+    """Check whether a run can listen on its ports.
+
+    They are ``port``, its MASTER_PORT, and on host 0 the next one, and HCCL's.
     """
     checks = []
     if first_host:
@@ -150,7 +149,7 @@ def check_ports(
         if busy:
             shown = " and ".join(map(str, busy))
             remedy = (
-                f"`ss -ltnp 'sport = :{busy[0]}'` shows by whom; end it, or export"
+                f"`ss -ltnp 'sport = :{busy[0]}'` shows which process; end it, or export"
                 " MASTER_PORT=another on every host"
             )
             checks.append((error if several_hosts else warning)("ports", f"{shown} in use", remedy))
@@ -175,7 +174,7 @@ def check_ports(
         span = f"{ports[0]}-{ports[-1]}"
         if busy:
             remedy = (
-                "is another job running here? `ps -ef | grep python`; else export"
+                "check for another job: `ps -ef | grep python`; or export"
                 " HCCL_IF_BASE_PORT=another on every host"
             )
             checks.append(
@@ -196,8 +195,9 @@ def check_ports(
 
 
 def check_names(server: str | None, *, several_hosts: bool) -> list[Check]:
-    """What this host's own name resolves to, and whether ``server``, its address in the run, is one
-    of its addresses.
+    """Check what this host's own name resolves to, and whether ``server`` is one of its addresses.
+
+    server: the host's address in the run.
     """
     name = socket.gethostname()
     addresses = _resolve(name)
@@ -224,12 +224,12 @@ def check_names(server: str | None, *, several_hosts: bool) -> list[Check]:
         interface = interface_of(server)
         if interface is None:
             remedy = (
-                "start the doctor on that host, say which host this is with --node_rank, or"
+                "start the doctor on that host, give this host's --node_rank, or"
                 " make the table again"
             )
             checks.append(
                 (error if several_hosts else warning)(
-                    "address", f"{server} is no address of this machine", remedy
+                    "address", f"{server} is not an address of this machine", remedy
                 )
             )
         else:
@@ -238,8 +238,8 @@ def check_names(server: str | None, *, several_hosts: bool) -> list[Check]:
 
 
 def check_variables(environ: Mapping[str, str]) -> list[Check]:
-    """Variables of this shell that a run obeys: those that make a process a rank, and those that
-    tune its network.
+    """Report variables of this shell that affect a run: those of a rank, and those of the
+    network.
     """
     rank = [
         name
@@ -255,8 +255,8 @@ def check_variables(environ: Mapping[str, str]) -> list[Check]:
     if rank:
         found = ", ".join(f"{name}={environ[name]}" for name in rank)
         remedy = (
-            "a run_gpt2.py that is started here takes itself for a rank; outside of a job:"
-            f" unset {' '.join(rank)}"
+            "a run_gpt2.py started here would run as a rank; outside of a job: unset"
+            f" {' '.join(rank)}"
         )
         checks.append(warning("variables", found, remedy))
     if tuning:
@@ -265,7 +265,9 @@ def check_variables(environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_storage(folder: Path) -> list[Check]:
-    """Room where the run writes, and in /dev/shm, where processes of one host meet."""
+    """Check free space where the run writes, and in /dev/shm, which connects processes of one
+    host.
+    """
     existing = next(
         place for place in [folder.absolute(), *folder.absolute().parents] if place.exists()
     )
@@ -284,17 +286,18 @@ def check_storage(folder: Path) -> list[Check]:
             error(
                 "disk",
                 f"{existing} cannot be written",
-                "choose another output_dir, or mend the rights",
+                "choose another output_dir, or fix its permissions",
             )
         ]
     elif free < 1:
-        checks = [error("disk", found, "make room, or choose another output_dir")]
+        checks = [error("disk", found, "free space, or choose another output_dir")]
     elif free < 20:
         checks = [
             warning(
                 "disk",
                 found,
-                "a checkpoint with optimizer takes about 14 bytes a parameter: 2 GiB for gpt2, 170"
+                "a checkpoint with optimizer takes about 14 bytes per parameter: 2 GiB for gpt2,"
+                " 170"
                 " GiB for 13B",
             )
         ]
@@ -313,7 +316,7 @@ def check_storage(folder: Path) -> list[Check]:
 
 
 def check_memory(root: Path = Path("/")) -> Check:
-    """Memory that is left, by the kernel and by the control group."""
+    """Check the free memory, by the kernel and by the control group."""
     left = int(psutil.virtual_memory().available)
     limit, used = (
         _number(root / f"sys/fs/cgroup/memory.{name}", r"^(\d+)$") for name in ("max", "current")
@@ -325,14 +328,14 @@ def check_memory(root: Path = Path("/")) -> Check:
     )
     if left < 4 * GIB:
         return warning(
-            "memory", found, "end what else runs here; a framework alone takes about 1 GiB a rank"
+            "memory", found, "end other programs; a framework by itself takes about 1 GiB per rank"
         )
     return ok("memory", found)
 
 
 def check_limits(root: Path = Path("/")) -> Check:
-    """Open files and processes that this user may have (ulimit -n, -u) and those of the control
-    group.
+    """Check how many open files and processes this user (ulimit -n, -u) and the control group
+    allow.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -356,7 +359,7 @@ def check_limits(root: Path = Path("/")) -> Check:
 
 
 def _resolve(name: str) -> Sequence[str] | None:
-    """The addresses of a name; None where the name service hangs."""
+    """Return the addresses of a name; None if the name service hangs."""
     found: list[str] = []
 
     def ask() -> None:
@@ -383,7 +386,7 @@ def _can_listen(port: int) -> bool:
 
 
 def _may_be_given_away(ports: Iterable[int], root: Path) -> bool:
-    """Whether the kernel may use one of ``ports`` for an outgoing connection."""
+    """Tell whether the kernel may use one of ``ports`` for an outgoing connection."""
     settings = root / "proc/sys/net/ipv4"
     try:
         low, high = map(int, (settings / "ip_local_port_range").read_text(encoding="utf-8").split())
@@ -405,7 +408,7 @@ def _may_be_given_away(ports: Iterable[int], root: Path) -> bool:
 
 
 def _driver_version(path: Path) -> str | None:
-    """package_version, else Version, of the driver's version.info."""
+    """Return package_version, else Version, of the driver's version.info."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -417,7 +420,7 @@ def _driver_version(path: Path) -> str | None:
 
 
 def _number(path: Path, pattern: str) -> int:
-    """The number that ``pattern`` finds in a file; 0 where there is none."""
+    """Return the number that ``pattern`` finds in a file; 0 without one."""
     try:
         match = re.search(pattern, path.read_text(encoding="utf-8"), flags=re.M)
     except OSError:

@@ -1,5 +1,6 @@
-"""The all-reduce of one host, or of several whose doctors run at the same time: host 0 judges, the
-others repeat what it found.
+"""All-reduce of one host, or of several whose doctors run at the same time.
+
+Host 0 judges, and the others repeat its report.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from common.doctor.report import Check, error, exit_code
 from common.errors import RunError
 
 SPARE_SECONDS = 10.0
-"""How much longer than host 0 the others wait, so that it judges."""
+"""Seconds that the others wait longer than host 0, so that it judges."""
 _TELL_SECONDS = 0.3
 
 
@@ -28,11 +29,11 @@ def all_reduce(
     job: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> list[Check]:
-    """Start ``ranks`` and judge; each wait ends after ``trial.limit`` seconds, and a few more on
-    other hosts than host 0.
+    """Start ``ranks`` and judge. Each wait ends after ``trial.limit`` seconds, or a few more on
+    other hosts.
 
-    address: where the doctor of host 0 listens. job, facts: what must, and what should, be equal on
-    all hosts.
+    address: where the doctor of host 0 listens. job: facts that must be equal on all hosts. facts:
+    those that should be.
     """
     if len(places.hosts) == 1:
         with ranks:
@@ -64,7 +65,7 @@ def _lead(
         )
         checks = first.gather(trial.limit)
         if exit_code(checks):
-            checks.append(error("all-reduce", "not tried", "mend the above first"))
+            checks.append(error("all-reduce", "not tried", "fix the errors above first"))
         else:
             first.begin()
             with ranks:
@@ -93,18 +94,18 @@ def _follow(
                 if (verdict := other.tell(ranks.states())) is not None:
                     return verdict
                 time.sleep(_TELL_SECONDS)
-    found = f"no word from host 0, {address[0]}, within {trial.limit + SPARE_SECONDS:g} s"
+    found = f"no report from host 0, {address[0]}, within {trial.limit + SPARE_SECONDS:g} s"
     return [error("all-reduce", found, "its own report may say more")]
 
 
 def _announce(ranks: TrialRanks, trial: AllReduceTrial) -> None:
-    """Processes by rank: what to look at, or end, while it runs."""
+    """Name the process of each rank, to look at or end while it runs."""
     names = [f"rank {spec.rank}" if spec.rank >= 0 else "the scheduler" for spec in ranks.specs]
     shown = ", ".join(f"{names[index]} is process {pid}" for index, pid in ranks.pids().items())
     _say(f"all-reduce over {trial.communication}, at most {trial.limit:g} s: {shown}")
 
 
 def _say(line: str) -> None:
-    """Progress goes to standard error: standard output is the report's."""
+    """Print progress to standard error, since standard output is for the report."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""The doctors of several hosts meet at host 0: arguments, versions and clocks compared, and where
-each host's ranks are.
+"""Connection of the doctors of several hosts at host 0.
 
-JSON objects, a line each, over one TCP connection a host, to the port after MASTER_PORT, as the
-hosts' launchers use it. A host says {"host", "job", "facts"}; host 0 asks {"ping"} for its clock,
-says {"begin"}, hears {"ranks"}, and ends with {"checks"} for all.
+They compare arguments, versions and clocks, and report the states of their ranks. Each host has a
+TCP connection to the port after MASTER_PORT, as the launchers do, with one JSON object per line. A
+host sends {"host", "job", "facts"}. Host 0 asks {"ping"} for its clock, sends {"begin"}, receives
+{"ranks"}, and ends with {"checks"} for all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from common.processes.channel import Channel, connect
 from common.whole_numbers import rank_names
 
 SILENCE_SECONDS = 5.0
-"""Hosts tell of their ranks several times a second; after this long without a word one counts as
-lost.
-"""
+"""Seconds of silence after which a host counts as lost; hosts report several times a second."""
 CLOCK_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _PINGS = 5
@@ -34,7 +32,7 @@ _PEER = "a doctor"
 
 
 class FirstHost:
-    """Host 0's side. job: what must be equal on all hosts; facts: what should be. A context."""
+    """Host 0's side, a context manager. job: must be equal on all hosts; facts: should be equal."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class FirstHost:
         job: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
-        """Raises RunError when the port is taken."""
+        """Listen for the others. Raises RunError if the port is taken."""
         self._names = list(places.hosts)
         self._ranks = [[place.rank for place in places.of_host(host)] for host in places.hosts]
         self._job, self._facts = dict(job), dict(facts)
@@ -57,7 +55,8 @@ class FirstHost:
         except OSError as reason:
             raise RunError(
                 f"cannot listen on {address}:{port} (MASTER_PORT + 1): {reason.strerror or reason};"
-                " is that address this host's, and the port free? export MASTER_PORT=another on"
+                " check that the address is this host's and the port free, or export"
+                " MASTER_PORT=another on"
                 " every host"
             ) from None
 
@@ -70,8 +69,9 @@ class FirstHost:
         self._server.close()
 
     def gather(self, limit: float) -> list[Check]:
-        """Wait until every host has called, or one with other arguments has, and compare. Only then
-        is ``begin`` of use.
+        """Wait until every host has called, or one with other arguments has, and compare.
+
+        Call ``begin`` only after it.
         """
         deadline = time.monotonic() + limit
         checks: list[Check] = []
@@ -85,12 +85,12 @@ class FirstHost:
                     if host not in self._lines
                 )
                 remedy = (
-                    "start the doctor there too, at about the same time; can it reach this"
-                    " host, past firewalls?"
+                    "start the doctor there too, at about the same time, and check that it can"
+                    " reach this host"
                 )
                 return [
                     *checks,
-                    error("hosts", f"no call from {absent} within {limit:g} s", remedy),
+                    error("hosts", f"no connection from {absent} within {limit:g} s", remedy),
                 ]
             self._server.settimeout(left)
             with suppress(OSError):
@@ -107,7 +107,7 @@ class FirstHost:
         return [*checks, ok("hosts", f"all {len(self._names)} have called")]
 
     def begin(self) -> None:
-        """Tell the hosts to start their ranks, and listen to what becomes of these."""
+        """Tell the hosts to start their ranks, and receive their states."""
         for host, line in self._lines.items():
             self._heard[host] = time.monotonic()
             with suppress(OSError):
@@ -115,11 +115,11 @@ class FirstHost:
             threading.Thread(target=self._listen, args=(host, line), daemon=True).start()
 
     def states(self) -> list[TrialRank]:
-        """Of the ranks of the other hosts, as they last told."""
+        """Return the last reported states of the other hosts' ranks."""
         return [state for states in list(self._states.values()) for state in states]
 
     def lost(self) -> list[str]:
-        """The hosts that have left or fallen silent, a sentence each."""
+        """Return a sentence for each host that has left or fallen silent."""
         now = time.monotonic()
         found = []
         for host, heard in sorted(self._heard.items()):
@@ -130,7 +130,7 @@ class FirstHost:
         return found
 
     def conclude(self, checks: Sequence[Check]) -> None:
-        """Tell every host that called what came out."""
+        """Send the result to every host that called."""
         for line in self._lines.values():
             with suppress(OSError):
                 line.send({"checks": [asdict(check) for check in checks]})
@@ -138,9 +138,7 @@ class FirstHost:
     def _welcome(
         self, line: Channel, peer: str, differences: list[tuple[float, str]]
     ) -> list[Check]:
-        """What is wrong with a host that calls; nothing where something else knocked. Adds how far
-        its clock is away.
-        """
+        """Check a host that calls, and measure its clock. Other callers are ignored."""
         try:
             hello = line.receive(_ANSWER_SECONDS)
             host, job, facts = int(hello["host"]), dict(hello["job"]), dict(hello["facts"])
@@ -176,13 +174,13 @@ class FirstHost:
         try:
             way, ahead = min(self._exchange_times(line) for _ in range(_PINGS))
         except (OSError, KeyError, TypeError, ValueError):
-            # wait for the doctor that is started in its place; it may have called already
+            # wait for the doctor that replaces it, which may have called already
             if line.is_closed:
                 self._lines.pop(host).close()
                 return []
             return [
                 *checks,
-                warning("clock", f"{self._name(host)} did not tell its time", "try again"),
+                warning("clock", f"{self._name(host)} did not report its time", "try again"),
             ]
         if abs(ahead) - way / 2 > CLOCK_SECONDS:
             found = f"{self._name(host)} is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
@@ -199,8 +197,9 @@ class FirstHost:
 
     @staticmethod
     def _exchange_times(line: Channel) -> tuple[float, float]:
-        """Seconds there and back, and how far the other's clock is ahead, known to within half of
-        these: of several the shortest counts.
+        """Return the seconds of a round trip, and how far the other's clock is ahead.
+
+        The error is at most half the round trip, so the shortest of several counts.
         """
         before, start = time.time(), time.monotonic()
         line.send({"ping": True})
@@ -226,8 +225,9 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def _as_state(told: Mapping[str, Any]) -> TrialRank:
-    """Return what another host tells of a rank. Raises TypeError or ValueError where it is of
-    another shape.
+    """Return the state that another host reports of a rank.
+
+    Raises TypeError or ValueError for another structure.
     """
     state = TrialRank(**{**told, "log": tuple(told["log"])})
     numbers = (state.rank, state.ended, 0 if state.code is None else state.code)
@@ -242,7 +242,7 @@ def _as_state(told: Mapping[str, Any]) -> TrialRank:
 
 
 class OtherHost:
-    """The side of host 1, 2, ... A context."""
+    """Side of hosts 1, 2, ...; a context manager."""
 
     def __init__(
         self,
@@ -294,18 +294,19 @@ class OtherHost:
                     return _as_checks(message)
         except OSError as reason:
             raise RunError(
-                f"the doctor of host 0 fell silent while it waited for the others: {reason}"
+                f"the doctor of host 0 stopped answering while it waited for the others: {reason}"
             ) from None
 
     def tell(self, states: Sequence[TrialRank]) -> list[Check] | None:
-        """Say where this host's ranks are; the checks of host 0 once it has judged. Raises RunError
-        when it is gone.
+        """Report this host's ranks, and return the checks of host 0 once it has judged.
+
+        Raises RunError if it is gone.
         """
-        with suppress(OSError):  # the listener hears the end too
+        with suppress(OSError):  # the listening thread also notices the end
             self._line.send({"ranks": [asdict(state) for state in states]})
         if self._line.ended.is_set() and self._checks is None:
             raise RunError(
-                "the doctor of host 0 ended before it had judged; its own report says more"
+                "the doctor of host 0 ended before its result; its own report has details"
             )
         return self._checks
 
@@ -328,4 +329,4 @@ def _as_checks(message: Mapping[str, Any]) -> list[Check]:
             for c in message["checks"]
         ]
     except (KeyError, TypeError, ValueError):
-        raise ConnectionError("its checks are not those of a doctor") from None
+        raise ConnectionError("its message has no valid checks") from None

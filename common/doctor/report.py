@@ -1,6 +1,4 @@
-"""What the doctor says: one check, its state, what was found and what to do; as a table and as
-JSON.
-"""
+"""Report of the doctor (check, state, finding, remedy) as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report. remedy: what to do about it; empty where nothing is to be done."""
+    """One line of the report. remedy: what to do about it; empty for nothing."""
 
     name: str
     state: State
@@ -40,13 +38,14 @@ def error(name: str, found: str, remedy: str) -> Check:
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """0 without errors, else 2."""
+    """Return 0 without errors, else 2."""
     return 2 if any(check.state is State.ERROR for check in checks) else 0
 
 
 def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
-    """A line a check, its remedy below it, the count of each state last. Texts of several lines
-    stay aligned.
+    """Return one line per check, its remedy below it, and the count of each state last.
+
+    Texts of several lines stay aligned.
     """
     width = max((len(check.name) for check in checks), default=0)
     indent = " " * (width + 11)
@@ -67,7 +66,7 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """An object: the worst state, and the checks in order."""
+    """Return a JSON object: the worst state, and the checks in order."""
     worst = next(
         (
             state

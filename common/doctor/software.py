@@ -1,5 +1,6 @@
-"""Versions and what they mean together: Python, the frameworks, CANN. Frameworks are imported in
-child processes alone.
+"""Versions of Python, the frameworks and CANN, and combinations that fail.
+
+Frameworks are imported only in child processes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")
 BACKENDS = {"torch": ("torch", "torch_npu"), "mindspore": ("mindspore",)}
-"""What each backend imports."""
+"""Packages that each backend imports."""
 IMPORTED = (*BACKENDS["torch"], "deepspeed", *BACKENDS["mindspore"])
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version of each of PACKAGES by its metadata, without an import; None where it is not
+    """Return the version of each of PACKAGES by its metadata, without an import; None if not
     installed.
     """
     found: dict[str, str | None] = {}
@@ -36,8 +37,10 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def wanted_ranges(project: Path) -> dict[str, str]:
-    """What pyproject.toml and requirements.txt in ``project`` ask of python and of each package:
-    name -> '>=1,<2'.
+    """Return the ranges of python and of packages in pyproject.toml and requirements.txt of
+    ``project``.
+
+    The result maps a name to a range such as '>=1,<2'.
     """
     document = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (project / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -47,7 +50,7 @@ def wanted_ranges(project: Path) -> dict[str, str]:
         *(item for extra in document["optional-dependencies"].values() for item in extra),
     ]:
         if match := re.match(r"([A-Za-z0-9_.-]+?)\s*([<>=!].*)$", line.partition("#")[0].strip()):
-            # the first: numpy's own range, not the pin of one extra
+            # the first range: numpy's own, not the pin of one extra
             ranges.setdefault(match[1].replace("-", "_"), match[2])
     return {"python": document["requires-python"], **ranges}
 
@@ -55,8 +58,9 @@ def wanted_ranges(project: Path) -> dict[str, str]:
 def check_versions(
     versions: Mapping[str, str | None], ranges: Mapping[str, str], backend: str | None
 ) -> list[Check]:
-    """A line for Python and each package. A version out of range is an error for Python, else a
-    warning.
+    """Return a line for Python and each package.
+
+    A version out of range is an error for Python, else a warning.
     """
     python = platform.python_version()
     checks = [ok("python", f"{python} ({sys.executable})")]
@@ -87,7 +91,9 @@ def check_versions(
 def check_device_package(
     versions: Mapping[str, str | None], backend: str, device: str
 ) -> list[Check]:
-    """Whether ``backend`` can compute on a ``device`` that was asked for, by what is installed."""
+    """Check whether ``backend`` can compute on the requested ``device``, by the installed
+    packages.
+    """
     torch = versions.get("torch")
     if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
         remedy = (
@@ -116,7 +122,7 @@ def check_device_package(
 def check_pairs(
     versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None
 ) -> list[Check]:
-    """Versions that install together and fail together. cann: its version, None where it is
+    """Report versions that install together and fail together. cann: its version; None if
     absent.
     """
     torch, npu, mindspore, numpy = (
@@ -144,7 +150,7 @@ def check_pairs(
         found.append(
             error(
                 "torch_npu with torch",
-                f"torch_npu {npu} with torch {torch}: it is built for torch {_minor(npu)} alone",
+                f"torch_npu {npu} with torch {torch}: it is built only for torch {_minor(npu)}",
                 f"pip install torch=={_minor(npu)}.* or the torch_npu for {_minor(torch)}",
             )
         )
@@ -154,7 +160,7 @@ def check_pairs(
                 "torch_npu with CANN",
                 f"torch_npu {npu} without CANN: `import torch` loads torch_npu, which finds no"
                 " libraries",
-                "install CANN and `source .../set_env.sh`; to go without the NPU: export"
+                "install CANN and `source .../set_env.sh`; to run without the NPU: export"
                 " TORCH_DEVICE_BACKEND_AUTOLOAD=0",
             )
         )
@@ -164,8 +170,9 @@ def check_pairs(
 def check_cann(
     environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")
 ) -> tuple[Check, str | None]:
-    """The CANN toolkit that the environment points to, and its version. needed: an NPU or torch_npu
-    is here.
+    """Check the CANN toolkit that the environment points to, and return its version.
+
+    needed: this machine has an NPU or torch_npu.
     """
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if folder := environ.get(variable):
@@ -199,12 +206,12 @@ def check_cann(
             "not found",
             "install the toolkit and kernels that fit the driver, then source its set_env.sh",
         ), None
-    return ok("CANN", "not installed (Ascend alone needs it)"), None
+    return ok("CANN", "not installed (only Ascend needs it)"), None
 
 
 def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict[str, int]]:
-    """Whether each package imports, each in a child process of its own; and how many devices torch
-    counts: cuda, npu.
+    """Check in child processes whether each package imports, and count the devices of torch: cuda,
+    npu.
     """
 
     def attempt(name: str) -> tuple[Check, dict[str, int]]:
@@ -218,10 +225,10 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
             seconds, devices = parse_json(output.strip().splitlines()[-1])
             return ok(f"import {name}", f"works, {seconds:.1f} s"), devices
         how = f"ended by signal {-code}" if code and code < 0 else "failed"
-        remedy = f'see it whole: {sys.executable} -c "import {name}"'
+        remedy = f'for the full output: {sys.executable} -c "import {name}"'
         if re.search(r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND", errors):
             remedy = (
-                "source CANN's set_env.sh; to go without the NPU: export"
+                "source CANN's set_env.sh; to run without the NPU: export"
                 " TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             )
         why = last_line(errors)
@@ -241,8 +248,9 @@ _COUNT = {
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether the release numbers of ``version`` meet '>=1.2,<2'; suffixes such as +cpu and .post1
-    do not count.
+    """Tell whether the release numbers of ``version`` meet '>=1.2,<2'.
+
+    Suffixes such as +cpu and .post1 are ignored.
     """
     own = _numbers(version)
     for condition in filter(None, specifier.replace(" ", "").split(",")):
@@ -274,8 +282,10 @@ def _minor(version: str) -> str:
 
 
 def _cann_version(folder: Path) -> str | None:
-    """By ``<arch>-linux/ascend_toolkit_install.info`` (version=8.0.RC2), else ``version.cfg`` (the
-    last [inner:version] counts).
+    """Return the version in ``<arch>-linux/ascend_toolkit_install.info`` (version=8.0.RC2), else
+    ``version.cfg``.
+
+    Of version.cfg the last [inner:version] counts.
     """
     for path in [
         *sorted(folder.glob("*-linux/ascend_toolkit_install.info")),

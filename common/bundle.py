@@ -1,0 +1,193 @@
+"""Report of a run in one archive: logs, config, versions and rank table, without secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import socket
+import tarfile
+from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+
+from common.doctor.software import installed_versions
+from common.errors import ConfigError, DataError
+from common.failures.explain import explain_log
+from common.files import atomic_write
+from common.launcher.rank_logs import visible
+
+MOST_OF_FILE = 2 << 20
+"""Most bytes of one file: half from its start, half from its end."""
+MOST_BYTES = 64 << 20
+"""Most bytes of all files, before compression."""
+_HIDDEN = "(hidden)"
+_PATTERNS = (
+    "config.yaml",
+    "*.log",
+    "*.json",
+    "*.jsonl",
+    "mf_*/mindformer.log",
+    "mf_*/env.log",
+    "host_*/mindformer.log",
+)
+"""Files of a run folder, in the order of their importance."""
+_PAIR = re.compile(
+    r"""(?P<name>[A-Za-z][\w.-]*)(?P<end>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|(?![{\[(])[^\s,;}\])]+)"""
+)
+_WHOLE_LINE = re.compile(r"^(\s*(?:-\s+)?)([A-Za-z][\w.-]*)(:\s+)(?!\s*$)(.*)$")
+"""A line of YAML, whose value may have several words."""
+_OPTION = re.compile(r"(?P<name>--?[A-Za-z][\w-]*)(?P<end>\s+)(?P<value>[^\s-]\S*)")
+_KEYS = re.compile(
+    r"\b(hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+"""Tokens and keys by their form: Hugging Face, GitHub, OpenAI, AWS, JWT."""
+_ADDRESS = re.compile(
+    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)"
+    r"|(?<![\w.:])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])"
+)
+
+
+class Cleaner:
+    """Removal of secrets, and of addresses unless they are wanted.
+
+    An address gets the same name everywhere, so that tables and logs still fit together.
+    """
+
+    def __init__(self, *, with_addresses: bool = False) -> None:
+        self.with_addresses = with_addresses
+        self._names: dict[str, str] = {}
+        self._host = socket.gethostname()
+
+    def clean(self, text: str) -> str:
+        text = "\n".join(map(self._clean_line, text.split("\n")))
+        if self.with_addresses:
+            return text
+        if len(self._host) > 3 and self._host != "localhost":
+            text = re.sub(rf"\b{re.escape(self._host)}\b", "this-host", text)
+        return _ADDRESS.sub(lambda found: self._name(found[0]), text)
+
+    def _clean_line(self, line: str) -> str:
+        if found := _WHOLE_LINE.match(line):
+            start, name, between, value = found.groups()
+            if _is_hidden(name, value):
+                return f"{start}{name}{between}{_HIDDEN}"
+        for pattern in (_PAIR, _OPTION):
+            line = pattern.sub(_without_value, line)
+        return visible("", _KEYS.sub(_HIDDEN, line))
+
+    def _name(self, text: str) -> str:
+        try:
+            address = ip_address(text)
+        except ValueError:  # a time, a version
+            return text
+        if address.is_loopback or address.is_unspecified:
+            return text
+        return self._names.setdefault(str(address), f"address-{len(self._names) + 1}")
+
+
+def _is_hidden(name: str, value: str) -> bool:
+    """Tell whether a value is secret. Counts of tokens are numbers, not secrets."""
+    is_count = re.search(r"tokens?\b|_tokens?_", name, re.IGNORECASE) and re.fullmatch(
+        r"[\d.,eE+]+\w{0,2}", value
+    )
+    last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
+    return not is_count and visible(last, value) == _HIDDEN
+
+
+def _without_value(found: re.Match[str]) -> str:
+    if not _is_hidden(found["name"], found["value"].strip("\"'")):
+        return found[0]
+    quote = found["value"][0] if found["value"][0] in "\"'" else ""
+    return f"{found['name']}{found['end']}{quote}{_HIDDEN}{quote}"
+
+
+def write_bundle(
+    target: Path,
+    *,
+    run: Path,
+    table: Path | None,
+    environ: Mapping[str, str],
+    with_addresses: bool = False,
+) -> list[str]:
+    """Write the archive atomically, and return the files that were shortened or left out.
+
+    Raises ConfigError for a target or a run folder that cannot be, StorageError for a full disk.
+    """
+    if not target.name.endswith((".tar.gz", ".tgz")):
+        raise ConfigError(f"--bundle {target}: expected a name that ends with .tar.gz")
+    if not run.is_dir():
+        raise ConfigError(f"--output_dir {run}: no such folder; give the folder of the run")
+    cleaner, notes, left = Cleaner(with_addresses=with_addresses), list[str](), MOST_BYTES
+    with atomic_write(target) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text in _texts(run, table, environ, notes):
+            data = cleaner.clean(text).encode()
+            if len(data) > left:
+                notes.append(f"{name}: left out, the archive is full")
+                continue
+            left -= len(data)
+            _add(archive, name, data)
+        _add(archive, "left_out.txt", cleaner.clean("\n".join(notes) + "\n").encode())
+    return notes
+
+
+def _texts(
+    run: Path, table: Path | None, environ: Mapping[str, str], notes: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the name in the archive and the text of each part."""
+    versions = {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **installed_versions(),
+    }
+    yield "versions.json", json.dumps(versions, indent=2) + "\n"
+    variables = sorted(environ.items())
+    yield (
+        "environment.txt",
+        "".join(f"{name}={visible(name, value)}\n" for name, value in variables),
+    )
+    try:
+        yield "explanation.txt", explain_log(run, "en")[0] + "\n" + explain_log(run, "zh")[0]
+    except DataError as reason:  # a folder without logs still has a config
+        notes.append(f"explanation.txt: {reason}")
+    given = environ.get("RANK_TABLE_FILE")
+    wanted = table or (Path(given) if given else None)
+    if wanted is not None and (text := _read(wanted, "rank_table.json", notes)) is not None:
+        yield "rank_table.json", text
+    for path in dict.fromkeys(path for each in _PATTERNS for path in sorted(run.glob(each))):
+        name = f"run/{path.relative_to(run)}"
+        if (text := _read(path, name, notes)) is not None:
+            yield name, text
+
+
+def _read(path: Path, name: str, notes: list[str]) -> str | None:
+    """Return the text of a regular file, of a long one its start and end; None for others."""
+    if path.is_symlink() or not path.is_file():
+        notes.append(f"{name}: not a regular file")
+        return None
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= MOST_OF_FILE:
+                return file.read(MOST_OF_FILE).decode("utf-8", "replace")
+            start = file.read(MOST_OF_FILE // 2)
+            file.seek(size - MOST_OF_FILE // 2)
+            end = file.read(MOST_OF_FILE // 2)
+    except OSError as error:
+        notes.append(f"{name}: {error.strerror or error}")
+        return None
+    notes.append(f"{name}: shortened, {size - MOST_OF_FILE:,} bytes in its middle are left out")
+    # partial lines at the cut are dropped, as a secret in them might not be recognised
+    return (start.rpartition(b"\n")[0] + b"\n[...]\n" + end.partition(b"\n")[2]).decode(
+        "utf-8", "replace"
+    )
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(f"bundle/{name}")
+    member.size = len(data)
+    member.mode = 0o600
+    archive.addfile(member, io.BytesIO(data))

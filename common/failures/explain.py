@@ -1,0 +1,168 @@
+"""Search of logs for known errors, and their explanation in English or Chinese."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import DataError
+from common.failures.catalogue import Kind, KnownError, Language, known_errors
+from common.files import unreadable
+
+MOST_READ = 16 << 20
+"""Most bytes read of one log: half from its start, half from its end."""
+MOST_LOGS = 1024
+_LOGS = ("launcher.log", "mf_*/mindformer.log", "host_*/mindformer.log", "*.log")
+"""Logs of a run folder."""
+_LINE = 200
+_WORDS: Mapping[Language, Mapping[str, str]] = {
+    "en": {
+        "at": "{path}, line {line}",
+        "steps": "Next steps:",
+        "source": "Source:",
+        "also": "Also found, probably consequences:",
+        "wait": "This rank waited for another: the cause may be in that rank's log.",
+        "wrapper": "This code names only the place: the lines around it say more.",
+        "nothing": "{path}: no known error; look at its last lines, and at the other logs",
+    },
+    "zh": {
+        "at": "{path} 第 {line} 行",
+        "steps": "下一步：",
+        "source": "来源：",
+        "also": "同时发现，多半是它的后果：",
+        "wait": "本进程在等待其他进程，原因可能在那个进程的日志里。",
+        "wrapper": "此码只说明出错的位置，附近几行才说明原因。",
+        "nothing": "{path}：没有已知的错误；请查看最后几行和其他日志",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A known error in a log. code: as the log writes it, or the error's name. line: from 1."""
+
+    error: KnownError
+    code: str
+    path: Path
+    line: int
+    text: str
+
+
+def language_of(environ: Mapping[str, str]) -> Language:
+    """Return the language of messages that the locale's variables choose."""
+    names = ("LC_ALL", "LC_MESSAGES", "LANG")
+    chosen = next((environ[name] for name in names if environ.get(name)), "")
+    return "zh" if chosen.lower().startswith("zh") else "en"
+
+
+def find_errors(text: str, path: Path) -> list[Found]:
+    """Return the known errors in a log: causes first, then waits, then wrappers.
+
+    Within a kind the earliest comes first, since later ones are often its consequences.
+    """
+    found: list[tuple[Kind, int, Found]] = []
+    for error in known_errors():
+        match = error.find(text)
+        if match is None:
+            continue
+        offset, code = match
+        start = text.rfind("\n", 0, offset) + 1
+        line = text[start : text.find("\n", offset) % (len(text) + 1)].strip()
+        shown = line if len(line) <= _LINE else text[offset : offset + _LINE].partition("\n")[0]
+        number = text.count("\n", 0, offset) + 1
+        hit = Found(error=error, code=code, path=path, line=number, text=shown)
+        found.append((error.kind, offset, hit))
+    return [hit for _, _, hit in sorted(found, key=lambda each: each[:2])]
+
+
+def find_in_logs(place: Path) -> list[Found]:
+    """Return the known errors of a log, or of all logs of a run folder, best first.
+
+    Raises DataError if it cannot be read, or is a folder without logs.
+    """
+    logs = list(dict.fromkeys(_logs_of(place)))[:MOST_LOGS] if place.is_dir() else [place]
+    if not logs:
+        raise DataError(f"{place}: a folder without logs; expected {', '.join(_LOGS)}")
+    return merged(find_errors(read_log(path), path) for path in logs)
+
+
+def merged(searched: Iterable[list[Found]]) -> list[Found]:
+    """Join the findings of several logs, each error once."""
+    best: dict[str, Found] = {}
+    for found in searched:
+        for hit in found:
+            best.setdefault(hit.error.name, hit)
+    return sorted(best.values(), key=lambda hit: hit.error.kind)
+
+
+def read_log(path: Path) -> str:
+    """Return the text of a log; of a long one its start and end. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(MOST_READ // 2 if size > MOST_READ else MOST_READ)
+            if size > MOST_READ:
+                file.seek(size - MOST_READ // 2)
+                data += b"\n" + file.read(MOST_READ // 2)
+    except OSError as error:
+        raise DataError(f"{path}: {unreadable(error)}") from None
+    return data.decode("utf-8", "replace").replace("\r", "\n")
+
+
+def error_of(code: str) -> KnownError:
+    """Return the error of a code, a name or a message. Raises DataError for an unknown one."""
+    wanted = code.strip().casefold()
+    for error in known_errors():
+        if wanted in (name.casefold() for name in (error.name, *error.codes)):
+            return error
+    if found := find_errors(code, Path()):
+        return found[0].error
+    codes = ", ".join(code for error in known_errors() for code in error.codes if len(code) <= 8)
+    raise DataError(
+        f"--explain {code}: no such log, and no known code or message; known codes: {codes}"
+    )
+
+
+def explanation(error: KnownError, language: Language) -> str:
+    """Return meaning, next steps and sources of an error."""
+    words = _WORDS[language]
+    lines = [error.meaning[language]]
+    if error.kind is not Kind.CAUSE:
+        lines.append(words[error.kind.name.lower()])
+    lines.append(words["steps"])
+    lines += [f"  {number}. {step}" for number, step in enumerate(error.steps(language), 1)]
+    lines += [f"{words['source']} {source}" for source in error.sources]
+    return "\n".join(lines) + "\n"
+
+
+def explain_code(code: str, language: Language) -> str:
+    """Return the explanation of a code, a name or a message. Raises DataError."""
+    error = error_of(code)
+    names = [error.name, *(name for name in error.codes if name != error.name)]
+    return f"{', '.join(names)}\n{explanation(error, language)}"
+
+
+def explain_log(place: Path, language: Language) -> tuple[str, bool]:
+    """Return the explanation of a log or run folder, and whether a known error is in it.
+
+    Raises DataError if it cannot be read.
+    """
+    found, words = find_in_logs(place), _WORDS[language]
+    if not found:
+        return words["nothing"].format(path=place) + "\n", False
+    first, *others = found
+    where = words["at"].format(path=first.path, line=first.line)
+    text = f"{first.code}: {where}\n    {first.text}\n{explanation(first.error, language)}"
+    if others:
+        text += words["also"] + "\n"
+        for hit in others:
+            place_of = words["at"].format(path=hit.path, line=hit.line)
+            text += f"  {hit.code}: {hit.error.meaning[language]} ({place_of})\n"
+    return text, True
+
+
+def _logs_of(folder: Path) -> Iterator[Path]:
+    for pattern in _LOGS:
+        yield from sorted(path for path in folder.glob(pattern) if path.is_file())

@@ -1,0 +1,138 @@
+"""Bundles for a report: what is packed, and that no secret or address is in them."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from common.bundle import Cleaner, write_bundle
+from common.errors import ConfigError, StorageError
+
+SECRETS = {
+    "HF_TOKEN=hf_abcdefghijklmnopqrst": "hf_abc",
+    "swanlab:\n  api_key: two words 'and' more": "two words",
+    'args: {"password": "hunter2", "rate": 1}': "hunter2",
+    "python train.py --api-key k1l2m3 --steps 3": "k1l2m3",
+    "git clone https://me:pa55@git.example.org/x": "pa55",
+    "Authorization: Bearer abc.def.ghi": "abc.def",
+    "wandb: logged in with sk-proj-0123456789abcdefghij": "sk-proj",
+    "aws AKIAIOSFODNN7EXAMPLE": "AKIAIO",
+    "export MY_SECRET='x y z'": "x y z",
+    "redis_passwd = topsecret": "topsecret",
+    "GET /x?token=t0k&step=3": "t0k",
+}
+
+
+@pytest.mark.parametrize("line", SECRETS)
+def test_a_secret_is_hidden(line: str) -> None:
+    cleaned = Cleaner().clean(line)
+    assert SECRETS[line] not in cleaned and "(hidden)" in cleaned
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
+        "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
+        "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
+        "listening on 127.0.0.1:29500 and 0.0.0.0",
+    ],
+)
+def test_other_values_stay(line: str) -> None:
+    assert Cleaner().clean(line) == line
+
+
+def test_an_address_has_one_name_everywhere() -> None:
+    cleaner = Cleaner()
+    table = cleaner.clean('{"server_id": "10.1.2.3", "device_ip": "192.168.1.9"}')
+    log = cleaner.clean("peer 192.168.1.9:60000 fe80::e866:19ff:fe1e:a688 left")
+    assert json.loads(table) == {"server_id": "address-1", "device_ip": "address-2"}
+    assert log == "peer address-2:60000 address-3 left"
+    assert Cleaner(with_addresses=True).clean("10.1.2.3") == "10.1.2.3"
+
+
+def run_folder(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    (run / "mf_parallel0").mkdir(parents=True)
+    (run / "config.yaml").write_text("train:\n  max_steps: 3\nlogging:\n  api_key: s3cret\n")
+    log = "peer 10.9.8.7\n" + "step\n" * 60_000 + "EI0006: Getting socket times out\n"
+    (run / "mf_parallel0" / "mindformer.log").write_text(log)
+    (run / "mf_parallel0" / "env.log").write_text("MY_TOKEN=s3cret\nRANK=0\n")
+    (run / "weights.safetensors").write_bytes(b"\0" * 100)
+    (run / "passwords.log").symlink_to("/etc/passwd")
+    return run
+
+
+def parts(archive: Path) -> dict[str, str]:
+    with tarfile.open(archive) as tar:
+        return {
+            member.name: file.read().decode()
+            for member in tar
+            if (file := tar.extractfile(member)) is not None
+        }
+
+
+def test_a_bundle_holds_the_run_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.bundle.MOST_OF_FILE", most := 20_000)
+    table = tmp_path / "table.json"
+    table.write_text('{"server_id": "10.9.8.7"}')
+    target = tmp_path / "report.tar.gz"
+    notes = write_bundle(
+        target, run=run_folder(tmp_path), table=table, environ={"X_PASSWORD": "s3cret", "A": "1"}
+    )
+    found = parts(target)
+    assert set(found) == {
+        f"bundle/{name}"
+        for name in (
+            "versions.json",
+            "environment.txt",
+            "explanation.txt",
+            "rank_table.json",
+            "run/config.yaml",
+            "run/mf_parallel0/mindformer.log",
+            "run/mf_parallel0/env.log",
+            "left_out.txt",
+        )
+    }
+    everything = "".join(found.values())
+    assert "s3cret" not in everything and "10.9.8.7" not in everything and "root:" not in everything
+    assert found["bundle/rank_table.json"] == '{"server_id": "address-1"}'
+    log = found["bundle/run/mf_parallel0/mindformer.log"]
+    assert log.startswith("peer address-1\n") and log.endswith("times out\n")
+    assert len(log) <= most + 100
+    assert "HCCL_CONNECT_TIMEOUT" in found["bundle/explanation.txt"]
+    assert json.loads(found["bundle/versions.json"])["python"]
+    assert [note.split(":")[0] for note in notes] == [
+        "run/passwords.log",
+        "run/mf_parallel0/mindformer.log",
+    ]
+    assert target.stat().st_size < 100_000
+
+
+def test_an_archive_is_limited_and_its_old_file_survives_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, target = run_folder(tmp_path), tmp_path / "report.tar.gz"
+    monkeypatch.setattr("common.bundle.MOST_BYTES", 10_000)
+    notes = write_bundle(target, run=run, table=None, environ={})
+    assert "run/mf_parallel0/mindformer.log: left out, the archive is full" in notes
+    old = target.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("common.bundle._add", fail)
+    with pytest.raises(StorageError, match="untouched"):
+        write_bundle(target, run=run, table=None, environ={})
+    assert target.read_bytes() == old
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.tar.gz", "run"]
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends with \.tar\.gz"):
+        write_bundle(tmp_path / "x.zip", run=tmp_path, table=None, environ={})
+    with pytest.raises(ConfigError, match="no such folder"):
+        write_bundle(tmp_path / "x.tgz", run=tmp_path / "none", table=None, environ={})
