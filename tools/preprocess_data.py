@@ -1,14 +1,16 @@
-"""Tokenize text corpora into Megatron's .bin/.idx: PREFIX_{key}_{document|sentence}.{bin,idx}, or
-into MindSpore's MindRecord.
+"""Tokenize text corpora into Megatron's .bin/.idx, or into the formats of other systems.
 
     python tools/preprocess_data.py --input corpus.txt --output-prefix data/my \\
             --vocab-file vocab.json --merge-file merges.txt
+        PREFIX_{key}_{document|sentence}.{bin,idx}
     ... --format fleetx
         PREFIX_{key}_document{_ids.npy,_idx.npz}, as PaddleFleetX reads
     ... --format pieces --num-pieces 100
         PREFIX_{0 ... 99}.txt of ids, as GPT2-Chinese reads; --input-format ids reads them
     ... --format mindrecord --seq-length 1024 [--num-splits N]
         PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
+    ... --shard 2/8
+        the second of eight parts, as PREFIX.shard-00002-of-00008_{key}_document
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
 Ctrl-C and SIGTERM.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -39,6 +42,7 @@ from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
+from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested
@@ -79,6 +83,10 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.format == "pieces":
                 pairs = f"{options.output_prefix}_{{0 ... {options.pieces - 1}}}.txt"
             files = f"{pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
+            if result.kept:
+                display.close()
+                print(f"kept {pairs}, which is there already", file=sys.stderr)
+                return 0
     except GPT2Error as error:
         display.close()
         print(f"error: {error}", file=sys.stderr)
@@ -140,18 +148,19 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help=".txt, .jsonl, .json (array), each also .gz; with --input-format ids also a folder",
+        help="corpora: .txt, .jsonl, .json (array), each also .gz; with --input-format ids also a"
+        " folder",
     )
     group.add_argument(
         "--input-format",
         choices=[item.value for item in CorpusFormat],
-        help="do not judge the format by content",
+        help="format of the corpora (default: told by content)",
     )
     group.add_argument(
         "--encoding",
         default="utf-8",
         metavar="NAME",
-        help="of the input, such as gbk, big5 or utf-16 (default: utf-8)",
+        help="encoding of the input, such as gbk, big5 or utf-16 (default: utf-8)",
     )
     group.add_argument(
         "--min-length",
@@ -167,18 +176,18 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys to extract, one output each",
+        help="keys of a JSON object to extract, one output each (default: text)",
     )
     group.add_argument(
         "--documents",
         choices=[rule.value for rule in DocumentRule],
         default="blank_line",
-        help="what separates documents in plain text",
+        help="what separates documents in plain text (default: blank_line)",
     )
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="one sequence per sentence, written as _sentence",
+        help="write one sequence per sentence, as PREFIX_{key}_sentence",
     )
     group.add_argument(
         "--keep-newlines",
@@ -209,7 +218,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="vocab.json, vocab.txt, a SentencePiece .model, tokenizer.json, or their folder",
     )
-    group.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt")
+    group.add_argument(
+        "--merge-file",
+        type=Path,
+        metavar="FILE",
+        help="merges.txt, for a vocab.json; not needed where --vocab-file is a folder",
+    )
     group.add_argument(
         "--tokenizer-backend",
         choices=("auto", "gigatoken", "tiktoken", "tokenizers"),
@@ -225,18 +239,25 @@ def _parser() -> argparse.ArgumentParser:
         " [MASK] before and [CLS] behind it for vocab.txt (default: on)",
     )
     group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, type=Path, metavar="PREFIX")
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        type=Path,
+        metavar="PREFIX",
+        help="path and start of the names of the files to write",
+    )
     group.add_argument(
         "--format",
         choices=("indexed", "fleetx", "pieces", "mindrecord"),
         default="indexed",
-        help="default: indexed, a .bin/.idx pair",
+        help="format of the output (default: indexed, a .bin/.idx pair)",
     )
     group.add_argument(
         "--seq-length",
         type=int,
         metavar="N",
-        help="mindrecord: rows of N + 1 tokens that share one (default: 1024)",
+        help="mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next"
+        " (default: 1024)",
     )
     group.add_argument(
         "--num-splits",
@@ -255,14 +276,21 @@ def _parser() -> argparse.ArgumentParser:
         "--dataset-impl",
         choices=("lazy", "cached", "mmap"),
         default="mmap",
-        help="only mmap is written",
+        help="Megatron's choice of an implementation; only mmap is written (default: mmap)",
     )
     group = parser.add_argument_group("run")
+    group.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="write only part I of N, for tools/merge_datasets.py; slurm takes the numbers of an"
+        " array job; a part that is there already is kept",
+    )
     group.add_argument(
         "--workers",
         type=int,
         default=1,
-        help="processes; the output does not depend on it (default: 1)",
+        metavar="N",
+        help="processes that tokenize; the output does not depend on it (default: 1)",
     )
     group.add_argument(
         "--log-interval",
@@ -313,6 +341,11 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             "--num-pieces only means something with --format pieces",
         ),
         (
+            args.shard is not None and args.format != "indexed",
+            f"--shard with --format {args.format}: only a .bin/.idx pair is merged; leave one of"
+            " them out",
+        ),
+        (
             args.min_length < 0,
             f"--min-length={args.min_length}: expected 0 or more",
         ),
@@ -345,6 +378,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         workers=args.workers,
+        shard=parse_shard(args.shard, os.environ) if args.shard else None,
         document_bytes=args.max_document_mib << 20,
     )
 

@@ -1,4 +1,4 @@
-"""Text to token files to batches: the path of the data, up to the arrays that a backend turns into
+"""Path of the data from text over token files to batches, the arrays that a backend turns into
 tensors.
 """
 

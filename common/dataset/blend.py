@@ -1,5 +1,6 @@
-"""Several data sets in fixed proportions: which one sample n comes from is an O(1), endless, pure
-function of n.
+"""Blends of several data sets in fixed proportions.
+
+The data set of sample n is a pure function of n, found in O(1), without an end.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ PERIOD = 10_000
 
 
 class Blend:
-    """Samples of several data sets by weight, spread evenly: after any n samples each count is
-    within 1 of its share.
+    """Samples of several data sets by weight, spread evenly.
 
-    The weights are rounded to multiples of 1 / period by largest remainder; the pattern of one
-    period then repeats.
+    After any n samples the count of each data set is within 1 of its share. Weights are rounded to
+    multiples of 1 / period by largest remainder. The pattern of one period then repeats.
     Raises DataError for weights that are not positive, or too small for the period.
     """
 
@@ -45,14 +45,14 @@ class Blend:
         if len(lengths) > 1:
             raise DataError(
                 f"the data sets of a blend have different seq_length: {lengths}; open all with the"
-                " same"
+                " same one"
             )
         self.datasets = tuple(datasets)
         self.period = period
         names = [str(dataset.source(0)) for dataset in datasets]
         self._counts = np.array(quantise(weights, period, names), dtype=np.int64)
         self._pattern = interleave(self._counts.tolist())
-        # how many of the same data set come before, within the period
+        # number of earlier samples of the same data set within the period
         self._rank = np.zeros(period, dtype=np.int64)
         for number in range(len(datasets)):
             mine = np.flatnonzero(self._pattern == number)
@@ -64,12 +64,12 @@ class Blend:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The shares in use, after rounding."""
+        """Return the shares in use, after rounding."""
         return tuple(count / self.period for count in self._counts.tolist())
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples come before the first data set starts over."""
+        """Return the number of samples before the first data set starts over."""
         first_repeats = []
         for number, dataset in enumerate(self.datasets):
             periods, rank = divmod(dataset.samples_per_epoch, int(self._counts[number]))
@@ -88,7 +88,9 @@ class Blend:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """(n,) sample numbers -> (n,) numbers of the data sets and (n,) sample numbers within
+        """Map sample numbers to data sets and to samples within them.
+
+        ids: (n,). Returns two arrays (n,): numbers of the data sets, and sample numbers within
         them.
         """
         periods, places = np.divmod(np.asarray(ids, dtype=np.int64), self.period)
@@ -96,7 +98,7 @@ class Blend:
         return numbers, periods * self._counts[numbers] + self._rank[places]
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """(n,) sample numbers >= 0 -> (n, seq_length + 1) int32 tokens."""
+        """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) int32 tokens."""
         numbers, inner = self.locate(ids)
         out = np.empty((len(numbers), self.seq_length + 1), dtype=np.int32)
         for number in np.unique(numbers):
@@ -105,9 +107,7 @@ class Blend:
         return out
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window within
-        it.
-        """
+        """Return (n, 2) for sample numbers (n,): data set, epoch * windows + window within it."""
         numbers, inner = self.locate(ids)
         result = np.empty((len(numbers), 2), dtype=np.int64)
         result[:, 0] = numbers
@@ -122,8 +122,10 @@ class Blend:
 
 
 def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> list[int]:
-    """Counts that add up to ``period`` in proportion to ``weights``, by largest remainder. Raises
-    DataError.
+    """Return counts in proportion to ``weights`` that add up to ``period``, by largest remainder.
+
+    names: of the data sets, for messages. Raises DataError for a weight that is not positive or too
+    small.
     """
     for weight, name in zip(weights, names, strict=True):
         if not math.isfinite(weight) or weight <= 0:
@@ -152,13 +154,12 @@ def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> lis
 
 
 def interleave(counts: Sequence[int]) -> Ids:
-    """(sum of counts,) data set numbers, each spread evenly: in every prefix each count is within 1
-    of its share.
+    """Return data set numbers (sum of counts,), each spread evenly.
 
-    Earliest deadline first: the j-th sample of data set d belongs into places floor(j * P / c) ...
-    ceil((j + 1) * P / c) - 1. Such a schedule always exists (Baruah et al. 1996, "Proportionate
-    progress"). Taking the data set with the largest deficit is simpler, but leaves these bounds
-    from three data sets on.
+    In every prefix each count is within 1 of its share. The schedule is earliest deadline first:
+    the j-th sample of data set d belongs into places floor(j * P / c) ... ceil((j + 1) * P / c) -
+    1. Such a schedule always exists (Baruah et al. 1996, "Proportionate progress"). Taking the data
+    set with the largest deficit is simpler, but leaves these bounds from three data sets on.
     """
     period = sum(counts)
     pattern = np.empty(period, dtype=np.int64)
@@ -179,8 +180,9 @@ def interleave(counts: Sequence[int]) -> Ids:
 
 
 def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
-    """``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` -> (weight, prefix) pairs. Raises
-    DataError.
+    """Parse ``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` into pairs (weight, prefix).
+
+    Raises DataError for any other list.
     """
     if len(data) == 1:
         return ((1.0, data[0]),)
@@ -206,9 +208,7 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
 
 
 def require_data(prefix: str) -> None:
-    """Raise DataError unless the files of a data set are there, in one of the formats that
-    ``open_samples`` reads.
-    """
+    """Raise DataError unless a data set exists in a format that ``open_samples`` reads."""
     if is_mindrecord(prefix):
         find_files(prefix)
     elif find_fleetx(prefix) is None:
@@ -228,7 +228,8 @@ def open_samples(
 ) -> Samples:
     """Return one data set, or the blend that ``data`` describes (see ``parse_blend``).
 
-    Each is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. Raises DataError.
+    Each data set is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. Raises
+    DataError.
     """
     pairs = parse_blend(data)
 

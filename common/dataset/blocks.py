@@ -1,5 +1,6 @@
-"""Cut a corpus into blocks of a few MB at document borders. A block can be parsed and tokenized
-with no knowledge of the others.
+"""Cut a corpus into blocks of a few MB at document borders.
+
+A block can be parsed and tokenized with no knowledge of the others.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 
 class MissingKeyError(DataError):
-    """An item without the key asked for. problem: the message without its advice, which is
-    preprocessing's.
+    """Error for an item without the key asked for.
+
+    problem: the message without the advice, which concerns preprocessing.
     """
 
     @property
@@ -36,7 +38,7 @@ class MissingKeyError(DataError):
 
 
 class DocumentRule(enum.Enum):
-    """What separates the documents of a plain text."""
+    """Border between the documents of a plain text."""
 
     BLANK_LINE = "blank_line"
     LINE = "line"
@@ -48,9 +50,10 @@ class DocumentRule(enum.Enum):
 class Block:
     """Whole documents of one file.
 
-    data: bytes of a text or of JSON Lines; for an array one tuple of texts, in the order of the
-    keys, per item. first_line (from 1) and offset (bytes of uncompressed text) are where data
-    starts; read_bytes: taken from disk for it.
+    data: bytes of a text or of JSON Lines. For an array it is a tuple of texts per item, in the
+    order of the keys.
+    first_line (from 1) and offset (bytes of uncompressed text): place where data starts.
+    read_bytes: bytes taken from disk for it.
     """
 
     path: Path
@@ -63,7 +66,7 @@ class Block:
 
 
 class _LargeDocument(Exception):
-    """A document has more than the bytes allowed."""
+    """Signal that a document has more bytes than allowed."""
 
 
 def read_blocks(
@@ -74,11 +77,12 @@ def read_blocks(
     document_bytes: int = DOCUMENT_BYTES,
     end_id: int | None = None,
 ) -> Iterator[Block]:
-    """Blocks of about ``block_bytes``, or of one document where that is larger (rule ``file``:
-    always the whole file). end_id: ends the documents of a file of ids.
+    """Yield blocks of about ``block_bytes``, or of one larger document.
 
-    Raises DataError for a broken array, an item without its key (MissingKeyError), a broken gzip
-    stream, and where a document has more than ``document_bytes``.
+    With the rule ``file`` a block is always the whole file. end_id: id that ends each document in a
+    file of ids.
+    Raises DataError for a broken array, a broken gzip stream, and a document above
+    ``document_bytes``. Raises MissingKeyError for an item without its key.
     """
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
@@ -118,7 +122,7 @@ def read_blocks(
             )
             raise DataError(
                 f"{corpus.path}: the document that begins in line {line} has more than"
-                f" {document_bytes / 2**20:g} MiB, and is held in memory whole; divide it{remedy},"
+                f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
                 " or allow more: --max-document-mib N"
             ) from None
 
@@ -126,10 +130,11 @@ def read_blocks(
 def texts_of(
     item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1
 ) -> tuple[str, ...]:
-    """The text under each key of a parsed item; an item that is a string itself stands for the key
-    ``text``.
+    """Return the text under each key of a parsed item.
 
-    Raises DataError naming the place and the keys that are there.
+    An item that is a string itself stands for the key ``text``. path, line, column: place of the
+    item.
+    Raises DataError naming the place and the keys of the item.
     """
     where = f"{path}: line {line}, column {column}"
     if isinstance(item, str):
@@ -143,7 +148,7 @@ def texts_of(
     if not isinstance(item, dict):
         raise DataError(
             f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}};'
-            " mend or remove it"
+            " fix or remove it"
         )
     texts = []
     for key in keys:
@@ -154,7 +159,7 @@ def texts_of(
             )
         if not isinstance(item[key], str):
             raise DataError(
-                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; mend or"
+                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or"
                 " remove this item"
             )
         check_words(item[key], where)
@@ -196,7 +201,7 @@ def _byte_blocks(
     file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
 ) -> Iterator[bytes]:
     rest = b""
-    # doubling keeps one huge document linear
+    # doubling the chunk keeps the time for one huge document linear
     while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):
         buffer = rest + chunk if rest else chunk
         border = last_border(buffer)
@@ -215,7 +220,7 @@ def _after_line(buffer: bytes) -> int:
 
 def _after_blank_line(buffer: bytes) -> int:
     unix = buffer.rfind(b"\n\n")
-    # the search for one byte is ten times as fast
+    # a search for one byte is ten times as fast
     windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1
     if unix >= 0 or windows >= 0:
         return max(unix + 2, windows + 3)

@@ -1,4 +1,4 @@
-"""Which kind of corpus a file is, decided by its content: plain text, JSON Lines or a JSON array,
+"""Kind of a corpus file, decided by its content: plain text, JSON Lines or a JSON array,
 each also gzipped.
 """
 
@@ -44,8 +44,10 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """One input file. size: bytes on disk (compressed, when it is gzipped). encoding: a codec of
-    Python; blocks are UTF-8 whatever it is.
+    """One input file.
+
+    size: bytes on disk, compressed if it is gzipped. encoding: codec of Python. Blocks are UTF-8,
+    whatever the encoding of the file.
     """
 
     path: Path
@@ -56,10 +58,10 @@ class Corpus:
 
     @contextmanager
     def open(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-        """(text, raw): the uncompressed bytes, and the file on disk whose position tells the
+        """Yield (text, raw): the uncompressed bytes, and the file on disk whose position tells the
         progress.
 
-        Raises DataError when the gzip stream breaks inside the block.
+        Raises DataError when the gzip stream breaks inside the ``with`` block.
         """
         with open_input(self.path, DataError) as raw, _readable(self.path):
             file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.gzipped else raw
@@ -69,9 +71,10 @@ class Corpus:
 
 
 def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = UTF_8) -> Corpus:
-    """Look at the first MiB of ``path`` and say (in the log) what it is; ``forced`` skips the
-    judgement. encoding: of the text, as ``encodings.checked_encoding`` names it.
+    """Detect the format of ``path`` from its first MiB, and log it.
 
+    forced: format to use without detection. encoding: of the text, as
+    ``encodings.checked_encoding`` names it.
     Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list
     of texts.
     """
@@ -92,7 +95,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         raise DataError(f"{path}: is empty; a corpus needs text")
     if encoding == UTF_8 and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
-            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; say"
+            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; add"
             " --encoding utf-16, or convert it: iconv -f UTF-16 -t UTF-8"
         )
     name = path.with_suffix("") if path.suffix == ".gz" else path
@@ -117,8 +120,10 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
 
 
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:
-    """A file is JSON when its first item parses as JSON; a name that says JSON makes a broken first
-    item an error, not text.
+    """Return the format of a file: JSON if its first item parses as JSON, else text.
+
+    If the name says JSON, a broken first item is an error. head: first bytes. complete: whether
+    ``head`` is the whole file.
     """
     text = head.lstrip("\ufeff \t\r\n")
     if text.startswith("["):

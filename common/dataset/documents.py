@@ -1,4 +1,4 @@
-"""Turn a block into the documents it holds."""
+"""Turn a block into its documents."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """texts: those that hold more than white space, in order. places: of these among all documents
-    of the block. empty: how many did not. size: bytes of text.
+    """Documents of a block under one key.
+
+    texts: those with more than white space, in order. places: their numbers among all documents of
+    the block. empty: number of the others. size: bytes of text.
     """
 
     texts: list[str]
@@ -29,7 +31,7 @@ class Documents:
 
 
 def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
-    """One entry per key. Raises DataError with the line and column of what is wrong."""
+    """Return one entry per key. Raises DataError with the line and column of an error."""
     if isinstance(block.data, list):
         return [_from_strings([texts[n] for texts in block.data]) for n in range(len(keys))]
     text = _decode(block, block.data)
@@ -45,7 +47,9 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
 
 
 def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
-    """data: the bytes of ``text``, where a search is several times as fast."""
+    """Split a text into documents. data: the bytes of ``text``, which can be searched several times
+    as fast.
+    """
     if b"\r" in data:
         text = text.replace("\r\n", "\n")
     if rule is DocumentRule.FILE:
@@ -55,20 +59,20 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     elif rule is DocumentRule.EOT:
         pieces = [piece.strip("\n") for piece in text.split(END_OF_TEXT)]
         if not pieces[-1].strip():
-            pieces.pop()  # what follows the last mark of a block is no document
+            pieces.pop()  # the text after the last mark of a block is not a document
     else:
-        # rare; else a split on two newlines finds the same borders several times as fast
+        # Such a line is rare. Without one, a split on two newlines is several times as fast.
         if _SPACES_ONLY.search(data):
             text = _BLANK_LINES.sub("\n\n", text)
         pieces = [part.strip("\n") for part in text.split("\n\n")]
-    if rule is DocumentRule.BLANK_LINE:  # nothing between two borders is no document
+    if rule is DocumentRule.BLANK_LINE:  # two borders with nothing between them make no document
         pieces = [piece for piece in pieces if piece and not piece.isspace()]
     texts, places = _kept(pieces)
     return Documents(texts=texts, places=places, empty=len(pieces) - len(texts), size=len(data))
 
 
 def _kept(texts: list[str]) -> tuple[list[str], list[int]]:
-    """Return the texts that hold more than white space, and their places."""
+    """Return the texts with more than white space, and their places."""
     places = [place for place, text in enumerate(texts) if text and not text.isspace()]
     return texts if len(places) == len(texts) else [texts[place] for place in places], places
 
@@ -102,7 +106,7 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
         except MalformedError as error:
             where = f"{block.path}: line {number}, column {error.column or 1}"
             raise DataError(
-                f"{where}: {error.problem}; expected one JSON object per line, mend or remove it"
+                f"{where}: {error.problem}; expected one JSON object per line, fix or remove it"
             ) from None
         items.append(texts_of(item, keys, block.path, number))
     return items

@@ -1,5 +1,6 @@
-"""Documents -> token ids with their boundaries, in bulk: nothing here runs once per document but
-the tokenizer.
+"""Encode documents into token ids with their boundaries, in bulk.
+
+Only the tokenizer runs once per document.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingRules:
-    """keys: the JSON keys, one output each. frame: put the tokenizer's document frame (GPT-2:
-    end-of-text behind) around documents. min_length: characters that a document must have more of.
-    count_dropped: documents that are left out stand in ``EncodedBlock.documents``, with 0.
+    """Settings of the encoding.
+
+    keys: JSON keys, one output each. frame: put the tokenizer's document frame around documents
+    (GPT-2: end-of-text at the end). min_length: characters that a document must exceed.
+    count_dropped: list documents that are left out in ``EncodedBlock.documents``, with 0 sequences.
     """
 
     keys: tuple[str, ...]
@@ -38,9 +41,10 @@ class EncodingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,)
-    sequences of each.
+    """Tokens of a block under one key.
 
+    tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,) sequences
+    of each.
     empty, short: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from
     disk.
     """
@@ -55,8 +59,9 @@ class EncodedBlock:
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> list[EncodedBlock]:
-    """One entry per key. A pure function, so that any number of workers writes the same bytes.
+    """Return one entry per key.
 
+    This is a pure function, so that any number of workers writes the same bytes.
     Raises DataError naming file, line and column.
     """
     if block.format is CorpusFormat.IDS:
@@ -115,7 +120,7 @@ def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
 def _long_ones(documents: Documents, least: int, framing: Framing) -> tuple[list[str], list[int]]:
     """Return the texts of more than ``least`` characters, and their places.
 
-    GPT2-Chinese counts after it has written `` [SEP] `` for each line end, and this does, too.
+    Like GPT2-Chinese, count each line end as the characters of `` [SEP] ``.
     """
     line_end = 0 if framing.newline is None else len(" [SEP] ") - 1
     kept = [
@@ -127,7 +132,7 @@ def _long_ones(documents: Documents, least: int, framing: Framing) -> tuple[list
 
 
 def _sentences_of(texts: list[str], keep_newlines: bool) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The sentences of all documents, and how many each document has."""
+    """Return the sentences of all documents, and the number of sentences of each document."""
     sentences: list[str] = []
     counts = []
     for text in texts:
@@ -138,9 +143,7 @@ def _sentences_of(texts: list[str], keep_newlines: bool) -> tuple[list[str], npt
 
 
 def _frame(ids: _Ids, sizes: _Sizes, counts: _Sizes, framing: Framing) -> tuple[_Ids, _Sizes]:
-    """Put the prefix before the first sequence of each document and the suffix behind its last
-    one.
-    """
+    """Put the prefix before the first sequence of each document, the suffix after its last one."""
     ends = np.cumsum(counts)
     first, last = ends - counts, ends - 1
     framed = sizes.copy()

@@ -1,4 +1,4 @@
-"""Corpora in other encodings than UTF-8."""
+"""Corpora in encodings other than UTF-8."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from common.errors import ConfigError, DataError
 
 _HEAD = 1 << 16
 _GBK = "gb18030"
-"""Holds GBK, which holds GB2312."""
+"""Codec that includes GBK, which includes GB2312."""
 
 
 def checked_encoding(name: str) -> str:
-    """Return the codec of an encoding. Raises ConfigError where Python has none for text."""
+    """Return the codec of an encoding. Raises ConfigError if Python has no text codec for it."""
     known = {"gbk": _GBK, "gb2312": _GBK, "cp936": _GBK}
     try:
         codec = codecs.lookup(name)
         b"".decode(codec.name)
     except (LookupError, ValueError):
         raise ConfigError(
-            f"--encoding {name!r}: is no encoding of text; for example utf-8, gbk, big5 or utf-16"
+            f"--encoding {name!r}: not an encoding of text; for example utf-8, gbk, big5 or utf-16"
         ) from None
     return known.get(codec.name, codec.name)
 
@@ -30,14 +30,14 @@ def advice(data: bytes) -> str:
     """Return how to read bytes that are not UTF-8."""
     if is_gbk(data):
         return (
-            "the file looks like GBK: say --encoding gbk, or convert it, for example: iconv -f"
+            "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f"
             " GB18030 -t UTF-8"
         )
-    return "say its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
+    return "give its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
 
 
 def is_gbk(data: bytes) -> bool:
-    """Whether bytes that are not UTF-8 are Chinese in GBK, of which the end may be cut."""
+    """Return whether bytes that are not UTF-8 are Chinese in GBK. The end may be cut."""
     try:
         text = codecs.getincrementaldecoder(_GBK)().decode(data[:_HEAD])
     except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def is_gbk(data: bytes) -> bool:
 
 
 class Recoded:
-    """Reads a file in another encoding as UTF-8. Raises DataError with the byte that is wrong."""
+    """Reader of a file in another encoding as UTF-8. Raises DataError with the wrong byte."""
 
     def __init__(self, file: BinaryIO, path: Path, encoding: str) -> None:
         self._file = file
@@ -58,7 +58,7 @@ class Recoded:
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return about ``size`` bytes, none at the end alone."""
+        """Return about ``size`` bytes, and none only at the end."""
         while True:
             data = self._file.read(size)
             try:

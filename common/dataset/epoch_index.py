@@ -1,10 +1,10 @@
-"""The order of one epoch: documents shuffled into a stream, the stream cut into windows, the
-windows shuffled.
+"""Order of one epoch.
 
-Window w of an epoch covers tokens w * seq_length ... (w + 1) * seq_length of the stream, both ends
-included: neighbours share a token, the last target of one being the first input of the next. With
-a stride below seq_length, window w begins at token w * stride, and the last window ends with the
-stream. The order is a pure function of (split, seed, epoch).
+Documents are shuffled into a stream, the stream is cut into windows, and the windows are shuffled.
+Window w covers tokens w * seq_length ... (w + 1) * seq_length of the stream, both ends included.
+Neighbours share a token: the last target of one is the first input of the next.
+With a stride below seq_length, window w begins at token w * stride, and the last window ends with
+the stream. The order is a pure function of (split, seed, epoch).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochIndex:
-    """With d documents and w windows in the split:
+    """Order of one epoch with d documents and w windows in the split.
 
-    sources: (d,) where piece i of the stream starts in the .bin, in tokens.
-    stream: (d + 1,) where piece i starts in the stream, in tokens.
-    first_piece: (w + 1,) the piece that holds the first token of each window; entry w is for what
-    follows the last one.
-    shuffle: (w,) the window that is read as the i-th of the epoch; None: in order.
+    sources: (d,) start of piece i of the stream in the .bin, in tokens.
+    stream: (d + 1,) start of piece i in the stream, in tokens.
+    first_piece: (w + 1,) piece that holds the first token of each window. Entry w is for the token
+    after the last window.
+    shuffle: (w,) window that is read as the i-th of the epoch. None: file order.
     """
 
     sources: npt.NDArray[np.int64]
@@ -50,10 +50,10 @@ def shuffled_epoch(
     split: str,
     stride: int | None = None,
 ) -> EpochIndex:
-    """The shuffled order of one epoch.
+    """Return the shuffled order of one epoch.
 
-    offsets: (d + 1,) token offsets of the split's documents in the .bin. Needs at least seq_length
-    + 1 tokens.
+    offsets: (d + 1,) token offsets of the split's documents in the .bin. They need at least
+    seq_length + 1 tokens.
     Memory while building: 36 bytes per document, 24 per window.
     """
     order = permutation(len(offsets) - 1, f"documents/{split}/{seed}/{epoch}")
@@ -72,8 +72,9 @@ def shuffled_epoch(
 
 
 def ordered_epoch(offsets: npt.NDArray[np.int64], windows: int) -> EpochIndex:
-    """Documents and windows in file order: the stream is one piece, since documents lie one after
-    the other in the .bin.
+    """Return documents and windows in file order.
+
+    The stream is one piece, since documents lie one after the other in the .bin.
     """
     first, total = int(offsets[0]), int(offsets[-1] - offsets[0])
     return EpochIndex(
@@ -90,11 +91,11 @@ def is_epoch_of(
     seq_length: int,
     stride: int | None = None,
 ) -> bool:
-    """Whether a shuffled order that was read has the sizes of this split, and all that it points to
-    lies within it.
+    """Return whether a shuffled order read from disk has the sizes of this split and points only
+    into it.
 
-    The arguments are those of ``shuffled_epoch``. This does not tell whether the order is the right
-    one.
+    The arguments are those of ``shuffled_epoch``. A true result does not prove that the order is
+    the right one.
     """
     first, end, documents = int(offsets[0]), int(offsets[-1]), len(offsets) - 1
     windows = window_count(end - first, seq_length, stride)
@@ -126,7 +127,7 @@ def _within(values: npt.NDArray[Any], low: int, high: int) -> bool:
 
 
 def _rises(values: npt.NDArray[Any]) -> bool:
-    """In parts: the differences need not exist all at once."""
+    """Return whether the values never fall. They are compared in parts, to bound the memory."""
     return all(
         bool((np.diff(values[start : start + _CHUNK + 1]) >= 0).all())
         for start in range(0, len(values), _CHUNK)
@@ -134,8 +135,10 @@ def _rises(values: npt.NDArray[Any]) -> bool:
 
 
 def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:
-    """Windows of seq_length + 1 tokens that overlap by one; a remainder of less than seq_length
-    tokens is left over. With a stride below seq_length nothing is.
+    """Return the number of windows of seq_length + 1 tokens that overlap by one.
+
+    A remainder of less than seq_length tokens is unused. With a stride below seq_length there is no
+    remainder.
     """
     if stride is None or tokens <= seq_length:
         return max(0, (tokens - 1) // seq_length)
@@ -145,18 +148,18 @@ def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int
 def window_begins(
     windows: npt.NDArray[np.int64], tokens: int, seq_length: int, stride: int | None
 ) -> npt.NDArray[np.int64]:
-    """(n,) numbers of windows -> (n,) where each begins in a stream of ``tokens`` tokens."""
+    """Return the first token (n,) of windows (n,) in a stream of ``tokens`` tokens."""
     if stride is None:
         return windows * seq_length
     return np.minimum(windows * stride, tokens - seq_length - 1)
 
 
 def permutation(n: int, purpose: str) -> _Index:
-    """A permutation of 0 ... n - 1 that depends on nothing but ``purpose``.
+    """Return a permutation of 0 ... n - 1 that depends only on ``purpose``.
 
-    Sorted raw Philox words, not ``Generator.permutation``: numpy keeps the words stable between
-    versions, but not its permutations (NEP 19), and a run must find the same order after an
-    upgrade.
+    It sorts raw Philox words instead of calling ``Generator.permutation``. numpy keeps the words
+    stable between versions, but not its permutations (NEP 19). A run must find the same order after
+    an upgrade.
     """
     key = np.frombuffer(
         hashlib.blake2b(purpose.encode(), digest_size=16).digest(), dtype="<u8"
@@ -166,7 +169,7 @@ def permutation(n: int, purpose: str) -> _Index:
 
 
 def narrow(values: npt.NDArray[np.intp]) -> _Index:
-    """As int32 where it fits: half the memory and half the cache file."""
+    """Return values as int32 if they fit, which halves the memory and the cache file."""
     if len(values) > _INT32_MAX:
         return values
     small: npt.NDArray[np.int32] = values.astype(np.int32)
@@ -179,7 +182,7 @@ def _first_pieces(
     pieces: _Index = np.empty(
         windows + 1, dtype=np.int32 if len(stream) <= _INT32_MAX else np.int64
     )
-    # in parts: the positions need not exist all at once
+    # in parts, so that not all positions exist at once
     for start in range(0, windows + 1, _CHUNK):
         part = np.arange(start, min(start + _CHUNK, windows + 1), dtype=np.int64)
         positions = window_begins(part, int(stream[-1]), seq_length, stride)

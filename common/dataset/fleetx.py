@@ -31,21 +31,21 @@ from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
 MOST_UNPACKED = 2**32
-"""Most tokens of a compressed array, which is held in memory."""
-_npy: Any = np.lib.format  # numpy leaves its functions without types
+"""Maximum tokens of a compressed array, which is held in memory."""
+_npy: Any = np.lib.format  # numpy's functions have no types here
 _HEADERS = {(1, 0): _npy.read_array_header_1_0, (2, 0): _npy.read_array_header_2_0}
 
 
 def fleetx_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for vocabularies below 65,535 entries, else int32: FleetX's rule."""
+    """Return FleetX's token type: uint16 for vocabularies below 65,535 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 2**16 - 1 else np.dtype("<i4")
 
 
 def find_fleetx(path: str | Path) -> Path | None:
-    """Return the prefix of FleetX's files: ``path`` is it, one of the files, or a folder with one
-    set. None: another format.
+    """Return the prefix of FleetX's files; None for another format.
 
-    Raises DataError for a folder of several sets, and where one file of two is missing.
+    path: the prefix, one of the files, or a folder with one set.
+    Raises DataError for a folder of several sets, and if one file of two is missing.
     """
     path = Path(path)
     if path.is_dir():
@@ -77,7 +77,7 @@ def find_fleetx(path: str | Path) -> Path | None:
 class FleetXDataset(TokenFiles):
     """FleetX's token files opened for reading. prefix: see ``find_fleetx``.
 
-    Raises DataError where a file is missing, is not of this format, or contradicts the other.
+    Raises DataError if a file is missing, is not of this format, or contradicts the other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -145,12 +145,12 @@ class FleetXDataset(TokenFiles):
 
 
 class FleetXWriter:
-    """A context manager like IndexedWriter: leaving it normally publishes both files, leaving it by
-    an exception leaves nothing.
+    """Context manager that publishes both files on normal exit, and leaves nothing after an
+    exception.
 
-    prefix: what the names begin with. dtype: see ``fleetx_dtype``. The bytes equal those of
-    numpy.save and numpy.savez.
-    Memory: 4 bytes per sequence and 4 per document. Raises StorageError when the disk refuses.
+    prefix: beginning of the names. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save
+    and numpy.savez.
+    Memory: 4 bytes per sequence and 4 per document. Raises StorageError if the disk fails.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -170,10 +170,9 @@ class FleetXWriter:
     def append(
         self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
     ) -> None:
-        """Append whole documents: the tokens, the tokens per sequence and the sequences per
-        document.
+        """Append whole documents: tokens, tokens per sequence and sequences per document.
 
-        Raises DataError where a token does not fit the dtype.
+        Raises DataError for a token that does not fit the dtype.
         """
         limits = np.iinfo(self.dtype)
         if len(tokens):
@@ -218,8 +217,9 @@ class FleetXWriter:
             )
 
     def _write_header(self) -> None:
-        """Write the header of the .npy, which keeps its length whatever the number of tokens (numpy
-        leaves room for 21 digits).
+        """Write the header of the .npy.
+
+        Its length does not depend on the number of tokens: numpy leaves room for 21 digits.
         """
         header = {
             "descr": _npy.dtype_to_descr(self.dtype),
@@ -233,14 +233,15 @@ class FleetXWriter:
 
 
 def _map_npy(path: Path) -> npt.NDArray[Any]:
-    """Return a 1-D array of integers, mapped."""
+    """Map a one-dimensional array of integers."""
     with open_input(path, DataError) as file, _named(path):
         return _map(path, file, 0, path.stat().st_size)
 
 
 def _map_member(path: Path, name: str) -> npt.NDArray[Any]:
-    """Return a 1-D array of integers of an .npz: mapped where it is stored uncompressed, as
-    numpy.savez does.
+    """Return a one-dimensional array of integers of an .npz.
+
+    An array that is stored uncompressed, as numpy.savez does, is mapped.
     """
     with _open_npz(path) as (file, archive):
         info = _require_member(path, archive, name)
@@ -258,8 +259,9 @@ def _map_member(path: Path, name: str) -> npt.NDArray[Any]:
 
 
 def _read_members(path: Path, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    """Return lens and docs, compared with their checksums, of at most ``most`` entries. None: the
-    file has no docs.
+    """Return lens and docs (None if absent) after comparing their checksums.
+
+    most: maximum number of entries of each.
     """
     with _open_npz(path) as (_, archive):
         lens = _unpack(path, archive, _require_member(path, archive, "lens"), most)
@@ -272,7 +274,7 @@ def _read_members(path: Path, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[
 @contextmanager
 def _open_npz(path: Path) -> Iterator[tuple[IO[bytes], zipfile.ZipFile]]:
     with open_input(path, DataError) as file, _named(path):
-        if file.read(2) != b"PK":  # zipfile takes what has other bytes before it, numpy does not
+        if file.read(2) != b"PK":  # zipfile accepts other bytes before the archive, numpy does not
             raise ValueError("it does not begin as an .npz does")
         with zipfile.ZipFile(file) as archive:
             yield file, archive
@@ -300,7 +302,7 @@ def _unpack(
         data = packed.read(count * dtype.itemsize)
         if len(data) != count * dtype.itemsize or packed.read(1):
             raise ValueError(
-                f"the header of {info.filename} says {count} numbers, and its data have another"
+                f"the header of {info.filename} says {count} numbers, but its data has another"
                 " length"
             )
         return np.frombuffer(data, dtype=dtype)
@@ -324,8 +326,9 @@ def _map(path: Path, file: IO[bytes], start: int, end: int) -> npt.NDArray[Any]:
 
 
 def _read_header(file: Any) -> tuple[np.dtype[Any], int]:
-    """Return the type and the number of entries of a 1-D array of integers. Raises ValueError for
-    anything else.
+    """Return the type and the number of entries of a one-dimensional array of integers.
+
+    Raises ValueError for anything else.
     """
     version = _npy.read_magic(file)
     if version not in _HEADERS:
@@ -340,7 +343,7 @@ def _read_header(file: Any) -> tuple[np.dtype[Any], int]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn what numpy and zipfile say of a broken file into one error with its name."""
+    """Turn errors of numpy and zipfile about a broken file into one error with its name."""
     try:
         with reading(path, DataError):
             yield

@@ -1,5 +1,6 @@
-"""Copy windows out of the token file with a few numpy calls for all of them: no Python step per
-window or per document.
+"""Copy windows out of the token file with a few numpy calls for all of them.
+
+No Python code runs per window or per document.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from common.dataset.epoch_index import EpochIndex, window_begins
 
-# Tokens per round: the position arrays then stay in the processor's cache (8 bytes per token each).
+# Tokens per round. The position arrays (8 bytes per token each) then stay in the processor's cache.
 _ROUND = 1 << 16
 
 
@@ -24,7 +25,9 @@ def gather_windows(
     stride: int | None = None,
 ) -> None:
     """Fill ``out``, (n, seq_length + 1), with the tokens of ``windows``, (n,) window numbers of the
-    epoch. stride: of the epoch, below seq_length; None: seq_length.
+    epoch.
+
+    stride: the epoch's, below seq_length. None: seq_length.
     """
     width = seq_length + 1
     step = max(1, _ROUND // width)
@@ -38,12 +41,12 @@ def gather_windows(
 def _positions(
     index: EpochIndex, windows: npt.NDArray[np.int64], seq_length: int, stride: int | None
 ) -> npt.NDArray[np.int64]:
-    """(n * (seq_length + 1),): where in the .bin each token of the windows lies."""
+    """Return the position (n * (seq_length + 1),) in the .bin of each token of the windows."""
     width = seq_length + 1
     begin = window_begins(windows, int(index.stream[-1]), seq_length, stride)
     first = index.first_piece[windows].astype(np.int64)
-    # Without a stride, the window's last token is the first one of the next window, so that one's
-    # piece ends the list of pieces.
+    # Without a stride, the last token of a window is the first of the next window. The piece of
+    # the next window therefore ends the list of pieces.
     last = (
         index.first_piece[windows + 1]
         if stride is None

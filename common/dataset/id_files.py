@@ -1,6 +1,6 @@
-"""Files of ids as text, separated by spaces: GPT2-Chinese's tokenized_train_{i}.txt, whose number i
-is a share of the corpus.
+"""Files of ids as text, separated by spaces.
 
+GPT2-Chinese writes tokenized_train_{i}.txt, where i is the number of a share of the corpus.
 Source of the format: GPT2-Chinese, build_files of train.py.
 """
 
@@ -24,8 +24,10 @@ _NAME = re.compile(r"tokenized_train_(\d+)\.txt")
 
 
 def numbered_files(path: Path) -> list[Path]:
-    """Return the tokenized_train_{i}.txt of a folder in the order of their numbers; a file is
-    returned as it is. Raises DataError where a number is missing.
+    """Return the tokenized_train_{i}.txt of a folder in the order of their numbers, or a given
+    file.
+
+    Raises DataError if a number is missing.
     """
     if not path.is_dir():
         return [path]
@@ -44,9 +46,10 @@ def numbered_files(path: Path) -> list[Path]:
 def parse_ids(
     data: bytes, where: str, offset: int, vocab_size: int, end_id: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the ids of a text, and how many each document has: one ends behind each ``end_id``.
+    """Return the ids of a text, and the number of ids of each document.
 
-    offset: bytes before ``data``, for messages. Raises DataError for what is no id.
+    A document ends after each ``end_id``. offset: bytes before ``data``, for messages. Raises
+    DataError for anything but an id.
     """
     words = data.split()
     try:
@@ -72,11 +75,12 @@ def parse_ids(
 
 
 class PiecesWriter:
-    """A context manager that writes PREFIX_{i}.txt for i of ``pieces`` shares of equal numbers of
-    documents, the rest in the last one. Leaving it by an exception leaves nothing.
+    """Context manager that writes PREFIX_{i}.txt for each of ``pieces`` shares.
 
-    Raises ConfigError where earlier pieces of higher numbers would stay beside the new ones, and
-    StorageError when the disk refuses.
+    Shares have equal numbers of documents, and the last one also takes the rest. Leaving by an
+    exception leaves nothing.
+    Raises ConfigError if earlier pieces of higher numbers would stay beside the new ones. Raises
+    StorageError if the disk fails.
     """
 
     def __init__(self, prefix: Path, pieces: int) -> None:
@@ -105,8 +109,10 @@ class PiecesWriter:
     def append(
         self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
     ) -> None:
-        """Append whole documents. documents: sequences of each, 0 for one that was left out, which
-        counts when the corpus is divided.
+        """Append whole documents.
+
+        documents: sequences of each. 0 stands for a document that was left out, which still counts
+        when the corpus is divided.
         """
         ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(documents)]
         self._lengths.append(np.diff(ends, prepend=0))

@@ -1,5 +1,6 @@
-"""Epoch orders kept on disk beside the data: built once by whichever process comes first, then
-shared by memory map.
+"""Epoch orders cached on disk beside the data.
+
+The first process that needs an order builds it. The others share it by memory map.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def cached_epoch(
     wait_seconds: float = 120.0,
     fits: Callable[[EpochIndex], bool] = lambda index: True,
 ) -> EpochIndex:
-    """The order ``key`` from ``folder``, built and stored there when absent, damaged, or not one
-    that ``fits``.
+    """Return the order ``key`` from ``folder``.
 
-    Several processes may call this at once: one builds, the others wait for it, ``wait_seconds`` at
-    most, and then build for themselves. A folder that cannot be written costs a warning and the
-    time to build, never the run. Every process compares the checksums of what it reads: a second
-    for 1 to 3 GB, less than the orders' pages take to come from a disk.
+    It is built and stored if it is absent or damaged, or if ``fits`` is false for it. Several
+    processes may call this at once. One builds, and the others wait up to ``wait_seconds`` before
+    they build for themselves.
+    A folder that cannot be written costs a warning and the time to build, never the run. Every
+    process compares the checksums of what it reads: 1 s for 1 to 3 GB, less than the disk takes.
     """
     target = folder / key
     seen = _identity(target)
@@ -62,7 +63,7 @@ def cached_epoch(
         )
         return build()
     try:
-        stored = _load(target, fits)  # it may have been finished between the look and the lock
+        stored = _load(target, fits)  # another process may have built it by now
         if stored is not None:
             return stored
         if target.exists():
@@ -87,7 +88,7 @@ def cached_epoch(
 
 
 def _identity(target: Path) -> int | None:
-    """Tells one folder of this name from the next."""
+    """Return the inode of a folder, which tells it from a later one of the same name."""
     try:
         return target.stat().st_ino
     except OSError:
@@ -95,8 +96,9 @@ def _identity(target: Path) -> int | None:
 
 
 def _acquire(lock: Path, target: Path, seen: int | None, wait_seconds: float) -> bool:
-    """True: this process builds. False: another one has built since ``seen``, or the wait was too
-    long. Raises OSError.
+    """Return whether this process builds.
+
+    False: another one has built since ``seen``, or the wait was too long. Raises OSError.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
@@ -116,8 +118,9 @@ def _acquire(lock: Path, target: Path, seen: int | None, wait_seconds: float) ->
 
 
 def _abandoned(lock: Path) -> bool:
-    """Whether the lock's owner is dead (which can be told on its own machine), or has held it for
-    longer than any build takes.
+    """Return whether the lock's owner is dead or has held it for longer than any build takes.
+
+    Only a dead owner on the same machine can be recognised.
     """
     try:
         age = time.time() - lock.stat().st_mtime
@@ -138,9 +141,7 @@ def _abandoned(lock: Path) -> bool:
 
 
 def _store(target: Path, index: EpochIndex) -> None:
-    """All arrays or none: written into a folder of another name, which is then renamed. Raises
-    OSError.
-    """
+    """Store all arrays or none, in a temporary folder that is then renamed. Raises OSError."""
     with temporary_folder(target) as temporary:
         for name in _FIELDS:
             with (temporary / f"{name}.npy").open("wb") as file:
@@ -152,7 +153,7 @@ def _store(target: Path, index: EpochIndex) -> None:
             json.dump(sums, text)
             text.flush()
             os.fsync(text.fileno())
-        shutil.rmtree(target, ignore_errors=True)  # only a broken one can be here
+        shutil.rmtree(target, ignore_errors=True)  # only a broken order can be here
         os.rename(temporary, target)
 
 
@@ -165,8 +166,9 @@ def _sum_of(path: Path) -> dict[str, int]:
 
 
 def _is_unchanged(path: Path, stored: Any) -> bool:
-    """Compare sizes first: opening a pipe would wait for a writer, and a sparse file of any size
-    would be read whole.
+    """Return whether a file still has the stored size and CRC-32.
+
+    Sizes come first: opening a pipe would wait for a writer, and a sparse file could have any size.
     """
     found = path.stat()
     return (
@@ -178,7 +180,7 @@ def _is_unchanged(path: Path, stored: Any) -> bool:
 
 
 def _load(target: Path, fits: Callable[[EpochIndex], bool]) -> EpochIndex | None:
-    """The stored order, mapped; None where there is none, or one that is not what was stored."""
+    """Return the stored order, mapped. None if there is none, or if it has changed."""
     if not target.is_dir():
         return None
     try:

@@ -53,22 +53,25 @@ _SUFFIXES = ("_document", "_sentence")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for vocabularies below 65,500 entries, else int32: Megatron's rule
-    (``DType.optimal_dtype``).
+    """Return Megatron's token type: uint16 for vocabularies below 65,500 entries, else int32.
+
+    Source: ``DType.optimal_dtype``.
     """
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 def strip_extension(prefix: str | Path) -> Path:
-    """The prefix of a pair, given with or without ``.bin`` or ``.idx``."""
+    """Return the prefix of a pair, given with or without ``.bin`` or ``.idx``."""
     path = Path(prefix)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    """What an .idx says. sizes: (sequences,) tokens of each; pointers: (sequences,) bytes before
-    each; document_index: (documents + 1,).
+    """Content of an .idx.
+
+    sizes: (sequences,) tokens of each. pointers: (sequences,) bytes before each. document_index:
+    (documents + 1,).
     """
 
     dtype: np.dtype[Any]
@@ -112,13 +115,18 @@ class IndexedDataset(TokenFiles):
         return IndexedDataset, (str(self.prefix),)
 
     def __len__(self) -> int:
-        """The number of sequences: documents, or sentences in a ``_sentence`` pair."""
+        """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
         return len(self.sizes)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """The tokens of one sequence, a view of shape (sizes[sequence],)."""
+        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
         start = int(self._pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[sequence])]
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Bytes before each sequence, (sequences,)."""
+        return self._pointers
 
     @property
     def document_count(self) -> int:
@@ -135,17 +143,16 @@ class IndexedDataset(TokenFiles):
         return offsets
 
     def _map_tokens(self, count: int) -> npt.NDArray[Any]:
-        """Return a plain ndarray view: the memmap subclass makes every slice and gather several
-        times slower.
+        """Return a plain ndarray view.
+
+        The memmap subclass makes every slice and gather several times slower.
         """
         if count == 0:
             return np.zeros(0, dtype=self.dtype)  # an empty file cannot be mapped
         return np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(count,)))
 
     def _check_sequences(self) -> int:
-        """The token count, after the sizes, the pointers and the .bin's length have been found to
-        agree.
-        """
+        """Check that sizes, pointers and the length of the .bin agree; return the token count."""
         total = 0
         for start in range(0, len(self.sizes), CHUNK):
             sizes = self.sizes[start : start + CHUNK].astype(np.int64)
@@ -197,8 +204,9 @@ class IndexedDataset(TokenFiles):
 
 
 def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
-    """Return the arrays of an .idx, views of ``raw``. Raises DataError unless its header and its
-    length fit together.
+    """Return the arrays of an .idx as views of ``raw``.
+
+    Raises DataError unless its header and its length fit together.
     """
     start = raw[: OLD_HEADER.size].tobytes()
     if start.startswith(OLD_MAGIC):
@@ -225,7 +233,7 @@ def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
 
 
 def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
-    """Return the arrays of an index of the kinds lazy and cached, of Megatron-LM or of fairseq."""
+    """Return the arrays of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
     if len(raw) < OLD_HEADER.size + 8:
         raise DataError(
             f"{path}: ends after {len(raw)} bytes, inside its header of {OLD_HEADER.size + 8}; copy"
@@ -241,7 +249,7 @@ def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
         )
     arrays = 8 * (2 * (n + 1) + n)
     at, m = OLD_HEADER.size, None
-    if len(raw) != at + arrays:  # fairseq's ends here
+    if len(raw) != at + arrays:  # fairseq's index ends here
         m = int.from_bytes(raw[at : at + 8].tobytes(), "little")
         at += 8
         _require_length(path, len(raw), at + arrays + 8 * m, n, m)
@@ -252,9 +260,7 @@ def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
-    """Return the type of the tokens. Raises DataError where it, the version or the number of
-    sequences is wrong.
-    """
+    """Return the token type. Raises DataError for a wrong type, version or number of sequences."""
     if version != VERSION:
         raise DataError(
             f"{path}: has format version {version}, expected {VERSION}; preprocess again with this"
@@ -290,7 +296,7 @@ def require_pair(prefix: str | Path) -> None:
 
 
 def _missing(prefix: Path, path: Path) -> str:
-    """The message for a missing file, with the names on disk that the user may have meant."""
+    """Return the message for a missing file, with similar names that are on disk."""
     text = f"{path}: not found{looked_in(path)}"
     if not prefix.parent.is_dir():
         return (

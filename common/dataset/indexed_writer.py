@@ -1,5 +1,5 @@
-"""Write a .bin/.idx pair in one pass and bounded memory; the final names appear only when the pair
-is whole.
+"""Write a .bin/.idx pair in one pass and bounded memory. The final names appear only when the pair
+is complete.
 
 The bytes equal those of megatron-core 0.16.1's IndexedDatasetBuilder for the same tokens and
 boundaries.
@@ -24,13 +24,13 @@ from common.files import atomic_write
 
 
 class IndexedWriter:
-    """A context manager: leaving it normally publishes the pair, leaving it by an exception leaves
-    nothing.
+    """Context manager that publishes the pair on normal exit, and leaves nothing after an
+    exception.
 
-    prefix: path without extension; its folder is made when absent. dtype: see
+    prefix: path without extension; its folder is created if absent. dtype: see
     ``indexed.token_dtype``.
     Memory: 4 bytes per sequence and 4 per document; tokens go to disk at once.
-    Raises StorageError when the disk refuses.
+    Raises StorageError if the disk fails.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -122,8 +122,9 @@ class IndexedWriter:
 
 
 def _running_ends(chunks: Iterable[npt.NDArray[np.int32]]) -> Iterator[npt.NDArray[np.int64]]:
-    """The inclusive running sum over all chunks, one chunk at a time (the whole list would double
-    the memory).
+    """Yield the inclusive running sum over all chunks, one chunk at a time.
+
+    The whole list would double the memory.
     """
     total = 0
     for chunk in chunks:

@@ -1,6 +1,4 @@
-"""Read a JSON array item by item in bounded memory (the standard library only parses whole
-files).
-"""
+"""Read a JSON array item by item in bounded memory, unlike the standard library."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ _LONGEST_CUT = 12
 
 
 class JsonArrayReader:
-    """Iterates over the items of one array; ``line`` and ``column`` (from 1) are where the last
-    item starts.
+    """Iterator over the items of one array.
 
-    Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column when the
-    text is not UTF-8, is not an array, breaks JSON's grammar, or ends early, and where an item has
-    more than ``item_characters``.
+    line, column: start of the last item, from 1.
+    Memory: one chunk of 1 MiB, or the longest item. Raises DataError with line and column if the
+    text is not UTF-8, is not an array, is not valid JSON or ends early. An item of more than
+    ``item_characters`` is an error too.
     """
 
     def __init__(self, file: BinaryIO, path: Path, item_characters: int = DOCUMENT_BYTES) -> None:
@@ -38,7 +36,7 @@ class JsonArrayReader:
         self._at = 0
         self._bytes_read = 0
         self._ended = False
-        self._counted = 0  # line and column belong to this place in the buffer
+        self._counted = 0  # place in the buffer of line and column
         self.line = 1
         self.column = 1
 
@@ -74,11 +72,11 @@ class JsonArrayReader:
             try:
                 value, end = parse_json_item(self._buffer, self._at)
             except MalformedError as error:
-                # of a number of too many digits, or too deep nesting, the place within the item is
-                # unknown
+                # The place within the item is unknown for a number of too many digits and for too
+                # deep nesting.
                 if not error.line:
                     raise self._error(
-                        self._at, f"this item cannot be read: {error.problem}; mend or remove it"
+                        self._at, f"this item cannot be read: {error.problem}; fix or remove it"
                     ) from None
                 # A string or a value that the end of the chunk has cut is not an error yet.
                 cut = (
@@ -95,7 +93,7 @@ class JsonArrayReader:
                 advice = (
                     "the file ends inside this item, it may be cut short"
                     if ends
-                    else "this is not valid JSON, mend it"
+                    else "this is not valid JSON, fix it"
                 )
                 raise self._error(error.position, f"{error.problem}; {advice}") from None
             self._locate(self._at)
@@ -103,8 +101,9 @@ class JsonArrayReader:
             return value
 
     def _next_character(self) -> str:
-        """The next character that is not white space, or "" at the end of the file; ``_at`` points
-        to it.
+        """Return the next character that is not white space, or "" at the end of the file.
+
+        Afterwards ``_at`` points to it.
         """
         while True:
             while self._at < len(self._buffer):
@@ -115,8 +114,9 @@ class JsonArrayReader:
                 return ""
 
     def _more(self) -> bool:
-        """Drop what has been read and append a chunk, larger when an item is long; False at the end
-        of the file.
+        """Drop what has been read and append a chunk, larger when an item is long.
+
+        Returns False at the end of the file.
         """
         if self._ended:
             return False
@@ -125,7 +125,7 @@ class JsonArrayReader:
         if len(rest) > self._limit:
             size = f"{self._limit / 2**20:g} Mi characters"
             problem = (
-                f"the item has more than {size}, and is held in memory whole; divide it, or"
+                f"the item has more than {size}, but must fit in memory whole; divide it, or"
                 " allow more: --max-document-mib N"
             )
             raise self._error(self._at, problem)

@@ -1,6 +1,4 @@
-"""The sizes beyond which a corpus is refused: what a tokenizer must hold at once is then bounded,
-whatever the input.
-"""
+"""Sizes beyond which a corpus is refused. They bound the memory of a tokenizer for every input."""
 
 from __future__ import annotations
 
@@ -10,10 +8,12 @@ from collections.abc import Callable
 from common.errors import DataError
 
 DOCUMENT_BYTES = 256 << 20
-"""Of the largest document; tokenizing takes about six times as much memory."""
+"""Maximum bytes of a document. Tokenizing takes about six times as much memory."""
 WORD_CHARACTERS = 4 << 20
-"""A run of letters, of digits, of signs or of white space is one word of GPT-2, and takes about 30
-bytes of memory a byte.
+"""Maximum characters of a word.
+
+GPT-2 takes a run of letters, digits, signs or white space as one word. It needs about 30 bytes of
+memory a byte.
 """
 _FIRST = 64
 
@@ -26,12 +26,12 @@ _KINDS: dict[str, Callable[[str], object]] = {
 
 
 def check_words(text: str, where: str | Callable[[str], str], limit: int = WORD_CHARACTERS) -> None:
-    """Raise DataError where a word has twice ``limit`` characters or more; one of less than
-    ``limit`` always passes.
+    """Raise DataError for a word of twice ``limit`` characters or more. A word below ``limit``
+    always passes.
 
-    where: the place of the text in its file, or what gives the place of the word. The time does not
-    depend on what the words are: a word that long covers two multiples of ``limit``, and all
-    between them.
+    where: place of the text in its file, or a function that returns the place of the word.
+    The time does not depend on the words. A word that long covers two multiples of ``limit`` and
+    all characters between them.
     """
     for first in range(0, len(text) - limit + 1, limit):
         head = text[first : first + min(_FIRST, limit)]

@@ -1,5 +1,6 @@
-"""PREFIX.meta.json: what made a .bin/.idx pair. Readers must do without it: pairs written by
-Megatron have none.
+"""Record of the origin of a .bin/.idx pair, in PREFIX.meta.json.
+
+It is optional for readers, because pairs written by Megatron have none.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from common.files import atomic_write, reading
 from common.structured_files import kind_of, read_json_mapping, require_mapping
 
 METADATA_EXTENSION = ".meta.json"
+SHARD_OPTION = "shard"
+"""Key of ``Metadata.options`` that names the part of a corpus, such as 2/8."""
 _FORMAT = "gpt2-toolkit dataset"
 _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One input: its file name without folder, its size in bytes on disk, the format it was read
-    as.
-    """
+    """One input: file name without folder, size in bytes on disk, and the format it was read as."""
 
     name: str
     bytes: int
@@ -32,11 +33,12 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """tokenizer: its kind. tokenizer_sha256: of its vocabulary. eod_id: None when no
-    end-of-document token was appended.
+    """Content of a PREFIX.meta.json.
 
-    documents, sequences, tokens: counts in the pair; empty_documents: those skipped on the way.
-    options: the settings that shaped the content (not the number of workers: it never does).
+    tokenizer: its kind. tokenizer_sha256: digest of its vocabulary. eod_id: None if no
+    end-of-document token was appended.
+    documents, sequences, tokens: counts in the pair. empty_documents: number of documents skipped.
+    options: the settings that shaped the content. The number of workers never does.
     """
 
     tokenizer: str
@@ -52,7 +54,7 @@ class Metadata:
 
 
 def write_metadata(path: Path, metadata: Metadata) -> None:
-    """Raises StorageError when the disk refuses."""
+    """Write the record beside the pair. Raises StorageError if the disk fails."""
     with atomic_write(path, "w") as file:
         json.dump(
             {"format": _FORMAT, "version": _VERSION, **asdict(metadata)},
@@ -64,8 +66,9 @@ def write_metadata(path: Path, metadata: Metadata) -> None:
 
 
 def read_metadata(path: Path) -> Metadata | None:
-    """None when there is no such file. Raises DataError when it is not what ``write_metadata``
-    writes.
+    """Return the record, or None without the file.
+
+    Raises DataError for a file that ``write_metadata`` would not write.
     """
     with reading(path, DataError):
         if not os.path.lexists(path):

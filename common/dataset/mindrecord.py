@@ -1,8 +1,7 @@
-"""Endless training samples from MindRecord files: each row of ``input_ids`` is one sample of
-seq_length + 1 tokens.
+"""Endless training samples from MindRecord files.
 
-Rows come in the order of the shards and of their row numbers, as MindDataset(shuffle=False) reads
-them.
+Each row of ``input_ids`` is one sample of seq_length + 1 tokens. Rows come in the order of the
+shards and of their row numbers, as MindDataset(shuffle=False) reads them.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _EPOCHS_HELD = 2
 
 
 class MindRecordSamples:
-    """The rows of one split, in another order in each epoch; ``Samples`` over MindRecord as
-    ``GPTDataset`` is over a pair.
+    """Rows of one split, in another order in each epoch. Counterpart of ``GPTDataset`` for
+    MindRecord.
 
-    source: a file (with its shards), a folder that is walked, or a list of files, read in that
+    source: a file (with its shards), a folder that is searched, or a list of files in reading
     order.
-    split_weights: of train, valid and test, over rows. shuffle=False: file order, every epoch
-    alike. Orders are not cached on disk: ten million rows are shuffled in about a second.
-    Raises DataError when a file is missing or damaged, its rows are not seq_length + 1 long, or the
-    split holds none.
+    split_weights: of train, valid and test, over rows. shuffle=False: file order in every epoch.
+    Orders are not cached on disk: shuffling ten million rows takes about 1 s.
+    Raises DataError if a file is missing or damaged, rows are not seq_length + 1 long, or the split
+    is empty.
     """
 
     def __init__(
@@ -112,7 +111,9 @@ class MindRecordSamples:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """(n,) sample numbers >= 0, in any order -> (n, seq_length + 1) int32 tokens."""
+        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
+        tokens.
+        """
         rows = self._rows(np.asarray(ids, dtype=np.int64))[1] + self._first
         out = np.empty((len(rows), self.seq_length + 1), dtype=np.int32)
         numbers = np.searchsorted(self._ends, rows, side="right")
@@ -123,7 +124,9 @@ class MindRecordSamples:
         return out
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): 0, and epoch * samples_per_epoch + row of the split."""
+        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + row of the
+        split.
+        """
         epochs, rows = self._rows(np.asarray(ids, dtype=np.int64))
         return np.stack([np.zeros_like(rows), epochs * self.samples_per_epoch + rows], axis=1)
 
@@ -132,7 +135,7 @@ class MindRecordSamples:
         return self.files[int(np.searchsorted(self._ends, row, side="right"))].path
 
     def _rows(self, ids: Ids) -> tuple[Ids, Ids]:
-        """(n,) sample numbers -> (n,) epochs and (n,) rows of the split."""
+        """Return the epochs (n,) and the rows of the split (n,) of sample numbers (n,)."""
         epochs, places = np.divmod(ids, self.samples_per_epoch)
         if not self.shuffle:
             return epochs, places
@@ -143,7 +146,9 @@ class MindRecordSamples:
         return epochs, rows
 
     def _order(self, epoch: int) -> npt.NDArray[Any]:
-        """The last two stay at hand, since a batch may straddle their border."""
+        """Return the order of an epoch. The last two stay in memory, since a batch may span two
+        epochs.
+        """
         if epoch not in self._orders:
             self._orders[epoch] = permutation(
                 self.samples_per_epoch, f"rows/{self.split}/{self.seed}/{epoch}"
@@ -155,8 +160,9 @@ class MindRecordSamples:
 
 
 def is_mindrecord(source: str | Path) -> bool:
-    """Whether ``source`` means MindRecord, by its name, by the files in the folder, or by how the
-    file begins; else it means a pair.
+    """Return whether ``source`` is a MindRecord and not a pair.
+
+    The name, the files in the folder, or the first bytes of the file decide.
     """
     path = Path(source)
     if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
@@ -169,10 +175,11 @@ def is_mindrecord(source: str | Path) -> bool:
 
 
 def find_files(source: str | Path) -> list[Path]:
-    """The files of a data set in order: all of a folder, or all shards of the set that a file (or
-    its name without number) belongs to.
+    """Return the files of a data set in order.
 
-    Raises DataError when there is none, or one of a set is missing.
+    source: a folder, a file, or a file's name without the shard number. A file stands for all
+    shards of its set.
+    Raises DataError if there is none, or if one of a set is missing.
     """
     path = Path(source)
     if path.is_dir():
@@ -199,9 +206,7 @@ def find_files(source: str | Path) -> list[Path]:
 
 
 def metadata_paths(source: str | Path) -> list[Path]:
-    """Where the .meta.json of a data set would lie; that of shards is named without their
-    number.
-    """
+    """Return the path of a data set's .meta.json. For shards the name has no number."""
     if not is_mindrecord(source):
         return [with_extension(find_fleetx(source) or strip_extension(source), METADATA_EXTENSION)]
     names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(
@@ -211,7 +216,10 @@ def metadata_paths(source: str | Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """By name, or by the index beside it: FileWriter takes any name."""
+    """Return the MindRecord files of a folder.
+
+    The extension or an index beside the file identifies them: FileWriter accepts any name.
+    """
     named = {
         path
         for path in folder.rglob(f"*{EXTENSION}*")
@@ -219,7 +227,7 @@ def _walk(folder: Path) -> list[Path]:
     }
     indexed = {path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}")}
     found = named | {path for path in indexed if looks_like_mindrecord(path)}
-    # what is hidden is under way, or was left by a process that was killed
+    # a hidden file is being written, or was left by a process that was killed
     return sorted(
         path
         for path in found
@@ -228,8 +236,9 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _shards(path: Path) -> list[Path]:
-    """The set that a file says it belongs to; itself alone when it has been renamed, which its
-    index will tell.
+    """Return the set that a file says it belongs to.
+
+    A renamed file is a set by itself; its index reveals the renaming later.
     """
     shards = [path.with_name(name) for name in read_header(path).shards]
     if path not in shards:

@@ -1,20 +1,20 @@
-"""One MindRecord file read by memory map, without MindSpore: NAME holds the rows, NAME.db (sqlite)
-says where they lie.
+"""One MindRecord file, read by memory map and without MindSpore. NAME holds the rows, NAME.db
+(sqlite) says where they are.
 
-    NAME      u64 length
-              | JSON header (header_size, page_size, version, schema, page, shard_addresses)
-              | padding up to header_size
-              | pages of page_size bytes: some hold arrays ("BLOB_DATA"), some numbers and strings
-                ("RAW_DATA", not read here)
-    NAME.db   SHARD_NAME(NAME): the name of its file. INDEXES: ROW_ID, PAGE_ID_BLOB,
-              PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END, ...
-    row       u64 length | the arrays of schema.blob_fields; where there are several, each behind a
-              big-endian u64 length
-    integers  big-endian u32 count | 2 bits for each, highest first: log2 of its bytes
-              | signed numbers of 1, 2, 4 or 8 bytes
+NAME      u64 length
+          | JSON header (header_size, page_size, version, schema, page, shard_addresses)
+          | padding up to header_size
+          | pages of page_size bytes: some hold arrays ("BLOB_DATA"), some numbers and strings
+            ("RAW_DATA", not read here)
+NAME.db   SHARD_NAME(NAME): the name of its file. INDEXES: ROW_ID, PAGE_ID_BLOB,
+          PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END, ...
+row       u64 length | the arrays of schema.blob_fields; several arrays have a big-endian u64
+          length before each
+integers  big-endian u32 count | 2 bits for each, highest first: log2 of its bytes
+          | signed numbers of 1, 2, 4 or 8 bytes
 
-Little endian where nothing is said. Source: files of MindSpore 2.10, and its minddata/mindrecord
-(shard_header, shard_column).
+Numbers are little endian unless stated. Source: files of MindSpore 2.10, and its
+minddata/mindrecord (shard_header, shard_column).
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages
-    need. shards: of the whole set.
+    """Header of a MindRecord file.
+
+    fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages need.
+    shards: all files of the set.
     """
 
     header_size: int
@@ -70,10 +72,10 @@ class Header:
 
 
 class MindRecordFile:
-    """Rows of ``input_ids``; memory: 16 bytes a row.
+    """Rows of ``input_ids``. Memory: 16 bytes a row.
 
-    Raises DataError when the file or its index is missing, is damaged, belongs to another, or holds
-    no such column of integers.
+    Raises DataError if the file or its index is missing or damaged, if the index belongs to another
+    file, or if there is no such column of integers.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,7 +84,7 @@ class MindRecordFile:
         with reading(self.path, DataError):
             self._open(index)
         self.width = 0
-        """Tokens of a row; 0 when there is no row."""
+        """Tokens of a row; 0 without rows."""
         if len(self):
             self.width = int(self._counts(*self._rows(np.array([0])))[0])
             self.read(np.array([0, len(self) - 1]))
@@ -124,8 +126,8 @@ class MindRecordFile:
         return len(self._begin)
 
     def read(self, rows: Ids) -> npt.NDArray[np.int32]:
-        """(n,) row numbers -> (n, width) tokens. Raises DataError for a row that is damaged or of
-        another width.
+        """Return the tokens (n, width) of rows (n,). Raises DataError for a row that is damaged or
+        of another width.
         """
         out = np.empty((len(rows), self.width), dtype=np.int32)
         step = max(1, _ROUND // max(1, self.width))
@@ -161,7 +163,7 @@ class MindRecordFile:
             rows,
             lambda n: "holds a number beyond 32 bits, expected token ids",
         )
-        # every four bytes of the buffer as a number: the numbers lie at no multiple of four
+        # a view of any four adjacent bytes as a number, because numbers are not aligned
         words: npt.NDArray[np.int32] = np.ndarray(
             (len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,)
         )
@@ -172,8 +174,10 @@ class MindRecordFile:
         return tokens
 
     def _rows(self, rows: Ids) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
-        """The bytes of the rows, one after the other; (n,) where ``input_ids`` begin in them, how
-        many bytes they have; ``rows``.
+        """Return the bytes of rows and where their ``input_ids`` lie.
+
+        Four arrays: the bytes of all rows in sequence, the start (n,) of ``input_ids`` in them,
+        their size (n,) in bytes, and ``rows``.
         """
         begin, end = self._begin[rows], self._end[rows]
         parts = [
@@ -223,7 +227,7 @@ class MindRecordFile:
             )
 
     def _read_index(self, path: Path) -> tuple[Ids, Ids]:
-        """(rows,) where each row begins and ends in the file."""
+        """Return where each row (rows,) begins and ends in the file."""
         query = (
             "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
             " ROW_ID"
@@ -270,7 +274,7 @@ class MindRecordFile:
             )
         start = self.header.header_size + places[:, 0] * self.header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
-        wrong = ((places < 0) | (places > _MAX_NUMBER)).any(axis=1)  # whose products would not fit
+        wrong = ((places < 0) | (places > _MAX_NUMBER)).any(axis=1)  # products overflow
         wrong |= (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
         if wrong.any():
             n = int(np.argmax(wrong))
@@ -282,8 +286,9 @@ class MindRecordFile:
         return begin, end
 
     def _content_key(self) -> str:
-        """16 hex digits, equal for equal data and cheap: where the rows lie, and the two ends of
-        what they hold.
+        """Return 16 hex digits, equal for equal data.
+
+        To be cheap, they cover only the places of the rows and both ends of the data.
         """
         digest = hashlib.blake2b(
             repr((self.header.fields, self.header.type)).encode(), digest_size=8
@@ -298,7 +303,7 @@ class MindRecordFile:
 
 
 def _bound(connection: sqlite3.Connection, rows: int) -> None:
-    """Keep a query from taking more memory or time than an index of so many rows needs."""
+    """Limit the memory and time of a query to the needs of an index of ``rows`` rows."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
     connection.execute("PRAGMA trusted_schema = OFF")
     left = 1000 + rows // 100  # of 10,000 steps each; a row takes about 30
@@ -312,8 +317,8 @@ def _bound(connection: sqlite3.Connection, rows: int) -> None:
 
 
 def _require_table(connection: sqlite3.Connection, name: str) -> None:
-    """Raise ValueError unless it holds plain rows: a view or a computed column could go on without
-    end.
+    """Raise ValueError unless the table holds plain rows. A query of a view or a computed column
+    might not end.
     """
     found = connection.execute(
         "SELECT type, sql FROM sqlite_master WHERE name = ? COLLATE NOCASE", (name,)
@@ -330,7 +335,7 @@ def _require_table(connection: sqlite3.Connection, name: str) -> None:
 
 
 def looks_like_mindrecord(path: Path) -> bool:
-    """Whether a file begins like one; for names that do not say so."""
+    """Return whether a file begins like a MindRecord. Use it when the name does not tell."""
     with reading(path, DataError):
         if not path.is_file():
             return False
@@ -344,7 +349,9 @@ def looks_like_mindrecord(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """Raises DataError when it is not one of a MindRecord with integer arrays ``input_ids``."""
+    """Return the header. Raises DataError unless the file is a MindRecord with integer arrays
+    ``input_ids``.
+    """
     with open_input(path, DataError) as file, reading(path, DataError):
         length = int.from_bytes(file.read(_LENGTH.size), "little")
         text = file.read(length) if length <= _MAX_HEADER else b""
@@ -394,7 +401,7 @@ def read_header(path: Path) -> Header:
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"{path}: has a header that is no MindRecord's ({type(error).__name__}: {error});"
+            f"{path}: has a header that is not a MindRecord's ({type(error).__name__}: {error});"
             f" {_RENEW}"
         ) from None
     if version != VERSION:
@@ -431,7 +438,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:
-    """(n,) unsigned numbers of ``size`` bytes at the places ``at``; those beyond int64 turn
+    """Return unsigned numbers (n,) of ``size`` bytes at the places ``at``. Values beyond int64 turn
     negative.
     """
     picked = np.ascontiguousarray(data[at[:, None] + np.arange(size)])

@@ -1,5 +1,6 @@
-"""What MindSpore's FileWriter wrote, made into one set under its final names: shards that know of
-each other, old files gone.
+"""Turn the files of MindSpore's FileWriter into one set under its final names.
+
+Shards then refer to each other, and old files are gone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from common.structured_files import parse_json
 
 
 def shard_names(name: str, shards: int) -> list[str]:
-    """As FileWriter(name, shards) names its files: NAME alone, or NAME0, NAME1, ... with as many
-    digits as the last one needs.
+    """Return the names that FileWriter(name, shards) gives its files.
+
+    These are NAME, or NAME0, NAME1, ... with as many digits as the last number needs.
     """
     return (
         [name]
@@ -31,12 +33,12 @@ def shard_names(name: str, shards: int) -> list[str]:
 
 @contextmanager
 def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder beside ``target`` to write the files into; they move to their final names when the
-    body ends without an exception.
+    """Yield a folder beside ``target`` for the files, and move them to their final names on normal
+    exit.
 
-    The index files move last: before that, readers say that they are missing. An older set of the
-    same name goes after that.
-    Raises StorageError when the disk refuses; an older set is then back in its place.
+    The index files move last: until then, readers report them as missing. An older set of the same
+    name is removed after that.
+    Raises StorageError if the disk fails; an older set is then back in its place.
     """
     try:
         with temporary_folder(target) as folder:
@@ -61,7 +63,7 @@ def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
         for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
             moved.append((folder / name, target.with_name(name)))
             os.replace(*moved[-1])
-    except BaseException:  # a signal too
+    except BaseException:  # also for a signal
         for here, there in reversed(moved):
             if there.exists() and not here.exists():
                 os.replace(there, here)
@@ -70,16 +72,15 @@ def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def join_shards(paths: Sequence[Path]) -> None:
-    """Tell files that were written one by one that they are shards of one set: whoever opens one
-    finds the others.
+    """Record in files that were written one by one that they are shards of one set.
 
-    FileWriter makes sets by itself, but deals the last rows of each call to shards by chance, so
-    that the order would be lost.
+    A reader that opens one then finds the others. FileWriter could make the set itself. But it
+    deals the last rows of each call to shards by chance, so the order would be lost.
     """
     for number, path in enumerate(paths):
         with path.open("r+b") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(length))  # of a file that this process wrote
+            header = parse_json(file.read(length))  # of a file written by this process
             header |= {"shard_addresses": [other.name for other in paths], "shard_id": number}
             for page in header["page"]:
                 page["shard_id"] = number
@@ -94,7 +95,7 @@ def join_shards(paths: Sequence[Path]) -> None:
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """Return the files that a new set of this name replaces, with whatever number of shards;
+    """Return the files that a new set of this name replaces, whatever their number of shards;
     indices first.
     """
     if not target.parent.is_dir():
@@ -110,6 +111,8 @@ def earlier_files(target: Path) -> list[Path]:
 
 
 def _flush(path: Path, mode: int) -> None:
-    path.chmod(mode)  # FileWriter leaves its files to their owner alone, whatever the umask says
+    path.chmod(
+        mode
+    )  # FileWriter leaves its files readable only by their owner, whatever the umask says
     with path.open("rb+") as file:
         os.fsync(file.fileno())

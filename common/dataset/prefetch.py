@@ -1,4 +1,4 @@
-"""Run an iterator ahead in one background thread, a bounded number of items deep."""
+"""Run an iterator ahead in one background thread, by a limited number of items."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class _End:
-    """The source is exhausted, or failed with ``error``."""
+    """Signal that the source is exhausted, or failed with ``error``."""
 
     error: BaseException | None
 
 
 class Prefetch(Generic[Item]):
-    """An iterator over ``source``; an exception of the source is raised where its item would have
-    come.
+    """Iterator over ``source`` that runs ahead. An exception of the source is raised in place of
+    its item.
 
-    A context manager: leaving it stops the thread. depth: items that may wait.
+    As a context manager it stops the thread on exit. depth: maximum number of waiting items.
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
@@ -60,7 +60,7 @@ class Prefetch(Generic[Item]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and drop what waits; returns when the item it is making is done."""
+        """Stop the thread and drop waiting items. Returns when the current item is done."""
         self._stopped.set()
         self._thread.join()
 

@@ -1,5 +1,7 @@
-"""Corpora -> tokenizer -> PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming; the
-names of Megatron's preprocess_data.py.
+"""Preprocess corpora with a tokenizer into PREFIX_{key}_{document|sentence}.{bin,idx,meta.json},
+streaming.
+
+The names are those of Megatron's preprocess_data.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
 from common.dataset.corpus import Corpus, CorpusFormat, open_corpus
@@ -21,7 +23,15 @@ from common.dataset.id_files import PiecesWriter, numbered_files
 from common.dataset.indexed import token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.limits import DOCUMENT_BYTES
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, SourceFile, write_metadata
+from common.dataset.metadata import (
+    METADATA_EXTENSION,
+    SHARD_OPTION,
+    Metadata,
+    SourceFile,
+    read_metadata,
+    write_metadata,
+)
+from common.dataset.shards import Shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks
 from common.errors import ConfigError, DataError
@@ -33,17 +43,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """inputs: read in this order. output_prefix: its folder is made when absent; existing outputs
-    are replaced.
+    """Settings of a preprocessing run.
 
-    json_keys: one output for each; a corpus without keys (text, an array of strings) has the one
+    inputs: files in reading order. output_prefix: its folder is created if absent; existing outputs
+    are replaced.
+    json_keys: one output for each. A corpus without keys (text, an array of strings) has the one
     key ``text``.
-    format: of the outputs, a .bin/.idx pair, FleetX's files or GPT2-Chinese's, ``pieces`` of them.
-    min_length: characters that a document must have more of. encoding: of the inputs.
-    append_eod: put the tokenizer's document frame around each document. block_bytes: text per
-    step and worker.
-    document_bytes: of the largest document, which is in memory whole.
-    Raises ConfigError or DataError for an output's name that no file can have.
+    format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
+    files.
+    min_length: characters that a document must exceed. encoding: of the inputs. append_eod: put the
+    tokenizer's document frame around each document.
+    shard: part of the corpus to write, under a prefix of its own; None writes all of it.
+    block_bytes: text per step and worker. document_bytes: maximum size of a document, which must
+    fit in memory.
+    Raises ConfigError or DataError for an impossible name of an output.
     """
 
     inputs: tuple[Path, ...]
@@ -61,6 +74,7 @@ class PreprocessOptions:
     keep_newlines: bool = False
     workers: int = 1
     block_bytes: int = BLOCK_BYTES
+    shard: Shard | None = None
     document_bytes: int = DOCUMENT_BYTES
 
     def __post_init__(self) -> None:
@@ -77,22 +91,25 @@ class PreprocessOptions:
                 )
 
     def prefix_of(self, key: str) -> Path:
-        """What the names of the files for a key begin with."""
+        """Return the prefix of the names of a key's files."""
         if self.format == "pieces":
             return self.output_prefix
         level = "sentence" if self.split_sentences else "document"
-        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_{level}")
+        prefix = self.shard.prefix(self.output_prefix) if self.shard else self.output_prefix
+        return prefix.with_name(f"{prefix.name}_{key}_{level}")
 
     def keep_inputs(self, outputs: Iterable[Path]) -> None:
-        """Raise ConfigError if one of the files to be written or replaced is one that is read."""
+        """Raise ConfigError if a file to be written or replaced is also an input."""
         inputs = (*self.inputs, self.tokenizer.vocab_file, self.tokenizer.merge_file)
         refuse_to_overwrite(inputs, outputs, "choose another --output-prefix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts so far, summed over the keys; empty and short: documents left out; read_bytes of
-    total_bytes are taken from disk; seconds since the start.
+    """Counts so far, summed over the keys.
+
+    empty, short: documents left out. read_bytes: bytes of total_bytes that were taken from disk.
+    seconds: time since the start.
     """
 
     documents: int = 0
@@ -111,20 +128,23 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """prefixes: of the pairs written, one per key, in the order of the keys."""
+    """Result of a run. prefixes: of the pairs written, one per key, in the order of the keys.
+
+    kept: whether they were there already, which is so for a finished shard.
+    """
 
     prefixes: tuple[Path, ...]
+    kept: bool = False
     progress: Progress = field(default_factory=Progress)
 
 
 def preprocess(
     options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None
 ) -> PreprocessResult:
-    """Write the pairs; ``on_progress`` is called after each block. Nothing is left under a final
-    name on failure.
+    """Write the pairs. ``on_progress`` is called after each block.
 
-    Raises DataError (input), TokenizerError (vocabulary), ConfigError (options), StorageError
-    (output).
+    After a failure nothing is left under a final name. Raises DataError (input), TokenizerError
+    (vocabulary), ConfigError (options) and StorageError (output).
     """
     if options.workers < 1:
         raise ConfigError(f"--workers={options.workers}: expected 1 or more")
@@ -151,6 +171,8 @@ def preprocess(
         with_extension(prefix, extension) for prefix in prefixes for extension in extensions
     )
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
+    if options.shard is not None and (kept := _finished(options, tokenizer, corpora, keys)):
+        return PreprocessResult(prefixes=prefixes, kept=True, progress=kept)
     empty, short = [0] * len(keys), [0] * len(keys)
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
@@ -185,7 +207,7 @@ def preprocess(
             )
             on_progress(progress)
         for n, writer in enumerate(writers):
-            if writer.document_count == 0:
+            if writer.document_count == 0 and options.shard is None:
                 names = ", ".join(str(path) for path in options.inputs)
                 if short[n]:
                     raise DataError(
@@ -229,8 +251,9 @@ def _writer(
 
 
 def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
-    """Text has the one key ``text``, whatever was asked; text and keyed JSON cannot share an
-    output.
+    """Return the keys of the outputs. Plain text has only ``text``, whatever was asked for.
+
+    Raises DataError for text together with JSON whose key is not ``text``.
     """
     if len(set(asked)) != len(asked) or not all(asked):
         raise DataError(
@@ -254,10 +277,21 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
 def _blocks(
     corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...], end_id: int
 ) -> Iterator[Block]:
+    shard, total = options.shard, sum(corpus.size for corpus in corpora)
+    block_bytes = shard.block_bytes(total, options.block_bytes) if shard else options.block_bytes
+    at = 0
     for corpus in corpora:
-        yield from read_blocks(
-            corpus, options.documents, keys, options.block_bytes, options.document_bytes, end_id
-        )
+        end = at + corpus.size
+        if shard is None or shard.part_of(at, total) <= shard.number <= shard.part_of(end, total):
+            for block in read_blocks(
+                corpus, options.documents, keys, block_bytes, options.document_bytes, end_id
+            ):
+                if shard is None or shard.part_of(at, total) == shard.number:
+                    yield block
+                elif shard.part_of(at, total) > shard.number:
+                    return
+                at += block.read_bytes
+        at = end
 
 
 def _metadata(
@@ -269,24 +303,61 @@ def _metadata(
     empty: int,
 ) -> Metadata:
     return Metadata(
-        tokenizer=tokenizer.kind,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_sha256=tokenizer.sha256,
-        eod_id=tokenizer.eod_id if options.append_eod else None,
         documents=writer.document_count,
         sequences=writer.sequence_count,
         tokens=writer.token_count,
         empty_documents=empty,
-        sources=tuple(
+        **_record(options, tokenizer, corpora, key),
+    )
+
+
+def _record(
+    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str
+) -> dict[str, Any]:
+    """Return the fields of Metadata that are known before a document is read."""
+    return {
+        "tokenizer": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "eod_id": tokenizer.eod_id if options.append_eod else None,
+        "sources": tuple(
             SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value)
             for corpus in corpora
         ),
-        options={
+        "options": {
             "key": key,
             "documents": options.documents.value,
             "append_eod": options.append_eod,
             "split_sentences": options.split_sentences,
             "keep_newlines": options.keep_newlines,
             **({"min_length": str(options.min_length)} if options.min_length else {}),
+            **({SHARD_OPTION: str(options.shard)} if options.shard else {}),
         },
-    )
+    }
+
+
+def _finished(
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    corpora: list[Corpus],
+    keys: tuple[str, ...],
+) -> Progress | None:
+    """Return the counts of this shard if an earlier run has written it from the same inputs."""
+    found = Progress()
+    for key in keys:
+        prefix = options.prefix_of(key)
+        metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
+        if metadata is None or not all(
+            with_extension(prefix, extension).exists() for extension in (".bin", ".idx")
+        ):
+            return None
+        wanted = _record(options, tokenizer, corpora, key)
+        if any(getattr(metadata, name) != value for name, value in wanted.items()):
+            return None
+        found = replace(
+            found,
+            documents=found.documents + metadata.documents,
+            tokens=found.tokens + metadata.tokens,
+            empty=found.empty + metadata.empty_documents,
+        )
+    return found

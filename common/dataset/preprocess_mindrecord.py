@@ -1,4 +1,6 @@
-"""Corpora to MindRecord, by way of .bin/.idx pairs in a folder of its own beside the output."""
+"""Preprocess corpora into MindRecord, by way of .bin/.idx pairs in a temporary folder beside the
+output.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from common.files import temporary_folder
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSet:
-    """A written set. rows: each of seq_length + 1 tokens. left_over: tokens behind the last row."""
+    """A written set.
+
+    rows: number of rows of seq_length + 1 tokens. left_over: tokens after the last row.
+    """
 
     target: Path
     files: tuple[Path, ...]
@@ -37,16 +42,16 @@ def preprocess_mindrecord(
 ) -> tuple[list[RecordSet], Progress]:
     """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs.
 
-    Raises also ConfigError where MindSpore, which writes the files, is not installed.
+    Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """
     writer = _writer()
     prefix = options.output_prefix
     writer.check_mindrecord(prefix, shards)
-    for key in {*options.json_keys, "text"}:  # plain text has this one key, whatever is asked
+    for key in {*options.json_keys, "text"}:  # plain text has only this key, whatever was asked for
         options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
     with _pairs_folder(prefix) as folder:
         result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
-        for pair in result.prefixes:  # all of them, before the first set is written
+        for pair in result.prefixes:  # check all, before the first set is written
             GPTDataset(
                 pair,
                 split="train",
@@ -72,7 +77,7 @@ def preprocess_mindrecord(
 
 @contextmanager
 def _pairs_folder(prefix: Path) -> Iterator[Path]:
-    """Raises StorageError when the disk refuses."""
+    """Yield a temporary folder for the pairs. Raises StorageError if the disk fails."""
     try:
         with temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
             yield folder
@@ -81,7 +86,7 @@ def _pairs_folder(prefix: Path) -> Iterator[Path]:
 
 
 def _writer() -> ModuleType:
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
     try:
         return import_module("mindformers_gpt2.mindrecord")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Which samples a rank reads next: a function of the samples consumed so far and nothing else."""
+"""Choice of a rank's next samples, which depends only on the samples consumed so far."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """tokens: (global_batch_size / data_parallel_size, seq_length + 1) int32, the rank's part of
-    one global batch.
+    """One rank's part of a global batch.
 
-    consumed_samples and sample_hash describe the run after this batch: what a checkpoint must hold
-    to go on behind it.
+    tokens: (global_batch_size / data_parallel_size, seq_length + 1) int32.
+    consumed_samples, sample_hash: state of the run after this batch, which a checkpoint stores to
+    resume after it.
     """
 
     tokens: Tokens
@@ -31,11 +31,11 @@ class Batch:
 
 
 class ShardedSampler:
-    """Rank r of a global batch reads its r-th contiguous part; the order survives any change of the
-    layout.
+    """Sampler in which rank r reads the r-th contiguous part of each global batch.
 
-    vocab_size: of the model; a token beyond it raises DataError when it is read (None: no check).
-    Raises ConfigError when the sizes contradict each other.
+    The order survives any change of the layout. vocab_size: the model's. A token beyond it raises
+    DataError when it is read (None: no check).
+    Raises ConfigError if the sizes contradict each other.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class ShardedSampler:
 
     @property
     def initial_hash(self) -> str:
-        """The sample hash before any sample: 16 hex digits that stand for the data and its
+        """Return the sample hash before any sample: 16 hex digits that identify the data and its
         settings.
         """
         return self.samples.fingerprint
 
     def batch(self, consumed_samples: int) -> Tokens:
-        """(local_batch_size, seq_length + 1) tokens of the global batch that starts at sample
-        ``consumed_samples``.
+        """Return tokens (local_batch_size, seq_length + 1) of the global batch that starts at
+        sample ``consumed_samples``.
         """
         first = consumed_samples + self._first
         ids = np.arange(first, first + self.local_batch_size)
@@ -85,8 +85,9 @@ class ShardedSampler:
         return tokens
 
     def extend_hash(self, sample_hash: str, consumed_samples: int) -> str:
-        """``sample_hash`` chained with the global batch at ``consumed_samples``: equal on every
-        rank and under every layout.
+        """Chain ``sample_hash`` with the global batch at ``consumed_samples``.
+
+        The result is equal on every rank and under every layout.
         """
         identities = self.samples.identities(
             np.arange(consumed_samples, consumed_samples + self.global_batch_size)
@@ -95,8 +96,9 @@ class ShardedSampler:
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def batches(self, consumed_samples: int = 0, sample_hash: str | None = None) -> Iterator[Batch]:
-        """Endless batches from ``consumed_samples`` on; ``sample_hash`` is the state saved with it
-        (None: ``initial_hash``).
+        """Yield batches from ``consumed_samples`` on, without end.
+
+        sample_hash: the hash stored with ``consumed_samples``. None: ``initial_hash``.
         """
         state = self.initial_hash if sample_hash is None else sample_hash
         while True:
@@ -115,11 +117,11 @@ def ordered_batches(
     ranks: int = 1,
     vocab_size: int | None = None,
 ) -> Iterator[Tokens]:
-    """(<= batch_size, seq_length + 1) tokens of samples 0, 1, ...: one epoch, or the first
-    ``limit`` samples of it.
+    """Yield tokens (<= batch_size, seq_length + 1) of samples 0, 1, ...: one epoch, or its first
+    ``limit`` samples.
 
-    Of several ranks each gets every ``ranks``-th batch, and as many as the others: its last one may
-    be empty. vocab_size: as in ShardedSampler.
+    Each of ``ranks`` ranks gets every ``ranks``-th batch. All ranks get the same number, so the
+    last one may be empty. vocab_size: as in ShardedSampler.
     """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
     for start in range(0, end, ranks * batch_size):
@@ -134,8 +136,8 @@ def ordered_batches(
 def check_tokens(
     tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int
 ) -> None:
-    """Raises DataError naming the file and the id when a token is not in 0 ... vocab_size - 1."""
-    # seen as unsigned, a negative id is a huge one
+    """Raise DataError naming the file and the id if a token is not in 0 ... vocab_size - 1."""
+    # as unsigned numbers, negative ids are huge
     if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:
         return
     row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0].tolist()

@@ -1,5 +1,6 @@
-"""Endless training samples of seq_length + 1 tokens over one .bin/.idx pair. Sample n is a pure
-function of the data and the settings.
+"""Endless training samples of seq_length + 1 tokens over one .bin/.idx pair.
+
+Sample n is a pure function of the data and the settings.
 """
 
 from __future__ import annotations
@@ -29,47 +30,47 @@ from common.dataset.token_files import TokenFiles, with_extension
 from common.errors import DataError
 
 Ids = npt.NDArray[np.int64]
-# Below this many documents + windows an order is built faster (0.3 s) than a folder of files is
-# worth, and a small corpus goes through thousands of epochs, each of which would leave one.
+# Number of documents + windows below which an order is not cached. It is built in 0.3 s, and the
+# thousands of epochs of a small corpus would leave a file each.
 CACHE_MINIMUM = 1_000_000
 _EPOCHS_HELD = 2
 
 
 class Samples(Protocol):
-    """What the sampler reads: one data set or a blend of several."""
+    """Source of the sampler: one data set or a blend of several."""
 
     @property
     def seq_length(self) -> int: ...
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples, counted from 0, come before any window repeats."""
+        """Return the number of samples, counted from 0, before any window repeats."""
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits: equal for equal data and settings."""
+        """Return 16 hex digits that are equal for equal data and settings."""
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """(n,) sample numbers >= 0 -> (n, seq_length + 1) tokens."""
+        """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) tokens."""
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): number of the data set, epoch * windows + window (what is
-        read, after the shuffle).
+        """Return (n, 2) for sample numbers (n,): data set, and epoch * windows + window after the
+        shuffle.
         """
 
     def source(self, sample: int) -> Path:
-        """The prefix of the pair, or the MindRecord file, that a sample is read from."""
+        """Return the prefix of the pair, or the MindRecord file, that a sample is read from."""
 
 
 class GPTDataset:
-    """Windows over the shuffled documents of one split; each epoch has its own order.
+    """Windows over the shuffled documents of one split. Each epoch has its own order.
 
-    prefix: of a .bin/.idx pair, or opened token files of any format. split_weights: of train, valid
-    and test, over documents (in ``_sentence`` pairs too). stride: tokens between the starts of
-    windows; seq_length when left out. shuffle=False: documents and windows in
-    file order, every epoch alike, for validation.
-    cache_folder: where orders of large data sets are kept; None: PREFIX.index-cache. cache_minimum:
-    see CACHE_MINIMUM.
-    Raises DataError when the split holds fewer than seq_length + 1 tokens.
+    prefix: of a .bin/.idx pair, or opened token files of any format.
+    split_weights: of train, valid and test, over documents (in ``_sentence`` pairs too).
+    stride: tokens between the starts of windows; seq_length if None.
+    shuffle=False: documents and windows in file order in every epoch, for validation.
+    cache_folder: folder for orders of large data sets. None: PREFIX.index-cache. cache_minimum: see
+    CACHE_MINIMUM.
+    Raises DataError if the split holds fewer than seq_length + 1 tokens.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class GPTDataset:
         return self._digest("fingerprint")
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """(n,) sample numbers >= 0, in any order -> (n, seq_length + 1) int32 tokens."""
+        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
+        tokens.
+        """
         ids = np.asarray(ids, dtype=np.int64)
         out = np.empty((len(ids), self.seq_length + 1), dtype=np.int32)
         epochs = ids // self.samples_per_epoch
@@ -135,7 +138,7 @@ class GPTDataset:
         return out
 
     def identities(self, ids: Ids) -> Ids:
-        """(n,) sample numbers -> (n, 2): 0, and epoch * samples_per_epoch + window."""
+        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + window."""
         ids = np.asarray(ids, dtype=np.int64)
         result = np.zeros((len(ids), 2), dtype=np.int64)
         epochs = ids // self.samples_per_epoch
@@ -157,8 +160,8 @@ class GPTDataset:
         return shuffle[places].astype(np.int64)
 
     def _epoch(self, epoch: int) -> EpochIndex:
-        """The order of an epoch; the last two stay at hand, since a batch may straddle their
-        border.
+        """Return the order of an epoch. The last two stay in memory, since a batch may span two
+        epochs.
         """
         key = epoch if self.shuffle else 0
         index = self._epochs.get(key)

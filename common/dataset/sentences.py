@@ -1,14 +1,13 @@
-"""Cut a document into sentences by rule. No model to download (nltk's punkt needs one), the same
-result everywhere.
+"""Cut a document into sentences by rule.
 
-A sentence ends
-  * at . ! ? or an ellipsis, with the closing quotes and brackets behind it, when white space
-    follows
-    - but not after a known abbreviation ("Mr.", "e.g."), a single capital letter ("J. Smith"),
-      nor before a small letter ("etc. and so on");
-  * at a Chinese full stop, exclamation or question mark, semicolon excluded, with its closing
-    quotes; no space needed;
-  * at a blank line.
+Rules need no model to download (nltk's punkt does) and give the same result everywhere. A sentence
+ends
+* at . ! ? or an ellipsis, with its closing quotes and brackets, if white space follows,
+  - but not after a known abbreviation ("Mr.", "e.g."), after a single capital letter ("J. Smith"),
+    or before a small letter ("etc. and so on");
+* at a Chinese full stop, exclamation or question mark (not a semicolon), with its closing quotes,
+even without a space;
+* at a blank line.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _ABBREVIATIONS = """
 _KNOWN = frozenset(_ABBREVIATIONS.split())
 _CLOSING = "\"'\u201d\u2019)\\]}»」』\uff09】》"
 _BOUNDARY = re.compile(
-    # it begins where a run of signs begins, and gives none back: else a run of a million signs
-    # takes hours
+    # The match begins where a run of signs begins, and does not backtrack. Otherwise a run of a
+    # million signs would take hours.
     rf"(?P<latin>(?<![.!?…])[.!?…]++[{_CLOSING}]*+)(?=\s)"
     rf"|(?:[。\uff01\uff1f]+|……)[{_CLOSING}]*"
     r"|(?=\n[ \t]*\n)"
@@ -33,11 +32,11 @@ _LAST_WORD = re.compile(r"([^\s(\[\"'\u201c\u2018]+)\.$")
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """The sentences of ``text`` in order, without empty ones.
+    """Return the sentences of ``text`` in order, without empty ones.
 
-    keep_newlines: False drops the white space between sentences (as Megatron's
-    ``--split-sentences`` does); True leaves it at the end of the sentence before, so that joining
-    the sentences gives the text back.
+    keep_newlines: False drops the white space between sentences, like Megatron's
+    ``--split-sentences``. True leaves it at the end of the sentence before, so that the joined
+    sentences equal the text.
     """
     ends = [match.end() for match in _BOUNDARY.finditer(text) if _is_end(text, match)]
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -46,7 +45,7 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     sentences: list[str] = []
     leading = ""
     for piece in pieces:
-        # White space leads the next piece; it belongs to the sentence before, or to the first one.
+        # White space leads the next piece. Move it to the sentence before; the first one keeps it.
         body = piece.lstrip()
         space = piece[: len(piece) - len(body)]
         if sentences:

@@ -15,7 +15,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """``"949,50,1"`` -> weights of train, valid and test; missing ones are 0. Raises DataError."""
+    """Parse ``"949,50,1"`` into weights of train, valid and test. Missing ones are 0. Raises
+    DataError.
+    """
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -31,7 +33,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def check_weights(weights: Sequence[float]) -> tuple[float, float, float]:
-    """Raises DataError unless there are three finite weights >= 0 with a positive sum."""
+    """Return the weights. Raises DataError unless they are three finite numbers >= 0 with a
+    positive sum.
+    """
     if (
         len(weights) != 3
         or not all(math.isfinite(weight) and weight >= 0 for weight in weights)
@@ -52,8 +56,9 @@ def check_weights(weights: Sequence[float]) -> tuple[float, float, float]:
 def document_range(
     split: Split, weights: tuple[float, float, float], documents: int
 ) -> tuple[int, int]:
-    """First document of the split and the one after its last; the three splits cover all documents
-    without overlap.
+    """Return the first document of the split and the one after its last.
+
+    The three splits cover all documents without overlap.
     """
     bounds = np.rint(np.cumsum([0.0, *weights]) / sum(weights) * documents).astype(np.int64)
     n = SPLITS.index(split)

@@ -1,6 +1,4 @@
-"""The texts of corpora one after another, for what reads them whole: vocabularies and their
-training.
-"""
+"""Texts of corpora in sequence, for vocabularies and their training."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ def read_texts(
     rule: DocumentRule = DocumentRule.BLANK_LINE,
     on_bytes: Callable[[int], object] = lambda read: None,
 ) -> Iterator[str]:
-    """Documents of each file in turn, a block of a few MB at a time. on_bytes: called with the
-    bytes that each block took from disk.
+    """Yield the documents of each file in turn, read in blocks of a few MB.
 
-    Raises DataError with the line and column of what is wrong, and where there is no text at all.
+    on_bytes: called with the number of bytes that each block took from disk.
+    Raises DataError with the line and column of an error, and if there is no text at all.
     """
     found = False
     for path in files:

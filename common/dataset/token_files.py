@@ -1,4 +1,4 @@
-"""Tokens of documents in files that a reader maps into memory: what every format of them offers."""
+"""Token files that are mapped into memory: the interface of all formats."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ CHUNK = 1 << 20
 
 
 def with_extension(prefix: Path, extension: str) -> Path:
-    """``prefix`` + ``extension``; dots inside the prefix are part of the name (``with_suffix``
-    would cut them).
+    """Return ``prefix`` + ``extension``. Dots inside the prefix are part of the name;
+    ``with_suffix`` would cut them.
     """
     return prefix.with_name(prefix.name + extension)
 
 
 class TokenFiles(ABC):
-    """Files opened for reading; nothing is copied but one offset per document.
+    """Files opened for reading. Only one offset per document is copied.
 
-    prefix: what the names of the files begin with. tokens: (token_count,) integers of all
-    documents, mapped.
+    prefix: beginning of the files' names. tokens: (token_count,) integers of all documents, mapped.
     content_key: 16 hex digits, equal for equal data.
     """
 
@@ -44,15 +43,16 @@ class TokenFiles(ABC):
     @property
     @abstractmethod
     def document_count(self) -> int:
-        """The number of documents, empty ones included."""
+        """Return the number of documents, empty ones included."""
 
     @abstractmethod
     def document_offsets(self) -> npt.NDArray[np.int64]:
-        """(documents + 1,) int64: document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
+        """Return (documents + 1,) int64. Document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
 
     def metadata(self) -> Metadata | None:
-        """What made the files, or None when nothing says so. Raises DataError when it describes
-        other ones.
+        """Return the record of the files' origin, or None without one.
+
+        Raises DataError if it describes other files.
         """
         path = with_extension(self.prefix, METADATA_EXTENSION)
         metadata = read_metadata(path)
@@ -65,11 +65,10 @@ class TokenFiles(ABC):
 
 
 def content_key(index: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> str:
-    """16 hex digits of the whole index, the size of the tokens and their two ends: cheap, and equal
-    for equal data.
+    """Return 16 hex digits that are equal for equal data.
 
-    The ends are in it because two vocabularies of one word per character give the same lengths for
-    a text.
+    To be cheap, they cover the whole index, the size of the tokens and their two ends. The ends
+    matter: two vocabularies of one word per character give the same lengths for a text.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(index.data)

@@ -1,5 +1,5 @@
-"""The vocabularies of the data, of data.tokenizer and of the model, held against each other before
-the first step.
+"""Comparison of the vocabularies of the data, of data.tokenizer and of the model, before the first
+step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import ConfigError
 
 PADDING = 128
-"""Tables are padded to multiples of this: so many rows more than tokens are no remark."""
+"""Multiple to which tables are padded. Fewer rows than this beyond the tokens give no warning."""
 
 
 def vocabulary_remarks(
@@ -20,12 +20,12 @@ def vocabulary_remarks(
     *,
     share_of_row: float = 0.0,
 ) -> list[str]:
-    """Return what is worth a warning. Raises ConfigError where a tokenizer has more tokens than the
-    model has rows.
+    """Return warnings. Raises ConfigError if a tokenizer has more tokens than the model has rows.
 
-    data_tokenizers: kind, sha256 and vocab_size of what made each part of the data, None where
-    unknown. tokenizer: the same of data.tokenizer. vocab_size: the model's, without padding.
-    share_of_row: part of all parameters that one row of the table takes.
+    data_tokenizers: kind, sha256 and vocab_size of the tokenizer of each part of the data; None if
+    unknown. tokenizer: the same facts about data.tokenizer.
+    vocab_size: the model's, without padding. share_of_row: part of all parameters in one row of the
+    table.
     """
     made_with = list(
         {record["sha256"]: record for record in data_tokenizers if record is not None}.values()
@@ -62,7 +62,7 @@ def vocabulary_remarks(
         )
         remarks.append(
             f"model.vocab_size={vocab_size}, but the tokenizer has {tokens} tokens: no token"
-            f" reaches {vocab_size - tokens} rows of the embedding{share}; a new model does without"
+            f" uses {vocab_size - tokens} rows of the embedding{share}; a new model avoids"
             f" them with model.vocab_size={tokens}"
         )
     return remarks

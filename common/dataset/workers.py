@@ -1,5 +1,6 @@
-"""Map blocks to encoded blocks in order: in this process, or in fresh processes with a bounded
-number of blocks under way.
+"""Map blocks to encoded blocks in order, in this process or in new processes.
+
+The number of blocks in progress is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerChoice:
-    """What ``load_tokenizer`` needs, so that every worker can load its own."""
+    """Arguments of ``load_tokenizer``, so that every worker can load its own."""
 
     kind: str | None
     vocab_file: Path
@@ -36,11 +37,10 @@ class TokenizerChoice:
 
 
 def limit_tokenizer_threads() -> None:
-    """Let the tokenizer libraries use one thread in this process; call it before the first of them
-    is imported.
+    """Let the tokenizer libraries use one thread in this process.
 
-    They read these variables when their thread pool starts. Without them one worker would take
-    every core.
+    Call it before the first of them is imported: they read these variables when their thread pool
+    starts. Otherwise one worker would take every core.
     """
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -53,9 +53,9 @@ def encode_blocks(
     rules: EncodingRules,
     workers: int,
 ) -> Generator[list[EncodedBlock], None, None]:
-    """The encoded blocks in the order of ``blocks``; at most ``2 * workers`` of them are in memory.
+    """Yield the encoded blocks in the order of ``blocks``. At most ``2 * workers`` are in memory.
 
-    Raises what a worker raised, or RunError when a worker died.
+    Raises the error of a worker, or RunError if a worker died.
     """
     if workers == 1:
         return (encode_block(block, tokenizer, rules) for block in blocks)
@@ -72,7 +72,7 @@ def _encode_in_processes(
 
     pool = ProcessPoolExecutor(
         workers,
-        # fork would copy the threads' locks of whatever library the caller has loaded
+        # fork would copy the locks of threads of any library that the caller has loaded
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(choice, rules),
@@ -106,7 +106,10 @@ def _start_worker(choice: TokenizerChoice, rules: EncodingRules) -> None:
 
 
 def _die_with_parent() -> None:
-    """A parent killed outright cannot end its pool, and the pool's pipes never tell."""
+    """End this worker when its parent has died.
+
+    A parent that is killed cannot end its pool, and the pool's pipes do not report it.
+    """
     from multiprocessing import parent_process
 
     parent = parent_process()

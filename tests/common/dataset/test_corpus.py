@@ -65,7 +65,7 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
         (gzip.compress(b"x" * 100, mtime=0)[:-9], "gzip stream is broken"),
     ],
 )
-def test_what_cannot_be_a_corpus_is_refused(tmp_path, content, message) -> None:
+def test_input_that_cannot_be_a_corpus_is_refused(tmp_path, content, message) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):

@@ -181,7 +181,7 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "lens cut short": (
         "_idx.npz",
         _zip(lens=_npy(LENS)[:-2]),
-        "says 4 numbers, and its data have another length",
+        "says 4 numbers, but its data has another length",
     ),
     "lens empty": ("_idx.npz", _zip(lens=_npy(LENS[:0])), "lens is empty"),
     "lens below 0": (

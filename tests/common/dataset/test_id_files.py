@@ -39,7 +39,7 @@ def vocabulary(tmp_path: Path) -> TokenizerChoice:
 
 
 def build_files(texts: list[str], vocab_file: Path, pieces: int, least: int) -> list[str]:
-    """What GPT2-Chinese writes into its pieces."""
+    """Text that GPT2-Chinese writes into its pieces."""
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.BertTokenizer(str(vocab_file))
     # a spelled mark is text to us, and a mark to transformers: none but line ends are in the test
@@ -110,7 +110,7 @@ def test_pieces_are_read_as_the_documents_that_they_were(
         ("", "all 0 documents"),
     ],
 )
-def test_what_is_no_id_is_refused(
+def test_an_invalid_id_is_refused(
     tmp_path: Path, vocabulary: TokenizerChoice, content: str, message: str
 ) -> None:
     source = tmp_path / "tokenized_train_0.txt"
@@ -132,7 +132,7 @@ def test_a_missing_piece_and_one_too_many_are_refused(
         run(tmp_path / "out", vocabulary, tmp_path, input_format=CorpusFormat.IDS)
 
 
-def test_short_documents_alone_are_refused(tmp_path: Path, vocabulary: TokenizerChoice) -> None:
+def test_only_short_documents_are_refused(tmp_path: Path, vocabulary: TokenizerChoice) -> None:
     source = tmp_path / "train.json"
     source.write_text(json.dumps(TEXTS), encoding="utf-8")
     with pytest.raises(DataError, match="none of the 6 documents has more than 128 characters"):
@@ -148,7 +148,7 @@ def test_gbk_is_named_and_read_when_said(
     source, utf8 = tmp_path / name, tmp_path / f"utf8.{name}"
     source.write_text(content, encoding="gbk")
     utf8.write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match="the file looks like GBK: say --encoding gbk"):
+    with pytest.raises(DataError, match="the file looks like GBK: add --encoding gbk"):
         run(tmp_path / "a", vocabulary, source)
     ours = run(tmp_path / "b", vocabulary, source, encoding=checked_encoding("gbk"))
     theirs = run(tmp_path / "c", vocabulary, utf8)
@@ -157,5 +157,5 @@ def test_gbk_is_named_and_read_when_said(
     )
     with pytest.raises(DataError, match="is not big5"):
         run(tmp_path / "d", vocabulary, utf8, encoding=checked_encoding("big5"))
-    with pytest.raises(ConfigError, match="'gkb': is no encoding"):
+    with pytest.raises(ConfigError, match="'gkb': not an encoding"):
         checked_encoding("gkb")

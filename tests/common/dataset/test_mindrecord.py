@@ -263,7 +263,7 @@ def test_written_rows_are_the_windows_of_the_pair(
     )
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, write_pair: Any) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path, write_pair: Any) -> None:
     from mindformers_gpt2.mindrecord import write_mindrecord
 
     prefix, target = write_pair([10, 11]), tmp_path / "out" / "data.mindrecord"
@@ -323,7 +323,7 @@ def test_a_stride_cannot_cut_rows_again(tmp_path: Path) -> None:
     assert open_samples([str(path)], seq_length=8, stride=8, **WHOLE).samples_per_epoch == 20
 
 
-def test_where_the_metadata_lies(tmp_path: Path) -> None:
+def test_place_of_the_metadata(tmp_path: Path) -> None:
     write(tmp_path / "data.mindrecord", tokens_of(20, 9), shards=2)
     assert tmp_path / "data.mindrecord.meta.json" in metadata_paths(tmp_path / "data.mindrecord1")
     assert metadata_paths(tmp_path / "pair.idx") == [tmp_path / "pair.meta.json"]
@@ -420,7 +420,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "header of something else": (
         lambda path: _edit_header(path, lambda header: header.pop("schema")),
-        "a header that is no MindRecord's",
+        "a header that is not a MindRecord's",
     ),
     "version": (
         lambda path: _edit_header(path, lambda header: header.update(version="2.0")),
@@ -482,7 +482,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "infinite page": (
         lambda path: _edit_header(path, lambda header: header.update(page_size=float("inf"))),
-        "is no MindRecord's",
+        "is not a MindRecord's",
     ),
     "width beyond the memory": (
         lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"),
@@ -531,7 +531,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_wrong_is_said(tmp_path: Path, name: str) -> None:
+def test_each_fault_is_named(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "data.mindrecord", tokens_of(20, 9) % 100)
     damage, message = DAMAGES[name]
     damage(path)

@@ -358,7 +358,7 @@ def test_a_word_without_end_is_refused(tmp_path, monkeypatch, read_back, unit, n
         write(unit * 2006)
 
 
-def test_many_words_are_no_word_without_end(tmp_path, monkeypatch, read_back) -> None:
+def test_many_words_are_not_a_word_without_end(tmp_path, monkeypatch, read_back) -> None:
     monkeypatch.setattr(check_words, "__defaults__", (10,))
     (tmp_path / "a.txt").write_text("a1 " * 1000 + "ab12" * 1000 + "天地，" * 1000)
     read_back(tmp_path / "a.txt")

@@ -1,4 +1,4 @@
-"""What a rank reads depends on the samples consumed alone: any layout, any point of resumption."""
+"""A rank's samples depend only on the samples consumed, for any layout and point of resumption."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed
     assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
 
 
-def test_resuming_goes_on_with_data_and_hash(samples) -> None:
+def test_resuming_continues_data_and_hash(samples) -> None:
     sampler = ShardedSampler(
         samples, global_batch_size=8, data_parallel_size=2, data_parallel_rank=1
     )

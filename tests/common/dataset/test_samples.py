@@ -165,7 +165,7 @@ def test_splits_cut_at_documents_also_in_sentence_files(write_pair) -> None:
     assert seen == list(range(240))
 
 
-def test_an_empty_split_says_how_to_mend_it(write_pair) -> None:
+def test_an_empty_split_says_how_to_fix_it(write_pair) -> None:
     with pytest.raises(
         DataError,
         match=r"split 'valid' \(weights 949,50,1\) holds 0 of 3 documents with 0 tokens.*larger"

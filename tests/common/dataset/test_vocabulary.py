@@ -23,7 +23,9 @@ def record(size: int, letter: str = "a") -> dict[str, Any]:
         ([record(101), record(101), None], record(101), 101),
     ],
 )
-def test_what_fits_is_no_remark(data: list[Any], tokenizer: Any, vocab_size: int) -> None:
+def test_matching_vocabularies_give_no_warning(
+    data: list[Any], tokenizer: Any, vocab_size: int
+) -> None:
     assert vocabulary_remarks(data, tokenizer, vocab_size) == []
 
 
@@ -38,7 +40,7 @@ def test_rows_that_no_token_reaches() -> None:
     it.
     """
     (remark,) = vocabulary_remarks([None], record(8000), 50257, share_of_row=192 / 11_453_760)
-    assert "no token reaches 42257 rows of the embedding, 71% of all parameters" in remark
+    assert "no token uses 42257 rows of the embedding, 71% of all parameters" in remark
     assert remark.endswith("model.vocab_size=8000")
     assert vocabulary_remarks([record(8000)], None, 8065)[0].startswith(
         "model.vocab_size=8065, but the tokenizer has 8000 tokens"

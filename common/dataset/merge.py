@@ -1,0 +1,279 @@
+"""Join .bin/.idx pairs into one, in constant memory.
+
+The result of all shards of a corpus has the bytes that one process would have written. A merge that
+was cut off resumes behind the last pair that was copied whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.dataset.indexed import (
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    require_pair,
+    strip_extension,
+)
+from common.dataset.metadata import (
+    METADATA_EXTENSION,
+    SHARD_OPTION,
+    Metadata,
+    read_metadata,
+    write_metadata,
+)
+from common.dataset.token_files import CHUNK, with_extension
+from common.errors import DataError, StorageError
+from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite
+from common.structured_files import read_json_mapping
+
+_PARTIAL, _JOURNAL = ".bin.partial", ".merge.json"
+_COPIED_AT_ONCE = 16 << 20
+_SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One pair. An empty shard has no ``data``."""
+
+    prefix: Path
+    metadata: Metadata | None
+    data: IndexedDataset | None
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.data is None else len(self.data.tokens) * self.data.dtype.itemsize
+
+
+def merge_datasets(
+    inputs: Sequence[Path],
+    output: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Metadata | None:
+    """Write the pair ``output``; return its record if all inputs have one.
+
+    inputs: prefixes, or folders whose pairs are taken by name. Shards are sorted by their number,
+    and all must be there. on_progress: called with bytes copied and all bytes.
+    Raises DataError for pairs that do not belong together, and StorageError.
+    """
+    parts = [_open(prefix) for prefix in _prefixes(inputs)]
+    parts = _in_order(parts)
+    _require_one_kind(parts)
+    output = strip_extension(output)
+    extensions = (".bin", ".idx", METADATA_EXTENSION)
+    refuse_to_overwrite(
+        [with_extension(part.prefix, extension) for part in parts for extension in extensions],
+        [with_extension(output, extension) for extension in extensions],
+        "choose another --output-prefix",
+    )
+    full = [part for part in parts if part.data is not None]
+    if not full:
+        raise DataError(f"{parts[0].prefix}: no pair has a document; check the corpus")
+    partial = with_extension(output, _PARTIAL)
+    _copy(full, partial, with_extension(output, _JOURNAL), on_progress)
+    _publish(full, output, partial)
+    metadata = _joined(parts)
+    if metadata is not None:
+        write_metadata(with_extension(output, METADATA_EXTENSION), metadata)
+    with suppress(OSError):
+        with_extension(output, _JOURNAL).unlink()
+    return metadata
+
+
+def _prefixes(inputs: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            pairs = sorted(strip_extension(each) for each in path.glob("*.idx"))
+            if not pairs:
+                raise DataError(f"{path}: holds no .idx; name a folder of pairs, or the pairs")
+            found += pairs
+        else:
+            found.append(strip_extension(path))
+    twice = next((path for path in found if found.count(path) > 1), None)
+    if twice is not None:
+        raise DataError(f"{twice}: is named twice; name each pair once")
+    return found
+
+
+def _open(prefix: Path) -> _Part:
+    with reading(prefix, DataError):
+        require_pair(prefix)
+        metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
+    if metadata is not None and metadata.sequences == 0 and SHARD_OPTION in metadata.options:
+        return _Part(prefix=prefix, metadata=metadata, data=None)
+    return _Part(prefix=prefix, metadata=metadata, data=IndexedDataset(prefix))
+
+
+def _in_order(parts: list[_Part]) -> list[_Part]:
+    """Return shards by their numbers, other pairs as they are."""
+    named = [part.metadata.options.get(SHARD_OPTION) if part.metadata else None for part in parts]
+    if not any(named):
+        return parts
+    numbers: dict[int, _Part] = {}
+    counts = {str(name).partition("/")[2] for name in named}
+    for part, name in zip(parts, named, strict=True):
+        if name is None or len(counts) > 1:
+            raise DataError(
+                f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others are of"
+                " another division; merge the shards of one run of --shard by themselves"
+            )
+        number = int(str(name).partition("/")[0])
+        if number in numbers:
+            raise DataError(
+                f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one"
+            )
+        numbers[number] = part
+    count = int(counts.pop())
+    missing = [str(number) for number in range(1, count + 1) if number not in numbers]
+    if missing:
+        raise DataError(
+            f"{parts[0].prefix}: shards {', '.join(missing[:10])} of {count} are missing;"
+            f" preprocess them with --shard {missing[0]}/{count}, and name all"
+        )
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def _require_one_kind(parts: Sequence[_Part]) -> None:
+    """Raise DataError unless tokens have one type, tokenizer and, for shards, one corpus."""
+    first = parts[0]
+    for part in parts[1:]:
+        mine, theirs = part.metadata, first.metadata
+        if mine is not None and theirs is not None:
+            for name in _SHAPING:
+                if getattr(mine, name) != getattr(theirs, name):
+                    raise DataError(
+                        f"{part.prefix}: {name} is {getattr(mine, name)}, but"
+                        f" {getattr(theirs, name)} in {first.prefix}; preprocess with one tokenizer"
+                    )
+            if SHARD_OPTION in mine.options and (
+                _plain(mine).options != _plain(theirs).options or mine.sources != theirs.sources
+            ):
+                raise DataError(
+                    f"{part.prefix}: was made with other options or inputs than {first.prefix};"
+                    " preprocess this shard again"
+                )
+    full = [part for part in parts if part.data is not None]
+    for part in full[1:]:
+        assert part.data is not None and full[0].data is not None
+        if part.data.dtype != full[0].data.dtype:
+            raise DataError(
+                f"{part.prefix}: has tokens of {part.data.dtype.name}, but"
+                f" {full[0].data.dtype.name} in {full[0].prefix}; preprocess both with one"
+                " tokenizer"
+            )
+
+
+def _copy(
+    parts: Sequence[_Part], partial: Path, journal: Path, on_progress: Callable[[int, int], None]
+) -> None:
+    """Append the tokens of all parts to ``partial``, behind those that are there already."""
+    keys = [part.data.content_key for part in parts if part.data is not None]
+    total = sum(part.bytes for part in parts)
+    done = _copied_before(journal, keys)
+    copied = sum(part.bytes for part in parts[:done])
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("r+b" if done else "wb") as file:
+            if os.fstat(file.fileno()).st_size < copied:
+                done = copied = 0
+            file.truncate(copied)
+            file.seek(copied)
+            on_progress(copied, total)
+            for number, part in enumerate(parts[done:], done + 1):
+                with with_extension(part.prefix, ".bin").open("rb") as source:
+                    shutil.copyfileobj(source, file, _COPIED_AT_ONCE)
+                file.flush()
+                os.fsync(file.fileno())
+                copied += part.bytes
+                with atomic_write(journal, "w") as notes:
+                    json.dump({"copied": number, "parts": keys}, notes)
+                on_progress(copied, total)
+    except OSError as error:
+        raise StorageError(
+            f"{partial}: could not be written: {error.strerror or error}; make room there, and"
+            " start the merge again, which continues"
+        ) from error
+
+
+def _copied_before(journal: Path, keys: list[str]) -> int:
+    if not journal.exists():
+        return 0
+    try:
+        notes = read_json_mapping(journal, error=DataError)
+    except DataError:
+        return 0
+    copied = notes.get("copied")
+    return copied if notes.get("parts") == keys and isinstance(copied, int) else 0
+
+
+def _publish(parts: Sequence[_Part], output: Path, partial: Path) -> None:
+    """Give the tokens their name and write the index, which comes last and makes the pair."""
+    with_extension(output, ".idx").unlink(missing_ok=True)
+    with_extension(output, METADATA_EXTENSION).unlink(missing_ok=True)
+    os.replace(partial, with_extension(output, ".bin"))
+    fsync_folder(output.parent)
+    with atomic_write(with_extension(output, ".idx")) as file:
+        _write_index([part.data for part in parts if part.data is not None], file)
+
+
+def _write_index(data: Sequence[IndexedDataset], file: IO[bytes]) -> None:
+    dtype = data[0].dtype
+    sequences = sum(map(len, data))
+    documents = sum(each.document_count for each in data)
+    file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
+    for each in data:
+        _write(file, each.sizes, "<i4", 0)
+    before = 0
+    for each in data:
+        _write(file, each.pointers, "<i8", before)
+        before += len(each.tokens) * dtype.itemsize
+    file.write(np.zeros(1, "<i8").tobytes())
+    before = 0
+    for each in data:
+        _write(file, each.document_index[1:], "<i8", before)
+        before += len(each)
+
+
+def _write(file: IO[bytes], numbers: npt.NDArray[Any], dtype: str, before: int) -> None:
+    for start in range(0, len(numbers), CHUNK):
+        file.write((numbers[start : start + CHUNK].astype(dtype) + before).astype(dtype).tobytes())
+
+
+def _plain(metadata: Metadata) -> Metadata:
+    """Return the record without the name of a shard."""
+    options = {name: value for name, value in metadata.options.items() if name != SHARD_OPTION}
+    return replace(metadata, options=options)
+
+
+def _joined(parts: Sequence[_Part]) -> Metadata | None:
+    """Return the record of the whole; shards have their sources in common."""
+    records = [part.metadata for part in parts if part.metadata is not None]
+    if len(records) < len(parts):
+        return None
+    first = records[0]
+    sharded = SHARD_OPTION in first.options
+    options = _plain(first).options
+    return replace(
+        first,
+        documents=sum(each.documents for each in records),
+        sequences=sum(each.sequences for each in records),
+        tokens=sum(each.tokens for each in records),
+        empty_documents=sum(each.empty_documents for each in records),
+        sources=first.sources
+        if sharded
+        else tuple(source for each in records for source in each.sources),
+        options=options if all(_plain(each).options == options for each in records) else {},
+    )

@@ -1,0 +1,175 @@
+"""Parts of a corpus and their merge: the bytes that one process writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.dataset import IndexedDataset, IndexedWriter
+from common.dataset.merge import merge_datasets
+from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.shards import Shard, parse_shard
+from common.dataset.workers import TokenizerChoice
+from common.errors import ConfigError, DataError, StorageError
+
+EXTENSIONS = (".bin", ".idx", ".meta.json")
+
+
+@pytest.fixture
+def options(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> PreprocessOptions:
+    """Text, JSON Lines, an array and a gzipped text, of about 200 kB."""
+    words = random.Random(0)
+    texts = ["".join(words.choices("abcdefgh ", k=words.randrange(1, 900))) for _ in range(600)]
+    (tmp_path / "a.txt").write_text("\ufeff" + "\n\n".join(texts[:150]))
+    (tmp_path / "b.jsonl").write_text(
+        "\n".join(json.dumps({"text": text * (n % 5 > 0)}) for n, text in enumerate(texts[150:300]))
+    )
+    (tmp_path / "c.json").write_text(json.dumps(texts[300:450]))
+    with gzip.open(tmp_path / "d.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("\r\n\r\n".join(texts[450:]))
+    return PreprocessOptions(
+        inputs=tuple(sorted(tmp_path.glob("?.*"))),
+        output_prefix=tmp_path / "whole",
+        tokenizer=byte_tokenizer,
+    )
+
+
+def shards(options: PreprocessOptions, count: int) -> list[Path]:
+    """Write all parts, the last one first; return their prefixes in that order."""
+    return [
+        preprocess(replace(options, shard=Shard(number=number, count=count))).prefixes[0]
+        for number in range(count, 0, -1)
+    ]
+
+
+def files(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{extension}").read_bytes() for extension in EXTENSIONS]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 200])
+def test_merged_shards_have_the_bytes_of_one_process(
+    tmp_path: Path, options: PreprocessOptions, count: int
+) -> None:
+    whole = preprocess(options).prefixes[0]
+    parts = shards(options, count)
+    merge_datasets(parts, tmp_path / "merged")
+    assert files(tmp_path / "merged") == files(whole)
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.merge.json"))
+    if count == 8:  # parts are about equal, and none is the whole
+        sizes = [Path(f"{part}.bin").stat().st_size for part in parts]
+        assert max(sizes) < 0.4 * sum(sizes)
+
+
+def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(
+    tmp_path: Path, options: PreprocessOptions
+) -> None:
+    second = replace(options, shard=Shard(number=2, count=3))
+    first, again = preprocess(second), preprocess(second)
+    assert not first.kept and again.kept
+    assert again.progress.tokens == first.progress.tokens > 0
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("\n\nmore")
+    assert not preprocess(second).kept
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_merge_continues_where_it_was_cut_off(tmp_path: Path, options: PreprocessOptions) -> None:
+    whole, parts = preprocess(options).prefixes[0], shards(options, 4)
+    seen: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        merge_datasets(parts, tmp_path / "merged", stop)
+    assert not (tmp_path / "merged.bin").exists()
+    with (tmp_path / "merged.bin.partial").open("ab") as file:
+        file.write(b"part of a copy")
+    copied: list[int] = []
+    merge_datasets(parts, tmp_path / "merged", lambda done, total: copied.append(done))
+    assert copied[0] == seen[2] > 0, "two shards are not copied again"
+    assert files(tmp_path / "merged") == files(whole)
+
+
+def test_shards_that_do_not_make_a_whole_are_refused(
+    tmp_path: Path, options: PreprocessOptions
+) -> None:
+    parts = shards(options, 3)
+    with pytest.raises(DataError, match=r"shards 2 of 3 are missing; preprocess them with --shard"):
+        merge_datasets([parts[0], parts[2]], tmp_path / "merged")
+    with pytest.raises(DataError, match="named twice"):
+        merge_datasets([*parts, parts[0]], tmp_path / "merged")
+    with pytest.raises(ConfigError, match="choose another --output-prefix"):
+        merge_datasets(parts, parts[0])
+    other = preprocess(replace(options, shard=Shard(number=1, count=2))).prefixes[0]
+    with pytest.raises(DataError, match="of another division"):
+        merge_datasets([*parts, other], tmp_path / "merged")
+    preprocess(replace(options, append_eod=False, shard=Shard(number=2, count=3)))
+    with pytest.raises(DataError, match=r"eod_id is (None|256), but (None|256)"):
+        merge_datasets(parts, tmp_path / "merged")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: holds no \.idx"):
+        merge_datasets([tmp_path / "empty"], tmp_path / "merged")
+    (tmp_path / "file").write_text("")
+    preprocess(replace(options, shard=Shard(number=2, count=3)))
+    with pytest.raises(StorageError, match="start the merge again"):
+        merge_datasets(parts, tmp_path / "file" / "merged")
+
+
+def test_other_pairs_follow_one_another(tmp_path: Path) -> None:
+    """Sentences and documents included, with the bytes of Megatron's own builder."""
+    indexed = pytest.importorskip(
+        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+    )
+    random_numbers = np.random.default_rng(0)
+    folder = tmp_path / "pairs"
+    for name, documents in (("a", [2, 0, 1]), ("b", [1]), ("c", [3, 1])):
+        sizes = random_numbers.integers(0, 9, sum(documents))
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            writer.append(
+                random_numbers.integers(0, 60000, sizes.sum()), sizes, np.array(documents)
+            )
+    merge_datasets([folder], tmp_path / "merged")
+    builder: Any = indexed.IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.uint16)
+    for name in "abc":
+        builder.add_index(str(folder / name))
+    builder.finalize(str(tmp_path / "megatron.idx"))
+    for extension in (".bin", ".idx"):
+        merged, theirs = (tmp_path / f"{name}{extension}" for name in ("merged", "megatron"))
+        assert merged.read_bytes() == theirs.read_bytes()
+    assert IndexedDataset(tmp_path / "merged").document_count == 6
+    with IndexedWriter(folder / "d", np.int32) as writer:
+        writer.append(np.arange(3), np.array([3]))
+    with pytest.raises(DataError, match="has tokens of int32, but uint16"):
+        merge_datasets([folder], tmp_path / "merged")
+
+
+def test_shards_are_named_by_number_or_by_slurm() -> None:
+    assert parse_shard("2/8", {}) == Shard(number=2, count=8)
+    array = {
+        "SLURM_ARRAY_TASK_ID": "12",
+        "SLURM_ARRAY_TASK_MIN": "10",
+        "SLURM_ARRAY_TASK_COUNT": "4",
+    }
+    assert parse_shard("slurm", array) == Shard(number=3, count=4)
+    for text, environ, message in (
+        ("slurm", {}, "sbatch --array=1-8"),
+        ("slurm", array | {"SLURM_ARRAY_TASK_ID": "14"}, "without gaps"),
+        ("0/3", {}, "expected a number from 1"),
+        ("4/3", {}, "expected a number from 1"),
+        ("half", {}, "expected I/N"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_shard(text, environ)
