@@ -1,0 +1,85 @@
+"""tools/compare_runs.py names the first step at which two runs differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.compare_runs import main
+
+
+def run_folder(folder: Path, *, steps: int = 6, first: int = 1, **changes: Any) -> Path:
+    """Write a run: its loss falls by a tenth a step. changes: (step, key) as ``key_step``."""
+    folder.mkdir()
+    rows = []
+    for step in range(first, first + steps):
+        row = {"step": step, "loss": 10.0 - step / 10, "grad_norm": 2.0, "sample_hash": f"h{step}"}
+        for name, value in changes.items():
+            key, _, at = name.rpartition("_")
+            row |= {key: value} if at == str(step) else {}
+        rows.append(json.dumps(row))
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "config.yaml").write_text(
+        f"backend: torch\noutput_dir: {folder}\ntrain: {{max_steps: {steps}}}\n"
+    )
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: Path | str) -> tuple[int, str]:
+    code = main(list(map(str, words)))
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run has only the later steps; a loss may differ by the rounding of sums."""
+    one = run_folder(tmp_path / "one")
+    other = run_folder(tmp_path / "other", first=4, loss_5=9.5 * (1 + 2e-7))
+    code, text = said(capsys, one, other)
+    assert code == 0 and text.endswith("the same\n")
+    assert "compared: 3 steps, 4 to 6; tolerance 1e-06" in text
+    assert "loss: largest difference 2e-07, at step 5" in text
+    assert "output_dir" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"loss_3": 9.8}, "different: the loss differs from step 3: 9.8, expected 9.7"),
+        ({"grad_norm_4": 2.1}, "different: the gradient norm differs from step 4: 2.1"),
+        (
+            {f"grad_norm_{step}": 2.02 for step in range(1, 7)},
+            "every gradient norm is 1.01 times the expected one from step 1",
+        ),
+        ({"loss_2": None}, "the loss at step 2 is nan, expected 9.8"),
+        ({"sample_hash_5": "x", "sample_hash_6": "y"}, "samples: others from step 5"),
+    ],
+)
+def test_the_first_difference_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
+) -> None:
+    one = run_folder(tmp_path / "one")
+    code, text = said(capsys, one, run_folder(tmp_path / "other", **changes))
+    assert code == 1 and expected in text, text
+
+
+def test_two_frameworks_have_a_wider_tolerance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run_folder(tmp_path / "one")
+    other = run_folder(tmp_path / "other", loss_3=9.7 * (1 + 1e-5))
+    (other / "config.yaml").write_text("backend: mindspore\n")
+    assert said(capsys, one, other)[0] == 0
+    code, text = said(capsys, one, other, "--tolerance", "1e-6")
+    assert code == 1 and "backend: torch -> mindspore" in text and "step 3" in text
+
+
+def test_runs_that_cannot_be_compared_are_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run_folder(tmp_path / "one")
+    code, text = said(capsys, one, tmp_path / "absent")
+    assert code == 2 and "no such file; give the folder of a run" in text
+    code, text = said(capsys, one, run_folder(tmp_path / "later", first=20))
+    assert code == 2 and "no step is in both" in text
