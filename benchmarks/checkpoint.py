@@ -1,5 +1,4 @@
-"""What saving costs: how long training waits for an asynchronous save, and the rate of writing
-beside cp and sync.
+"""Measure how long a save delays training, and the rate of writing beside cp and sync.
 
     python benchmarks/checkpoint.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR \\
         [--passes 4] [--repeats 1] [section.key=value ...]
@@ -106,15 +105,18 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", required=True, help="YAML of the model")
     parser.add_argument(
         "--folder",
         required=True,
         type=Path,
-        help="on the disk to measure; a folder inside is made and removed",
+        help="folder on the disk to measure; a folder inside is made and removed",
     )
     parser.add_argument(
-        "--passes", type=int, default=4, help="forward passes between a save and the update (4)"
+        "--passes",
+        type=int,
+        default=4,
+        help="forward passes between a save and the update (default: 4)",
     )
     parser.add_argument(
         "--repeats",
@@ -122,9 +124,11 @@ def main() -> None:
         default=1,
         choices=range(1, 100),
         metavar="N",
-        help="pairs of writing and copying (1)",
+        help="pairs of writing and copying (default: 1)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
+    )
     arguments = parser.parse_args()
     engine = make_engine(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="checkpoint-") as name:

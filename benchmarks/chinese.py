@@ -1,9 +1,9 @@
-"""Preprocessing of Chinese at character level beside GPT2-Chinese's loop over transformers'
-BertTokenizer (tokenise, convert, write), one core, interleaved repeats, medians.
+"""Measure preprocessing of Chinese characters beside GPT2-Chinese's loop over BertTokenizer.
 
     python benchmarks/chinese.py --corpus train.json --vocab-file vocab.txt [--repeats 5]
 
-The loop is timed without its imports; ours is the whole command.
+The loop tokenizes, converts and writes. Both use one core, in turns. The loop is timed without its
+imports; ours is the whole command.
 """
 
 from __future__ import annotations
@@ -67,10 +67,14 @@ def _run(command: list[str]) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--vocab-file", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, required=True, help="text to preprocess")
+    parser.add_argument(
+        "--vocab-file", type=Path, required=True, help="vocabulary of the tokenizer"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats (default: 5)")
     args = parser.parse_args()
     size = args.corpus.stat().st_size
     with tempfile.TemporaryDirectory() as name:

@@ -1,12 +1,11 @@
-"""What converting weights costs beside cp and sync of the same files: seconds, and memory of the
-process beyond its imports.
+"""Measure time and memory of converting weights, beside cp and sync of the same files.
 
     python benchmarks/conversion.py --config configs/gpt2/run_gpt2_1558m.yaml --folder DIR \\
         [--to mindformers megatron:2x2] [--repeats 3] [section.key=value ...]
 
 The source is a Hugging Face folder of random float32 weights. A target may say tensor x pipeline
-shards. Needs three times the weights' size on the disk of --folder; peak memory is RssAnon, which
-the mapped input is no part of.
+shards. Needs three times the weights' size on the disk of --folder; peak memory is RssAnon, without
+the mapped input.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Measured:
     size: int
     """Bytes of the source."""
     seconds: list[float]
-    """Of the whole process that converts, imports included."""
+    """Seconds of the whole process that converts, imports included."""
     copied: list[float]
     peak: int
     """Bytes of anonymous memory beyond the imports, at most."""
@@ -144,18 +143,20 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", required=True, help="YAML of the model")
     parser.add_argument(
         "--folder",
         required=True,
         type=Path,
-        help="on the disk to measure; a folder inside is made and removed",
+        help="folder on the disk to measure; a folder inside is made and removed",
     )
     parser.add_argument(
         "--to",
         nargs="+",
         default=["mindspore", "mindformers", "megatron:2x2"],
         metavar="FORMAT[:TxP]",
+        help="formats to write, with tensor x pipeline ranks (default: mindspore mindformers"
+        " megatron:2x2)",
     )
     parser.add_argument(
         "--repeats",
@@ -163,9 +164,11 @@ def main() -> None:
         default=3,
         choices=range(1, 100),
         metavar="N",
-        help="pairs of converting and copying (3)",
+        help="pairs of converting and copying (default: 3)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion-") as name:
         folder = Path(name)

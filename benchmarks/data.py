@@ -1,4 +1,4 @@
-"""Preprocessing and loading speed. Whole processes, one core, interleaved repeats, medians.
+"""Measure the speed of preprocessing and loading: whole processes, one core, medians.
 
     python benchmarks/data.py preprocess --corpus FILE.txt --vocab-file vocab.json \\
         --merge-file merges.txt [--limit-mb 8] [--repeats 3]
@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.interleaved import median_ratio
 from benchmarks.table import report
 
-# What preprocessing is measured against: one process, one document after the other, ids written as
-# uint16.
+# Peer of preprocessing: one process, one document after the other, ids written as uint16.
 BASELINE = """
 import sys
 import numpy as np
@@ -203,20 +202,35 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("preprocess")
-    command.add_argument("--corpus", type=Path, required=True)
-    command.add_argument("--vocab-file", type=Path, required=True)
-    command.add_argument("--merge-file", type=Path, required=True)
-    command.add_argument("--backends", nargs="+", default=["gigatoken", "tiktoken"])
-    command.add_argument("--limit-mb", type=float)
+    command.add_argument("--corpus", type=Path, required=True, help="text to preprocess")
+    command.add_argument(
+        "--vocab-file", type=Path, required=True, help="vocabulary of the tokenizer"
+    )
+    command.add_argument("--merge-file", type=Path, required=True, help="merges of the tokenizer")
+    command.add_argument(
+        "--backends",
+        nargs="+",
+        default=["gigatoken", "tiktoken"],
+        help="libraries of tokenizers to compare (default: gigatoken tiktoken)",
+    )
+    command.add_argument(
+        "--limit-mb", type=float, help="megabytes of the corpus to use (default: all)"
+    )
     command.set_defaults(run=preprocess)
     command = commands.add_parser("read")
-    command.add_argument("--mega-tokens", type=float, default=64)
+    command.add_argument(
+        "--mega-tokens", type=float, default=64, help="millions of tokens to read (default: 64)"
+    )
     command.set_defaults(run=read)
     command = commands.add_parser("index")
-    command.add_argument("--mega-tokens", type=float, default=1000)
+    command.add_argument(
+        "--mega-tokens", type=float, default=1000, help="millions of tokens to read (default: 1000)"
+    )
     command.set_defaults(run=index)
     for command in commands.choices.values():
-        command.add_argument("--repeats", type=int, default=3)
+        command.add_argument(
+            "--repeats", type=int, default=3, help="number of repeats (default: 3)"
+        )
     args = parser.parse_args()
     args.run(args)
 

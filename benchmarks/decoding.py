@@ -1,5 +1,7 @@
-"""All ways in which GPT-2 124M is decoded on a CPU, in turns: this toolkit's types, its ONNX files
-in onnxruntime, transformers, and llama.cpp where llama-cpp-python is installed.
+"""Compare all ways to decode GPT-2 124M on a CPU.
+
+The systems take turns: this toolkit's types, its ONNX files in onnxruntime, transformers, and
+llama.cpp where llama-cpp-python is installed.
 
     python benchmarks/decoding.py [--systems float32,int8,...] [--batches 1,8] [--repeats 7] \\
         [--prompt-tokens 32] [--new-tokens 32] [--threads 1]
@@ -243,12 +245,39 @@ def main() -> None:
         allow_abbrev=False,
     )
     here = [name for name in SYSTEMS if not name.startswith("llama") or find_spec("llama_cpp")]
-    parser.add_argument("--systems", default=",".join(here), metavar="S,...")
-    parser.add_argument("--batches", default="1,8", metavar="B,...")
-    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--repeats", type=int, default=7, choices=range(1, 1000), metavar="N")
-    parser.add_argument("--threads", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--systems",
+        default=",".join(here),
+        metavar="S,...",
+        help="systems to compare, divided by commas (default: all that are installed)",
+    )
+    parser.add_argument(
+        "--batches",
+        default="1,8",
+        metavar="B,...",
+        help="numbers of sequences, divided by commas (default: 1,8)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of a prompt (default: 32)",
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=7,
+        choices=range(1, 1000),
+        metavar="N",
+        help="number of repeats (default: 7)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="threads of a system (default: 1)"
+    )
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,5 +1,4 @@
-"""Generation of this toolkit beside transformers' generate, from the same weights and prompts:
-GPT-2 124M, random weights.
+"""Measure generation beside transformers' generate, with GPT-2 124M of random weights.
 
     python benchmarks/generation.py [--device cpu] [--precision float32] [--batches 1,8] \\
         [--strategies greedy,sampling] [--repeats 5] [--prompt-tokens 32] [--new-tokens 64] \\
@@ -158,14 +157,46 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="float32", choices=("float32", "bf16", "fp16"))
-    parser.add_argument("--batches", default="1,8", metavar="B,...")
-    parser.add_argument("--strategies", default="greedy,sampling", metavar="S,...")
-    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--repeats", type=int, default=5, choices=range(1, 1000), metavar="N")
-    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--device", default="cpu", help="kind of device (default: cpu)")
+    parser.add_argument(
+        "--precision",
+        default="float32",
+        choices=("float32", "bf16", "fp16"),
+        help="type of the computation (default: float32)",
+    )
+    parser.add_argument(
+        "--batches",
+        default="1,8",
+        metavar="B,...",
+        help="numbers of sequences, divided by commas (default: 1,8)",
+    )
+    parser.add_argument(
+        "--strategies",
+        default="greedy,sampling",
+        metavar="S,...",
+        help="strategies of generation, divided by commas (default: greedy,sampling)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of a prompt (default: 32)",
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        choices=range(1, 1000),
+        metavar="N",
+        help="number of repeats (default: 5)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of a system (default: the library's)"
+    )
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -1,5 +1,4 @@
-"""What the loop and the engine cost beside a loop as one would write it by hand: same model,
-weights, batches and optimizer.
+"""Measure the cost of the loop and the engine beside a hand-written loop over the same model.
 
     python benchmarks/overhead.py --config configs/gpt2/run_gpt2_tiny.yaml [--ranks 2] \\
         [--steps 4] [--repeats 9] [section.key=value ...]
@@ -27,10 +26,20 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 from benchmarks.interleaved import median_ratio, take_turns
 from benchmarks.table import report
 
 SYSTEMS = ("native", "bare")
+
+
+def random_batches(config: Any) -> Iterator[Any]:
+    """Yield global batches of random tokens, without an end."""
+    random = np.random.default_rng(0)
+    shape = (config.train.global_batch_size, config.model.seq_length + 1)
+    while True:
+        yield random.integers(0, config.model.vocab_size, shape).astype(np.int32)
 
 
 class Turns:
@@ -41,8 +50,6 @@ class Turns:
     def __init__(
         self, config: Any, steps: int, others: list[subprocess.Popen[str]], answers: IO[str]
     ) -> None:
-        from benchmarks.training import random_batches
-
         self.weights: list[Any] = []
         self._batches, self._steps, self._others, self._answers = (
             random_batches(config),
@@ -134,13 +141,14 @@ def start_others(ranks: int) -> list[subprocess.Popen[str]]:
 
 
 def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
-    """What torch_gpt2/train.py does, over other batches."""
+    """Train as torch_gpt2/train.py does, over other batches."""
     from common.dataset import Batch
     from common.training.checkpoint_writer import CheckpointWriter
-    from common.training.loop import Run, train
+    from common.training.loop import train
     from common.training.metrics import MetricsWriter
     from common.training.start import Start
     from common.training.state import TrainState
+    from common.training.steps import Run
     from torch_gpt2.engine import Engine
 
     engine = Engine(config, device, world=world)
@@ -164,6 +172,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
             peak_flops=0.0,
             peak_memory=device.peak_memory,
             max_over_ranks=world.all_reduce_max,
+            start_max=world.start_max,
         )
         train(run, TrainState())
 
@@ -267,17 +276,22 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", required=True, help="YAML of the model")
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
         choices=range(1, 65),
         metavar="N",
-        help="data-parallel processes on this machine",
+        help="data-parallel processes on this machine (default: 1)",
     )
     parser.add_argument(
-        "--steps", type=int, default=4, choices=range(1, 1000), metavar="N", help="of a turn (4)"
+        "--steps",
+        type=int,
+        default=4,
+        choices=range(1, 1000),
+        metavar="N",
+        help="steps of a turn (default: 4)",
     )
     parser.add_argument(
         "--repeats",
@@ -285,16 +299,18 @@ def main() -> None:
         default=9,
         choices=range(1, 1000),
         metavar="N",
-        help="pairs of turns (9)",
+        help="pairs of turns (default: 9)",
     )
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-4,
-        help="relative difference allowed between norms of the weights (1e-4)",
+        help="relative difference allowed between norms of the weights (default: 1e-4)",
     )
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
+    )
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)

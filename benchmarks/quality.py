@@ -1,10 +1,9 @@
-"""Loss and size of a trained model in every format that this toolkit writes, on the validation
-windows of its own data.
+"""Measure loss and size of a trained model in every format that this toolkit writes.
 
     python benchmarks/quality.py --config output/quickstart/config.yaml [section.key=value ...]
 
-Formats are written by the converter, and read by what reads them elsewhere: ONNX by onnxruntime,
-the blocks of GGUF by gguf. Needs the extras torch and export.
+The loss is that of the validation windows of its own data. The converter writes the formats.
+onnxruntime reads ONNX, and the library gguf the blocks of GGUF. Needs the extras torch and export.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ FORMATS = (
     ("GGUF, Q8_0", "gguf", "int8"),
     ("GGUF, Q4_0", "gguf", "int4"),
 )
-"""What it is called in the table, the format, the type of its weights; the first is the measure."""
+"""Name in the table, format, and type of the weights; the first row is the measure."""
 
 
 def main() -> None:
@@ -51,8 +50,10 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("words", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", type=Path, required=True, help="YAML of the model")
+    parser.add_argument(
+        "words", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
+    )
     arguments = parser.parse_args()
     from common.config.load import load_config
     from common.conversion.convert import convert

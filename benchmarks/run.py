@@ -1,10 +1,14 @@
-"""All benchmarks, one table at the end.
+"""Run all benchmarks and print one table at the end.
 
-    python benchmarks/run.py [--device cpu] [--data data/quickstart] [--mindspore]
+    python benchmarks/run.py [--device cuda] [--parts training,loader] [--data data/quickstart]
+    python benchmarks/run.py --plan
+        show the commands; start nothing
 
-Takes half an hour or more on two cores; the machine should do nothing else. --data: a folder with
-corpus.txt, vocab.json and merges.txt, as tools/fetch_quickstart_data.py makes. --device cuda trains
-124M to 1558M in bfloat16 beside transformers, compiled.
+Takes an hour or more; the machine should do nothing else. Needs nothing but the project with its
+extra `peers`; preprocessing needs --data, as tools/fetch_quickstart_data.py makes it. --device cuda
+trains 124M to 1558M in bfloat16, eager and compiled, and compares the speeds with the prediction of
+a roofline. --output_dir has the report of the training steps and the table; with an earlier one,
+the training steps resume there. Exit code 2: bad arguments; 1: a benchmark has failed.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,138 +28,140 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import GATHER, report
 
-GPT2 = ("--config", "configs/gpt2/run_gpt2_124m.yaml")
-ONE_WINDOW = ("train.micro_batch_size=1", "train.global_batch_size=1")
-ON_GPU = {"_124m": 16, "_345m": 8, "_774m": 8, "_1558m": 4}
-"""Configs and micro batch sizes; two micro batches a step."""
+ROWS = "rows.jsonl"
+CORPUS = ("corpus.txt", "vocab.json", "merges.txt")
 
 
-def commands(arguments: argparse.Namespace) -> list[list[str]]:
-    """Script and arguments of each benchmark."""
-    found: list[list[str]] = []
+def commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
+    """Return script and arguments of each benchmark, by the name of its part."""
     device = f"device={arguments.device}"
-    if arguments.device == "cpu":
-        pair = ["--systems", "torch,transformers"]
-        found.append(["training.py", *GPT2, device, *ONE_WINDOW, "precision=float32", *pair])
-        # without kernels for bf16 a processor takes 15 s a step even so
-        short = "model.seq_length=32"
-        found.append(["training.py", *GPT2, device, *ONE_WINDOW, "precision=bf16", short, *pair])
-        found.append(
-            [
-                "training.py",
-                *GPT2,
-                device,
-                *ONE_WINDOW,
-                "precision=float32",
-                "--systems",
-                "torch-compiled,transformers",
-            ]
-        )
-        small = (
-            "--config",
-            "configs/gpt2/run_gpt2_tiny.yaml",
-            "train.global_batch_size=2",
-            "train.micro_batch_size=1",
-            device,
-        )
-        found += [["overhead.py", *small], ["overhead.py", "--ranks", "2", *small]]
-        if arguments.mindspore:
-            systems = ["--systems", "mindspore,torch"]
-            found.append(
-                ["training.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", device, *systems]
-            )
-    else:
-        for size, micro in ON_GPU.items():
-            batch = (
-                f"train.micro_batch_size={micro}",
-                f"train.global_batch_size={2 * micro}",
-                "train.accumulation_steps=2",
-            )
-            config = (
-                "--config",
-                f"configs/gpt2/run_gpt2{size}.yaml",
-                device,
-                "precision=bf16",
-                "train.recompute=none",
-                *batch,
-            )
-            found.append(
-                ["training.py", *config, "--systems", "torch,torch-compiled,transformers-compiled"]
-            )
-    found.append(["generation.py", "--device", arguments.device])
-    files = [str(arguments.data / name) for name in ("corpus.txt", "vocab.json", "merges.txt")]
-    found.append(
-        [
-            "data.py",
-            "preprocess",
-            "--corpus",
-            files[0],
-            "--vocab-file",
-            files[1],
-            "--merge-file",
-            files[2],
-        ]
-    )
-    found.append(["data.py", "read"])
-    with_state = ("--config", "configs/gpt2/run_gpt2_124m.yaml", device)
-    found.append(
-        [
-            "checkpoint.py",
-            *with_state,
-            "--folder",
-            str(arguments.folder),
-            "--repeats",
-            "3",
-            "--passes",
-            "8",
-        ]
-    )
-    found.append(
-        [
-            "conversion.py",
-            "--config",
-            "configs/gpt2/run_gpt2_345m.yaml",
-            "--folder",
-            str(arguments.folder),
-        ]
-    )
-    return found
+    tiny = ["--config", "configs/gpt2/run_gpt2_tiny.yaml", "train.global_batch_size=2"]
+    tiny += ["train.micro_batch_size=1", device]
+    corpus, words, merges = (str(arguments.data / name) for name in CORPUS)
+    vocabulary = ["--vocab-file", words, "--merge-file", merges]
+    often = ["--repeats", "3", "--passes", "8"]
+    disk = ["--folder", str(arguments.folder)]
+    training = ["--device", arguments.device, "--output_dir", str(arguments.output_dir)]
+    for word in arguments.only:
+        training += ["--only", word]
+    return {
+        "training": [["training.py", *training, f"repeats={arguments.repeats}"]],
+        "overhead": [["overhead.py", *tiny], ["overhead.py", "--ranks", "2", *tiny]]
+        if arguments.device == "cpu"
+        else [],
+        "generation": [["generation.py", "--device", arguments.device]],
+        "preprocessing": [["data.py", "preprocess", "--corpus", corpus, *vocabulary]],
+        "loader": [["data.py", "read"]],
+        "checkpoint": [
+            ["checkpoint.py", "--config", "configs/gpt2/run_gpt2_124m.yaml", device, *disk, *often]
+        ],
+        "conversion": [["conversion.py", "--config", "configs/gpt2/run_gpt2_345m.yaml", *disk]],
+    }
 
 
-def main() -> None:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "quickstart")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)"
+    )
+    parser.add_argument("--parts", metavar="A,B,...", help="benchmarks to run (default: all)")
+    parser.add_argument("--plan", action="store_true", help="show the commands; start nothing")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs of each training step (default: 3)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="AXIS=LABEL",
+        help="training steps to keep, such as model=124m_b64; may be given several times",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=ROOT / "data" / "quickstart",
+        help="folder with corpus.txt, vocab.json and merges.txt (default: data/quickstart)",
+    )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()),
-        help="on the disk that checkpoints are measured on",
+        help="folder on the disk that checkpoints are measured on (default: the temporary one)",
     )
-    parser.add_argument("--mindspore", action="store_true", help="also MindSpore beside torch")
-    arguments = parser.parse_args()
-    failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows"
-        rows.touch()
-        for command in commands(arguments):
-            print("\n$ python benchmarks/" + " ".join(command), flush=True)
-            done = subprocess.run(
-                [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
-                cwd=ROOT,
-                env={**os.environ, GATHER: str(rows)},
-            )
-            failed += [] if done.returncode == 0 else [" ".join(command)]
-        gathered = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    print()
-    report(gathered)
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of results (default: output/benchmark/DATE_TIME)",
+    )
+    found = parser.parse_args(words)
+    if found.output_dir is None:
+        found.output_dir = ROOT / "output" / "benchmark" / f"{datetime.now():%Y%m%d_%H%M%S}"
+    for name in ("data", "folder", "output_dir"):  # children run in another folder
+        setattr(found, name, getattr(found, name).resolve())
+    parts = commands(found)
+    found.parts = found.parts.split(",") if found.parts else list(parts)
+    if unknown := [part for part in found.parts if part not in parts]:
+        parser.error(f"--parts {','.join(unknown)}: expected some of {', '.join(parts)}")
+    return found
+
+
+def why_no_gpu() -> str:
+    """Return why torch cannot use a GPU here; empty where it can."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if torch.cuda.is_available():
+        return ""
+    return f"torch {torch.__version__} finds no GPU"
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    if arguments.device == "cuda" and not arguments.plan and (reason := why_no_gpu()):
+        advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
+        print(f"error: --device cuda: {reason}; {advice}", file=sys.stderr)
+        return 2
+    chosen = commands(arguments)
+    missing = [name for name in CORPUS if not (arguments.data / name).is_file()]
+    left_out = {}
+    if missing and "preprocessing" in arguments.parts:
+        left_out["preprocessing"] = f"{arguments.data} has no {', '.join(missing)}"
+    todo = [command for part in arguments.parts if part not in left_out for command in chosen[part]]
+    for part, reason in left_out.items():
+        print(f"left out: {part}: {reason}; make it by tools/fetch_quickstart_data.py")
+    if arguments.plan:
+        for script, *words in todo:
+            print(shlex.join(["python", f"benchmarks/{script}", *words]))
+        return 0
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    rows, failed = arguments.output_dir / ROWS, []
+    rows.write_text("", encoding="utf-8")
+    for command in todo:
+        print("\n$ python benchmarks/" + shlex.join(command), flush=True)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
+            cwd=ROOT,
+            env={**os.environ, GATHER: str(rows)},
+        )
+        if done.returncode == 2:  # bad arguments; their message is above
+            return 2
+        failed += [] if done.returncode == 0 else [shlex.join(command)]
+    print(f"\n{arguments.output_dir}")
+    report([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()])
     if failed:
-        sys.exit("failed: " + "; ".join(failed))
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

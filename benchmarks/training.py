@@ -1,221 +1,144 @@
-"""A training step of this toolkit beside transformers, from the same weights, over the same tokens.
+"""Measure a training step beside MindSpore, transformers' Trainer and a plain loop, as a study.
 
-    python benchmarks/training.py --config configs/gpt2/run_gpt2_124m.yaml \\
-        [--systems torch,transformers] [--repeats 9] [section.key=value ...]
+    python benchmarks/training.py [--device cuda] [--small] [--output_dir DIR] [WORD ...]
 
-Systems: torch, torch-compiled, mindspore, transformers, transformers-compiled. The last one named
-is what the others are compared with: the median of the ratios of neighbouring steps. transformers
-holds float32 weights and, below float32, works under autocast; fused AdamW, clip and schedule are
-the config's. On a CPU all torch systems keep freed memory (common/device.py). Losses must agree.
+Needs no data: all programs read the same random tokens. WORD: options and settings of
+tools/study.py, such as --only program=torch or repeats=1. The same command resumes in --output_dir.
+Rows are medians over repeats, from the lowest to the highest; ratios have Student's interval of the
+pairs. On an H100, each step of ours stands beside the prediction of the roofline. Exit code 1: a
+cell has failed or has other losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
-from benchmarks.table import report
+from benchmarks.table import Row, report
+from common.dataset import IndexedWriter
+from common.study.results import Study, read_study
+from common.study.statistics import Summary, compare, noise_of, summarize
+from common.study.verdict import judge
+from common.study.words import size, speed
 
-SYSTEMS = ("torch", "torch-compiled", "mindspore", "transformers", "transformers-compiled")
-PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
-
-
-def work(arguments: argparse.Namespace) -> None:
-    """Answer each turn with the seconds and the loss of a step, the most memory so far, and the
-    device's peak FLOP/s.
-    """
-    import os
-
-    os.environ.setdefault("GLOG_v", "3")
-    from common.config.load import load_config
-    from common.resolve.derive import resolve_config, resolve_length
-
-    system, _, compiled = arguments.worker.partition("-")
-    backend = "mindspore" if system == "mindspore" else "torch"
-    words = [
-        *arguments.overrides,
-        f"backend={backend}",
-        "output_dir=unused",
-        "model.dropout=0.0",
-        f"train.compile={bool(compiled)}",
-    ]
-    config = resolve_length(resolve_config(load_config(arguments.config, words)), 1)
-    package = PACKAGES[backend]
-    device = importlib.import_module(f"{package}.device").open_device(config)
-    step = (
-        transformers_step(config, device)
-        if system == "transformers"
-        else our_step(package, config, device)
-    )
-    batches = random_batches(config)
-
-    def turn() -> Answer:
-        tokens = next(batches)
-        start = time.perf_counter()
-        loss = step(tokens)
-        device.synchronize()
-        seconds = time.perf_counter() - start
-        peak = device.peak_flops(config.precision.compute)
-        return {
-            "seconds": seconds,
-            "loss": loss,
-            "memory": device.peak_memory(),
-            "tokens": tokens[:, 1:].size,
-            "peak_flops": peak,
-        }
-
-    answer_turns(turn)
+STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}
+PREDICTED = {
+    "124m_b16-bf16-torch-eager": 271_000,
+    "124m_b64-bf16-torch-compiled": 460_000,
+    "345m_b16-bf16-torch-eager": 135_000,
+    "345m_b48-bf16-torch-compiled": 185_000,
+    "1558m_b4-bf16-torch-eager": 34_000,
+    "1558m_b16-bf16-torch-compiled": 45_400,
+}
+"""Tokens a second on one H100 SXM, by cell, from the roofline of ``benchmarks/roofline.py`` times a
+factor for each size. Factors of 0.92 (124M), 1.0 (350M) and 0.98 (1558M) bring it to llm.c's
+published figures. Eager figures are from operators counted one by one.
+"""
+_DOCUMENTS, _TOKENS, _VOCABULARY = 64, 1 << 17, 50257
 
 
-def random_batches(config: Any) -> Iterator[Any]:
-    random = np.random.default_rng(0)
-    shape = (config.train.global_batch_size, config.model.seq_length + 1)
-    while True:
-        yield random.integers(0, config.model.vocab_size, shape).astype(np.int32)
+def write_random_tokens(folder: Path) -> Path:
+    """Write a data set of 8.4 million uniform tokens unless it is there; return its prefix."""
+    prefix = folder / "random_tokens"
+    if not prefix.with_suffix(".idx").exists():
+        random = np.random.default_rng(0)
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for _ in range(_DOCUMENTS):
+                writer.append(random.integers(0, _VOCABULARY, _TOKENS), np.array([_TOKENS]))
+    return prefix
 
 
-def our_step(package: str, config: Any, device: Any) -> Any:
-    from common.dataset import Batch
-    from common.training.start import Start
-
-    engine = importlib.import_module(f"{package}.engine").Engine(config, device)
-    engine.begin(Start())
-    return lambda tokens: (
-        engine.run(iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="")]), 1)[0].loss
-    )
-
-
-def transformers_step(config: Any, device: Any) -> Any:
-    """A step as a user of transformers writes it: autocast, fused AdamW, gradient clip,
-    accumulation.
-    """
-    import torch
-
-    from common.training.schedule import learning_rate
-    from tests.reference import hugging_face_model
-    from torch_gpt2.model import build_model, initialise
-    from torch_gpt2.optimizer import build_optimizer
-
-    ours = build_model(config, device)
-    initialise(dict(ours.named_parameters()), config)
-    model = (
-        hugging_face_model(config.model, dict(ours.named_parameters()))
-        .to(device.torch_device)
-        .train()
-    )
-    del ours
-    forward = torch.compile(model) if config.train.compile else model
-    optimizer = build_optimizer(
-        dict(model.named_parameters()), config.optimizer, fused=device.fused_optimizer
-    )
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision.compute]
-    micro, steps = config.train.micro_batch_size, iter(range(1, 2**40))
-
-    def step(tokens: Any) -> float:
-        total = 0.0
-        optimizer.zero_grad(set_to_none=True)
-        for start in range(0, len(tokens), micro):
-            part = torch.from_numpy(tokens[start : start + micro]).long().to(device.torch_device)
-            with torch.autocast(device.torch_device.type, dtype, enabled=dtype != torch.float32):
-                loss = forward(
-                    part[:, :-1], labels=part[:, 1:], shift_labels=part[:, 1:].contiguous()
-                ).loss * (len(part) / len(tokens))
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, next(steps))
-        optimizer.step()
-        return total
-
-    return step
-
-
-def compare(arguments: argparse.Namespace) -> None:
-    from common.config.load import load_config
-    from common.resolve.derive import resolve_config
-    from common.training.metrics import flops_per_token
-    from common.weights.names import count_parameters
-
-    systems = arguments.systems.split(",")
-    if unknown := [name for name in systems if name not in SYSTEMS]:
-        sys.exit(f"--systems {','.join(unknown)}: expected some of {', '.join(SYSTEMS)}")
-    config = resolve_config(
-        load_config(arguments.config, [*arguments.overrides, "output_dir=unused"])
-    )
-    options = ["--config", arguments.config, *arguments.overrides]
-    first, later = take_turns(
-        {name: [__file__, "--worker", name, *options] for name in systems}, arguments.repeats
-    )
-    reference = systems[-1]
-    for name in systems:
-        for own, other in zip(
-            (first[name], *later[name]), (first[reference], *later[reference]), strict=True
-        ):
-            if abs(own["loss"] - other["loss"]) > arguments.tolerance * other["loss"]:
-                sys.exit(
-                    f"the losses of {name} and {reference} differ: {own['loss']}, {other['loss']};"
-                    " speeds then mean nothing"
-                )
-    size = f"{count_parameters(config.model) / 1e6:.0f}M, {config.precision.compute}"
-
-    def describe(name: str) -> str:
-        speed = later[name][-1]["tokens"] / statistics.median(
-            answer["seconds"] for answer in later[name]
-        )
-        peak = later[name][-1]["peak_flops"]
-        mfu = f", MFU {flops_per_token(config.model) * speed / peak:.1%}" if peak else ""
-        return f"{name} {speed:,.0f} tokens/s{mfu}, first step {first[name]['seconds']:.1f} s"
-
+def rows_of(study: Study) -> list[Row]:
+    """Return a row for each cell beside its baseline; a cell that has no speed has its reason."""
+    cells = summarize(study)
+    different = judge(study).different
+    timed = [cell for cell in cells.values() if cell.speeds]
     rows = []
-    for name in systems[:-1]:
-        ratio, least, greatest = median_ratio(
-            *([answer["seconds"] for answer in later[one]] for one in (name, reference))
-        )
-        memory = " and ".join(
-            f"{later[one][-1]['memory'] / 2**30:.2f} GiB" for one in (name, reference)
-        )
-        compared = f"{ratio:.2f} ({least:.2f} to {greatest:.2f} in {arguments.repeats})"
-        rows.append(
-            (f"training step, {size}", describe(name), describe(reference), compared, memory)
-        )
-    report(rows)
+    for cell in cells.values():
+        other = cells.get(cell.result.cell.baseline or "")
+        if other is cell and cell.speeds:
+            continue
+        axes = cell.result.cell.axes
+        names = ", ".join(text for axis, text in axes.items() if axis != "program")
+        compared, memory = "", ""
+        if cell.id in different:
+            compared = "other losses"
+        elif other is not None and cell.speeds and other.speeds:
+            compared = _compared(cell, other, timed)
+            memory = " and ".join(size(max(each.peak_memory, default=0)) for each in (cell, other))
+        peer = "" if other is None or other is cell else _described(other, study)
+        rows.append((f"training step, {names}", _described(cell, study), peer, compared, memory))
+    return rows
 
 
-def main() -> None:
+def _compared(cell: Summary, other: Summary, timed: list[Summary]) -> str:
+    found = compare(cell, other, noise=noise_of(timed))
+    if found.margin is None:
+        return f"{found.ratio:.2f} (1 pair)"
+    wide = 1 + found.margin
+    low, high = found.ratio / wide, found.ratio * wide
+    return f"{found.ratio:.2f} ({low:.2f} to {high:.2f} in {found.pairs})"
+
+
+def _described(cell: Summary, study: Study) -> str:
+    program = cell.result.cell.axes.get("program", cell.id)
+    if not cell.tokens_per_second or cell.first is None:
+        last = cell.failures[-1] if cell.failures else None
+        return f"{program}: {f'{last.state}: {last.reason}' if last else 'not run'}"
+    text = f"{program} {speed(cell.tokens_per_second)} tokens/s"
+    if len(cell.speeds) > 1:
+        text += f" ({speed(min(cell.speeds.values()))} to {speed(max(cell.speeds.values()))})"
+    if cell.mfu:
+        text += f", MFU {cell.mfu:.1%}"
+    text += f", first step {cell.first.first_step_seconds or 0:.1f} s"
+    predicted = PREDICTED.get(cell.id)
+    if predicted and any("H100" in name for name in study.machine.accelerators):
+        ratio = cell.tokens_per_second / predicted
+        text += f", {ratio:.2f} of the {predicted:,} predicted"
+    return text
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--systems", default="torch,transformers", metavar="A,B,...")
-    parser.add_argument("--repeats", type=int, default=9, choices=range(1, 1000), metavar="N")
     parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=2e-3,
-        help="relative difference allowed between losses (2e-3; bf16 needs it)",
+        "--device", choices=STUDIES, default="cpu", help="kind of device (default: cpu)"
     )
-    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments)
-    else:
-        compare(arguments)
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of results (default: a temporary one)",
+    )
+    arguments, words = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.output_dir or Path(temporary)).resolve()
+        name = STUDIES[arguments.device]
+        command = [sys.executable, str(ROOT / "tools" / "study.py"), *words]
+        command += ["--config", str(ROOT / "benchmarks" / f"{name}.yaml")]
+        command += ["--output_dir", str(folder / name)]
+        if "--plan" in words:
+            return subprocess.run(command, cwd=ROOT).returncode
+        command.append(f"data.train={write_random_tokens(folder)}")
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code:
+            return code
+        study = read_study(folder / name)
+        report(rows_of(study))
+        cells = summarize(study).values()
+        return int(bool(judge(study).different) or not all(cell.speeds for cell in cells))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,3 +1,4 @@
-"""GPT-2 on MindSpore: Ascend and CPU. The same file, class and parameter names as torch_gpt2,
-wherever the idea is the same.
+"""GPT-2 on MindSpore: Ascend and CPU.
+
+Files, classes and parameters have the same names as in torch_gpt2, wherever the idea is the same.
 """

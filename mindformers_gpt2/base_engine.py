@@ -1,4 +1,4 @@
-"""What MindSpore's engines share: the start of a run, queued steps, and snapshots."""
+"""Base of MindSpore's engines: the start of a run, queued steps, and snapshots."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ from mindformers_gpt2.checkpoint import (
 )
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import initialise
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm
+from mindformers_gpt2.optimizer import (
+    DeviceLossScale,
+    MasterWeights,
+    Optimizer,
+    global_norm,
+    held_bytes,
+)
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import Quantization
 
 QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
-"""Learning rate, loss, gradient norm, whether it was applied, loss scale; under way on the
-device.
+"""Learning rate, loss, gradient norm, whether the step was applied, and loss scale.
+
+The tensors may still be in computation on the device.
 """
 
 
@@ -48,7 +55,7 @@ class BaseEngine(engine.Engine):
     optimizer: Optimizer
     loss_scale: DeviceLossScale
     pieces: dict[str, TensorSlice]
-    """Which part of each parameter this rank holds."""
+    """Part of each parameter that this rank holds."""
     quantization: Quantization | None = None
 
     def __init__(
@@ -58,7 +65,7 @@ class BaseEngine(engine.Engine):
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """manifest_extra: plain data kept in every checkpoint's manifest."""
+        """Create an engine. manifest_extra: plain data kept in every checkpoint's manifest."""
         self.config = config
         self.device = device
         self.world = world or World()
@@ -73,11 +80,11 @@ class BaseEngine(engine.Engine):
 
     @abstractmethod
     def owns(self, name: str) -> bool:
-        """Whether this rank writes a parameter; one does of those that hold the same part."""
+        """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
 
     @abstractmethod
     def _set_limits(self, limits: Tensor) -> None:
-        """Take the largest loss and gradient norm of the next steps, float32 (2,)."""
+        """Set the largest loss and gradient norm of the next steps, float32 (2,)."""
 
     @abstractmethod
     def _train_step(self, tokens: Tokens) -> QueuedStep: ...
@@ -101,9 +108,9 @@ class BaseEngine(engine.Engine):
             steps = saved.optimizer_steps
             moments = reader.moments(self.config, steps, self.pieces)
             if fill_moments(self.optimizer, moments):
-                steps = max(steps, 1)  # torch's sgd counts none, and has a momentum all the same
+                steps = max(steps, 1)  # torch's sgd counts no steps, but has a momentum
             ops.assign(self.optimizer.steps, Tensor(steps, ms.int32))
-        self.world.meet()  # with ZeRO the next line communicates
+        self.world.meet()  # the next line communicates with ZeRO
         self.master.write_back()
         self.step = state.step
         return state
@@ -115,17 +122,23 @@ class BaseEngine(engine.Engine):
         found = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
         return float(global_norm(*found).asnumpy()) if found else 0.0
 
+    def state_bytes(self) -> int:
+        moments = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
+        return held_bytes([*self.master.model.values(), *self.master.tensors.values(), *moments])
+
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
     ) -> list[StepResult]:
-        """Start all steps before the first result is read."""
+        """Start all steps before the result of the first is read."""
         self.world.meet()
         self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
         queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
         return [_wait(*step) for step in queued]
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Copy weights, optimizer state and counters to the host: all, or this rank's part."""
+        """Copy weights, optimizer state and counters to the host: all of them, or this rank's
+        part.
+        """
         if self.world.rank and not self.is_sharded:
             return None
         config, rank = self.config, self.world.rank

@@ -1,4 +1,4 @@
-"""Between MindSpore's tensors and the arrays of checkpoint folders, by name."""
+"""Conversion by name between MindSpore's tensors and the arrays of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights_on_host(tensors: Mapping[str, Parameter], pieces: Pieces) -> dict[st
 
 
 def moments_on_host(optimizer: Optimizer, pieces: Pieces) -> dict[str, Array]:
-    """Return copies of the optimizer's state by NAME.PART, cut likewise."""
+    """Return copies of ``pieces`` of the optimizer's state by NAME.PART."""
     return {
         f"{name}.{part}": _cut(tensors[name], piece)
         for part, tensors in optimizer.state.items()
@@ -39,9 +39,10 @@ def load_weights(
     checkpoint: Path,
     pieces: Pieces | None = None,
 ) -> None:
-    """Fill parameters by name from ``checkpoint``. pieces: the part each one is, if not whole.
+    """Fill parameters by name from ``checkpoint``.
 
-    Raises CheckpointError unless every tensor is there with the model's shape.
+    pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
+    tensor is there with the model's shape.
     """
     fill_weights(tensors, CheckpointReader(checkpoint).weights(model, pieces))
 
@@ -53,7 +54,7 @@ def fill_weights(tensors: Mapping[str, Parameter], values: Iterable[tuple[str, A
 
 
 def fill_moments(optimizer: Optimizer, values: Iterable[tuple[str, str, Array]]) -> bool:
-    """Give the optimizer its state, apart from its count of steps; return whether there is any."""
+    """Fill the optimizer's state except its count of steps. Returns whether there is any."""
     found = False
     for name, part, array in values:
         _fill(optimizer.state[part][name], array)
@@ -62,7 +63,7 @@ def fill_moments(optimizer: Optimizer, values: Iterable[tuple[str, str, Array]])
 
 
 def _cut(tensor: Parameter, piece: TensorSlice) -> Array:
-    """This rank's part of a tensor, without the rows that pad the vocabulary."""
+    """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
     values: Array = tensor.asnumpy().astype("float32", copy=True)
     return values[: piece.rows[1] - piece.rows[0]]
 

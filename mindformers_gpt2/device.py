@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +54,13 @@ class MindSporeDevice:
 
     @property
     def native_collectives(self) -> bool:
-        """Whether groups have all of MindSpore's collective primitives; a CPU's have AllReduce
-        alone.
+        """Whether groups have all of MindSpore's collective primitives; a CPU's have only
+        AllReduce.
         """
         return self.kind != "cpu"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As one graph, or as it is in PyNative mode."""
+        """Return the function as one graph, or as it is in PyNative mode."""
         compiled: Callable[..., Any] = (
             ms.jit(function) if ms.get_context("mode") == ms.GRAPH_MODE else function
         )
@@ -102,6 +103,7 @@ def open_device(config: ResolvedRun, process: Process = ALONE) -> MindSporeDevic
         config.device, index=device_index(config, process), threads=config.runtime.threads
     )
     check_support(config, device)
+    _refuse_cached_graphs()
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
         _make_folder(settings["save_graphs_path"])
@@ -160,6 +162,19 @@ def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
                     f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use"
                     " float32, or float16 with dynamic loss scale"
                 )
+
+
+def _refuse_cached_graphs() -> None:
+    """Refuse MindSpore's compile cache, which can compute with another function's graph.
+
+    MindSpore 2.10 numbers graphs in the order in which a process needs them, and takes the cached
+    graph of that number. A run that validates first would validate with the training step.
+    """
+    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
+        raise ConfigError(
+            "MS_COMPILER_CACHE_ENABLE=1: MindSpore takes cached graphs by their number, not by what"
+            " they compute, so results may be of another function; unset it"
+        )
 
 
 def _make_folder(path: str) -> None:

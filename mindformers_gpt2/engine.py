@@ -161,7 +161,7 @@ class Engine(BaseEngine):
         return summed
 
     def _dropout_keys(self, number: int) -> tuple[Tensor, ...]:
-        """Of a micro batch of this rank."""
+        """Return the dropout keys of a micro batch of this rank."""
         if not self._drops:
             return ()
         return (Tensor(own_dropout_keys(self.config, self.world, self.step, number)),)

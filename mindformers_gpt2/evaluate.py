@@ -74,7 +74,7 @@ def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
 
 
 class _TokenScores(nn.Cell):
-    """ids (B, T), places and targets (N,) -> losses and hits (N,)."""
+    """Cell that maps ids (B, T), places and targets (N,) to losses and hits (N,)."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__(auto_prefix=False)

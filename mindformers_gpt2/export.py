@@ -1,15 +1,15 @@
 """Write a checkpoint as MindIR, which MindSpore runs without this project.
 
-    export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
-    export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs)
-                           -> logits (B, vocab_size), keys, values
-    export/vocab.json, ... the files of data.tokenizer, where they are there
-    export/export.json     inputs and outputs, where the weights come from, what the check found,
-                           SHA-256 of each file
+export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
+export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs)
+                       -> logits (B, vocab_size), keys, values
+export/vocab.json, ... the existing files of data.tokenizer
+export/export.json     inputs and outputs, origin of the weights, result of the check,
+                       SHA-256 of each file
 
-Weights above 1 GB MindSpore puts beside their graph: model_graph.mindir and model_variables/. Each
-file is loaded again and held against the model before the folder gets its name; the folder is whole
-or absent.
+MindSpore puts weights above 1 GB beside their graph: model_graph.mindir and model_variables/. Each
+file is loaded again and compared with the model before the folder is published. The folder is
+complete or absent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mindformers_gpt2.model import GPT2, build_model
 
 FORMAT_VERSION = 1
 TOLERANCE = 1e-6
-"""Largest difference allowed between a file and the model; on a CPU it is 0."""
+"""Largest allowed difference between a file and the model. On a CPU the difference is 0."""
 
 
 def export(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -74,7 +74,9 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
             try:
                 file = _write(graph, model, temporary)
                 difference = _check(graph, file, model, device, batches)
-            except RuntimeError as error:  # MindSpore's, of many lines; memory is the usual reason
+            except (
+                RuntimeError
+            ) as error:  # MindSpore's errors have many lines; the usual reason is memory
                 reason = str(error).strip().splitlines()[0]
                 raise RunError(
                     f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size"
@@ -147,7 +149,7 @@ class Decode(nn.Cell):
 
 
 _Tensors = dict[str, tuple[tuple[int | str, ...], str]]
-"""Name -> shape and type; a size that is a word may vary from call to call."""
+"""Shape and type by name. A size that is a word may vary from call to call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class _Graph:
     name: str
     cell: type[Logits] | type[Decode]
     inputs: _Tensors
-    """By the names and in the order of ``construct``."""
+    """Inputs by name, in the order of ``construct``."""
     outputs: _Tensors
 
 
@@ -199,7 +201,7 @@ def _describe(tensors: _Tensors) -> list[dict[str, Any]]:
 
 
 def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
-    """Export into ``folder``; returns the file to load."""
+    """Export into ``folder``; return the file to load."""
     inputs = [
         Tensor(
             shape=[None if isinstance(size, str) else size for size in shape],
@@ -207,7 +209,7 @@ def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
         )
         for shape, dtype in graph.inputs.values()
     ]
-    # MindSpore refuses paths with blanks or letters beyond ASCII, but follows links
+    # MindSpore rejects paths with blanks or letters beyond ASCII, but follows links
     with tempfile.TemporaryDirectory() as plain:
         link = Path(plain) / "export"
         link.symlink_to(folder.resolve())
@@ -221,8 +223,9 @@ def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
 def _check(
     graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
 ) -> float:
-    """Largest difference between the file and the model on random ids. Raises RunError when it is
-    above the tolerance.
+    """Return the largest difference between the file and the model on random ids.
+
+    Raises RunError if it is above the tolerance.
     """
     loaded = nn.GraphCell(ms.load(str(file)))
     pairs = (
@@ -230,7 +233,7 @@ def _check(
         if graph.cell is Logits
         else _decode_pairs(loaded, model, device, batches)
     )
-    difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # a nan stays
+    difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # keeps a NaN
     if not difference <= TOLERANCE:
         raise RunError(
             f"{file.name}: what MindSpore {ms.__version__} loads again differs from the model by"
@@ -244,7 +247,7 @@ def _logits_pairs(
     loaded: Any, model: GPT2, batches: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
-    # of GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more, 128 take under 10 s
+    # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
     for batch, length in zip(batches, (128, 7), strict=False):
         length = max(1, min(length, positions, 256 // batch))
         ids = _int32(random.integers(0, model.config.vocab_size, (batch, length)))
@@ -282,8 +285,10 @@ def _int32(values: Any) -> Tensor:
 
 
 def _seal(folder: Path) -> dict[str, dict[str, Any]]:
-    """Make all files durable, and as readable as others of this user's (MindSpore's are for the
-    owner alone); returns size and SHA-256.
+    """Make all files durable, and as readable as other files of this user; return sizes and
+    SHA-256.
+
+    MindSpore makes its files readable only by their owner.
     """
     mode = folder.stat().st_mode & 0o777
     for path in folder.rglob("*"):

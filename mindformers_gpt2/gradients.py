@@ -20,7 +20,7 @@ class _Gradients(nn.Cell):
         self.parameters = ms.ParameterTuple(tuple(model.trainable_params()))
 
     def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cast to the type in which gradients of weights below float32 are summed."""
+        """Cast gradients of weights below float32 to the type in which they are summed."""
         return (
             ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients)
             if self.casts
@@ -29,11 +29,11 @@ class _Gradients(nn.Cell):
 
 
 class LossGradients(_Gradients):
-    """(ids, targets, dropout keys) of a micro batch -> its part of the mean loss, and of the
-    gradients times the loss scale.
+    """Map (ids, targets, dropout keys) of a micro batch to its part of the mean loss and the
+    gradients.
 
-    ``of_input``: on the last stage of a pipeline it takes hidden states (B, T, C) and returns their
-    gradient before the others.
+    The gradients are multiplied by the loss scale. ``of_input``: on the last stage of a pipeline it
+    takes hidden states (B, T, C) and returns their gradient before the others.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class LossGradients(_Gradients):
 
 
 class StageGradients(_Gradients):
-    """(input, gradient of the output, dropout keys) of a stage -> gradients of its weights.
+    """Map (input, gradient of the output, dropout keys) of a stage to gradients of its weights.
 
-    The gradient of the input comes before them, unless the input is ids. The forward pass is done
-    again: only its input is kept.
+    The gradient of the input comes first, unless the input is ids. The forward pass is repeated,
+    since only its input is kept.
     """
 
     def __init__(self, model: GPT2, config: ResolvedRun, *, of_input: bool) -> None:
@@ -84,7 +84,9 @@ class StageGradients(_Gradients):
         return self.cast(gradients)
 
     def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> Tensor:
-        """Return a number whose gradients are the ones wanted."""
+        """Return a number whose gradients are those of x, given the gradient ``slope`` of the
+        output.
+        """
         return ops.ReduceSum()(self.model(x, keys) * slope)
 
 

@@ -1,4 +1,4 @@
-"""Layers that torch has built in, or that MindSpore's own do not serve for."""
+"""Layers that torch has built in, or for which MindSpore's own do not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.parallel.resolved_run import ResolvedRun
 
 
 def empty(name: str, shape: tuple[int, ...]) -> Parameter:
-    """Float32 zeros; within ``no_init_parameters`` they take no memory yet."""
+    """Return float32 zeros, which take no memory yet within ``no_init_parameters``."""
     return Parameter(initializer("zeros", shape, ms.float32), name=name)
 
 
@@ -31,11 +31,11 @@ class Embedding(nn.Cell):
 
 
 class Dropout(nn.Cell):
-    """Zeroes a share ``rate`` of its input and divides the rest by 1 - rate.
+    """Zero a share ``rate`` of the input and divide the rest by 1 - rate.
 
     Which elements are dropped depends only on the key and the position. So a step that is resumed
     or recomputed drops the same ones, and no state is kept. native: whether the device has a kernel
-    for that; otherwise positions are hashed (multiply, xor, shift, as murmur's finalizer).
+    for that. Otherwise positions are hashed (multiply, xor, shift, like murmur's finalizer).
     """
 
     def __init__(self, rate: float, native: bool) -> None:
@@ -47,7 +47,7 @@ class Dropout(nn.Cell):
         self.dropped = Tensor(min(int(rate * 2**32), 2**32 - 1), ms.uint32)
 
     def construct(self, x: Tensor, key: Tensor) -> Tensor:
-        """key: two uint32, from ``dropout_keys``; None drops nothing."""
+        """Apply the dropout. key: two uint32 from ``dropout_keys``; None drops nothing."""
         if key is None or self.rate == 0.0:
             return x
         if self.native is not None:
@@ -55,7 +55,7 @@ class Dropout(nn.Cell):
                 x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64)
             )[0]
         bits = ops.cast(ops.arange(x.size, dtype=ms.int32), ms.uint32) * key[1] + key[0]
-        # a graph knows no strict
+        # graph mode does not support strict
         for shift, factor in zip(self.shifts, self.factors):  # noqa: B905
             bits = ops.bitwise_xor(bits, bits // shift) * factor
         kept = ops.cast(bits >= self.dropped, x.dtype) * (1.0 / (1.0 - self.rate))
@@ -65,11 +65,11 @@ class Dropout(nn.Cell):
 def dropout_keys(
     config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0
 ) -> NDArray[np.uint32]:
-    """Return a key for each place that drops, (1 + 3 num_layers, 2).
+    """Return a key for each dropout of the model, (1 + 3 num_layers, 2).
 
-    They are the embedding, then attention, its output and the MLP's output of each block.
-    micro_batch: its number in the global batch. tensor_rank: those of attention differ with it,
-    since the heads are split.
+    The order is the embedding, then attention, its output and the MLP's output of each block.
+    micro_batch: its number in the global batch. tensor_rank: changes the keys of attention, since
+    the heads are split.
     """
     places = 1 + 3 * config.model.num_layers
 
@@ -80,12 +80,12 @@ def dropout_keys(
     keys = drawn()
     if tensor_rank:
         keys[1::3] = drawn(tensor_rank)[1::3]
-    keys[:, 1] |= 1  # an odd factor maps places one to one
+    keys[:, 1] |= 1  # an odd factor maps positions one to one
     return keys.astype(np.uint32)
 
 
 class GELU(nn.Cell):
-    """gelu in the tanh form, written out as x sigmoid(2 u) where the device's kernel is slow."""
+    """Gelu in the tanh form, written as x sigmoid(2 u) where the device's kernel is slow."""
 
     def __init__(self, native: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Logits of the weights in a folder, to hold converted weights against their source."""
+"""Logits of the weights in a folder, to compare converted weights with their source."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from common.parallel.loss_rows import FEWEST
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = FEWEST
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 
@@ -33,6 +34,7 @@ class CrossEntropySum(nn.Cell):
     def __init__(self, vocab_size: int, shard: VocabularyShard | None = None) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.rows_at_once = ROWS_AT_ONCE
         self.first = 0 if shard is None else shard.first
         self.gather = None if shard is None else AllGather(shard.group)
         self.logits = ops.MatMul(transpose_b=True)
@@ -55,10 +57,10 @@ class CrossEntropySum(nn.Cell):
         )
         total, weight_grad = Tensor(0.0, ms.float32), None
         hidden_grads: tuple[Tensor, ...] = ()
-        for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
+        for start in range(0, hidden.shape[0], self.rows_at_once):
             # one chunk after the other
-            rows = ops.depend(hidden[start : start + ROWS_AT_ONCE], total)
-            target = targets[start : start + ROWS_AT_ONCE]
+            rows = ops.depend(hidden[start : start + self.rows_at_once], total)
+            target = targets[start : start + self.rows_at_once]
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
             here = ops.ones((rows.shape[0],), ms.float32)
             if self.gather is None:
@@ -80,9 +82,9 @@ class CrossEntropySum(nn.Cell):
                     (-1, 1)
                 )
                 total = total + ops.ReduceSum()(ops.log(exponentials) - (picked - largest))
-            # The softmax, and minus one at the target; no exp of log-probabilities, whose rounding
-            # is one and the same along a row, so that it would not cancel. Not yet scaled by the
-            # loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
+            # The softmax, and minus one at the target. It is not the exp of log-probabilities:
+            # their rounding is the same along a row, so it would not cancel. Without the loss
+            # scale and 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
             slope = self.subtract_at(probabilities, places, here)
             slope = ops.cast(slope, hidden.dtype)
@@ -108,8 +110,8 @@ class CrossEntropySum(nn.Cell):
     def _over_shards(
         self, logits: Tensor, target: Tensor, here: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all shards: the largest logit, the sum of exponentials of differences with it, and the
-        target's logit, which one of them has; (n,) each.
+        """Combine all shards: the largest logit, the sum of exponentials of differences with it,
+        and the target's logit, which one of them has. Each is (n,).
         """
         largest = ops.ReduceMax()(logits, 1)
         total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)

@@ -20,16 +20,16 @@ from mindformers_gpt2.device import DTYPES, open_device
 from mindformers_gpt2.predict import Decoder
 
 _LENGTHS = 32
-"""Lengths are filled up to a multiple of this."""
+"""Multiple to which lengths are padded."""
 
 
 class MindIRRunner:
-    """Implements ``common.inference.runner.Runner``."""
+    """Implementation of ``common.inference.runner.Runner``."""
 
     has_fixed_shapes = True
 
     def __init__(self, folder: Path, config: ResolvedRun) -> None:
-        """config: with the model's sizes and the precision of the export."""
+        """Open the graphs. config: with the model's sizes and the precision of the export."""
         record = read_export(folder)
         self._logits, self._decode = (
             _load(folder / record.graph(name).file) for name in ("model", "decode")
@@ -45,8 +45,10 @@ class MindIRRunner:
         return score_by_logits(self.logits)
 
     def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
-        """Logits (B, T, vocab_size) of ids (B, T). They are filled up on the right, where it
-        changes nothing, since each new length costs MindSpore time.
+        """Return logits (B, T, vocab_size) of ids (B, T).
+
+        The ids are padded on the right, which does not change the result, because each new length
+        costs MindSpore time.
         """
         rows, length = ids.shape
         width = min(self._config.model.max_positions, -(-length // _LENGTHS) * _LENGTHS)
@@ -56,18 +58,20 @@ class MindIRRunner:
         return found[:rows, :length]
 
     def decode(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One more token of each row, as ``GPT2.decode``."""
+        """Compute one more token of each row, like ``GPT2.decode``."""
         outputs: tuple[Tensor, ...] = self._decode(*inputs)
         return outputs
 
     def follow(self, ids: Tensor, last: Tensor) -> Tensor:
-        """Logits (B, vocab_size) of what follows the tokens at ``last`` among all B T."""
+        """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B
+        T.
+        """
         found = self.logits(ids.asnumpy())
         return Tensor(found.reshape((-1, found.shape[-1]))[last.asnumpy()])
 
 
 class _Decoder(Decoder):
-    """Runs the graphs in place of the model's own."""
+    """Decoder that runs the graphs in place of the model's own."""
 
     def __init__(self, runner: MindIRRunner, rows: int, config: ResolvedRun) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Token files written as MindRecord, by MindSpore's own FileWriter."""
+"""Write token files as MindRecord, by MindSpore's own FileWriter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
 
 _SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}
-# Tokens in one call, 4 MB at most: FileWriter looks for 10 MB of free disk before each, and crashes
-# when a call runs out of it.
+# Tokens in one call, 4 MB at most. FileWriter checks for 10 MB of free disk before each call, and
+# crashes if a call needs more.
 _CHUNK_TOKENS = 1 << 20
 _MOST_SHARDS = 1000  # FileWriter's limit
 _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
@@ -25,7 +25,9 @@ _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenMindRecord:
-    """files: the shards in order. rows: in all of them. left_over: tokens at the end of the data
+    """A written set.
+
+    files: the shards in order. rows: number in all shards. left_over: tokens at the end of the data
     that fill no row.
     """
 
@@ -35,7 +37,7 @@ class WrittenMindRecord:
 
 
 def check_mindrecord(target: Path, shards: int) -> None:
-    """Refuse a name or a number of files that FileWriter would refuse. Raises ConfigError."""
+    """Raise ConfigError for a name or a number of files that FileWriter would reject."""
     if not 1 <= shards <= _MOST_SHARDS:
         raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
     if _FORBIDDEN & set(target.name):
@@ -48,12 +50,12 @@ def check_mindrecord(target: Path, shards: int) -> None:
 def write_mindrecord(
     prefix: Path, target: Path, seq_length: int, shards: int = 1
 ) -> WrittenMindRecord:
-    """The windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1
-    tokens; neighbours share one.
+    """Write the windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1
+    tokens.
 
-    target: the name that FileWriter would be given; its folder is made when absent, an older set of
-    this name is replaced, and nothing appears under it on failure. shards: files of consecutive
-    rows, as equal as can be. Memory does not grow with the data.
+    Neighbours share one token. target: the name for FileWriter. Its folder is created if absent,
+    and an older set of this name is replaced. After a failure nothing appears under it. shards:
+    files of consecutive rows, as equal as possible. Memory does not grow with the data.
     Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
     """
     check_mindrecord(target, shards)
@@ -85,8 +87,9 @@ def write_mindrecord(
 
 
 def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
-    """Rows first ... end - 1; then read back and compared, since FileWriter drops what it does not
-    like with a warning only.
+    """Write rows first ... end - 1, read them back and compare.
+
+    FileWriter drops rows that it rejects with only a warning.
     """
     step = max(1, _CHUNK_TOKENS // (windows.seq_length + 1))
     chunks = [np.arange(start, min(start + step, end)) for start in range(first, end, step)]
@@ -104,11 +107,11 @@ def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
         raise StorageError(
             f"{path.name}: was not written whole ({error}); is the disk full?"
         ) from error
-    except GPT2Error:  # a signal
+    except GPT2Error:  # such as a signal
         raise
     except (
         Exception
-    ) as error:  # FileWriter raises RuntimeError and exceptions of its own, of several lines
+    ) as error:  # FileWriter raises RuntimeError and its own exceptions, with several lines
         lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [
             repr(error)
         ]

@@ -216,7 +216,7 @@ class GPT2(nn.Cell):
         return self.ln_f(self.blocks(self.begin(ids, keys), keys))
 
     def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
-        """What the first block takes: (B, T) -> (B, T, C)."""
+        """Input of the first block: (B, T) -> (B, T, C)."""
         positions = ops.arange(ids.shape[1], dtype=ms.int32)
         return self.dropout(
             ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0)
@@ -248,8 +248,8 @@ class GPT2(nn.Cell):
             x, k, v = block(x, mask, None, keys[index], values[index], at)
             new_keys.append(ops.expand_dims(k, 0))
             new_values.append(ops.expand_dims(v, 0))
-        # Of a dynamic batch, ops.stack in an exported graph returns the shape of its first call
-        # ever after (MindSpore 2.10).
+        # ops.stack of a dynamic batch in an exported graph always returns the shape of its first
+        # call (MindSpore 2.10).
         return self.logits(self.ln_f(x)[:, -1]), ops.concat(new_keys), ops.concat(new_values)
 
     def _mask(self, later: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Optimizers over named parameters, equal to torch's; float32 copies of low-precision weights;
-gradients, their norm, the loss scale.
+"""Optimizers over named parameters, equal to torch's. Float32 copies of low-precision weights,
+gradients, their norm, and the loss scale.
 
 MindSpore's own optimizers do not serve: nn.AdamWeightDecay has no bias correction, and
 mint.optim.AdamW has no CPU kernel.
@@ -8,7 +8,7 @@ mint.optim.AdamW has no CPU kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import mindspore as ms
@@ -22,7 +22,7 @@ from common.weights.names import decays
 
 
 class Shares(Protocol):
-    """How parameters are split over replicas (ZeRO)."""
+    """Split of parameters over replicas (ZeRO)."""
 
     def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a rank's share of a parameter."""
@@ -179,10 +179,10 @@ class Optimizer(nn.Cell):
         """Update with the gradients of the loss times the loss scale, unless one of them or the
         loss is not finite, or beyond a limit.
 
-        limits: (2,), the largest loss and gradient norm; to go beyond them is no overflow, so the
-        loss scale moves as if it had not been. Returns the loss, the norm with the scale taken out,
-        whether there was an update, and the scale that the gradients came with. The gradients come
-        one by one: a tuple of them would be a constant, and every step a new graph.
+        limits: (2,), the largest loss and gradient norm; to exceed them does not count as an
+        overflow, so the loss scale moves as in any other step. Returns the loss, the norm with the
+        scale taken out, whether there was an update, and the scale that the gradients came with.
+        The gradients come one by one: a tuple would be a constant, and every step a new graph.
         """
         scale = self.loss_scale.value * 1.0
         if self.gradient_sync is not None:
@@ -261,6 +261,11 @@ def build_optimizer(
     frozen: Collection[str] = (),
 ) -> Optimizer:
     return Optimizer(master, config, loss_scale, gradient_sync, frozen)
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each counted once."""
+    return sum({id(tensor): int(tensor.nbytes) for tensor in tensors}.values())
 
 
 def global_norm(*gradients: Tensor) -> Tensor:

@@ -29,8 +29,10 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
 def open_runner(
     config: ResolvedRun, tokenizer: dict[str, Any] | None, process: Process = ALONE
 ) -> Runner:
-    """Load the weights that the config names onto its device. tokenizer: the record of the one to
-    be used. Raises CheckpointError unless both fit, and DeviceError.
+    """Load the weights that the config names onto its device.
+
+    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless both fit, and
+    DeviceError.
     """
     device = open_device(config, process)
     check_memory(config, process, device)
@@ -45,7 +47,7 @@ def open_runner(
 
 
 class Runner:
-    """Implements ``common.inference.runner.Runner``."""
+    """Implementation of ``common.inference.runner.Runner``."""
 
     has_fixed_shapes = True
 
@@ -61,11 +63,11 @@ class Runner:
 
 
 class Decoder:
-    """Implements ``common.generation.generate.Decoder`` with one graph, which takes one token of
-    each of ``rows`` rows, and one for prompts that nothing is added to, which takes them whole.
+    """Implementation of ``common.generation.generate.Decoder`` with two graphs of fixed shape.
 
-    All shapes are fixed, so that each is compiled once: other prompts go through the first token by
-    token too, and rows that nobody needs hold token 0.
+    One graph takes one token of each of ``rows`` rows. The other takes whole prompts to which
+    nothing is added. Each graph is compiled once. So all other prompts go through the first graph
+    token by token, and unused rows hold token 0.
     """
 
     def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
@@ -81,8 +83,8 @@ class Decoder:
             return self._after(prompts)
         self._keys, self._values = self._new_caches()
         last = np.array([len(prompt) - 1 for prompt in prompts])
-        # A row that has come to its prompt's end takes its last token again, at the same place,
-        # which changes nothing.
+        # A row at the end of its prompt takes its last token again at the same position, which
+        # changes nothing.
         for column in range(last.max() + 1):
             self._positions = np.minimum(last, column)
             logits = self._add(
@@ -108,8 +110,8 @@ class Decoder:
         return self._model.new_caches(self.rows, self._last + 1)
 
     def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
-        """Logits (B, vocab_size) after whole prompts."""
-        self._width = max(self._width, *map(len, prompts))  # another one is compiled anew
+        """Return logits (B, vocab_size) after whole prompts."""
+        self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
         ids, last = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)], last[row] = prompt, row * self._width + len(prompt) - 1
@@ -117,7 +119,7 @@ class Decoder:
         return result
 
     def _add(self, tokens: Sequence[int]) -> Logits:
-        """Logits (B, vocab_size) after ``tokens`` at their rows' positions."""
+        """Return logits (B, vocab_size) after ``tokens`` at their rows' positions."""
         token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
         token[: len(tokens), 0], position[: len(tokens)] = tokens, self._positions
         logits, self._keys, self._values = self._decode(
@@ -128,8 +130,9 @@ class Decoder:
 
 
 class _Following(nn.Cell):
-    """Token ids (B, T), and the places (B,) of the last ones among all B T -> logits (B,
-    vocab_size) of what follows these.
+    """Map token ids (B, T) and places (B,) to logits (B, vocab_size) of the following tokens.
+
+    places: index of each row's last token among all B T.
     """
 
     def __init__(self, model: GPT2) -> None:

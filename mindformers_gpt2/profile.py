@@ -1,4 +1,4 @@
-"""A trace of some steps by MindSpore's profiler."""
+"""Trace of some steps by MindSpore's profiler."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mindformers_gpt2.device import MindSporeDevice
 
 
 def make_trace(config: ResolvedRun, device: MindSporeDevice) -> Trace:
-    """Traces operators on the host and kernels on the device, with profile.memory allocations too.
+    """Return a trace of operators on the host and kernels on the device.
 
-    MindSpore's own folder of tables, for MindStudio Insight, stays beside the trace. Raises
-    ConfigError for allocations on a CPU.
+    With profile.memory it also records allocations. MindSpore's own folder of tables, for
+    MindStudio Insight, stays beside the trace. Raises ConfigError for allocations on a CPU.
     """
     if config.profile.memory and device.kind == "cpu":
         raise ConfigError(
-            "profile.memory=true: MindSpore records allocations on accelerators alone; leave it out"
+            "profile.memory=true: MindSpore records allocations only on accelerators; leave it out"
             " on a CPU"
         )
     return partial(_trace, device, config.profile.memory)

@@ -17,9 +17,9 @@ from mindformers_gpt2.parallel.world import World
 
 
 class FakeQuantize(nn.Cell):
-    """x rounded to multiples of ``scale`` within the levels, in the type of x.
+    """Round x to multiples of ``scale`` within the levels, in the type of x.
 
-    The gradient passes unchanged to what was not clipped, and is 0 for the rest.
+    The gradient passes unchanged where x was not clipped, and is 0 elsewhere.
     """
 
     def __init__(self, levels: Levels) -> None:
@@ -41,7 +41,7 @@ class FakeQuantize(nn.Cell):
 
 
 class _GroupMaximum(nn.Cell):
-    """The largest of what the ranks of a group have."""
+    """Maximum over the ranks of a group."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -52,7 +52,9 @@ class _GroupMaximum(nn.Cell):
 
 
 class LinearQuantizer(nn.Cell):
-    """Quantizes what enters a linear layer, and its weight, of which a rank may hold a part."""
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
+    part.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class LinearQuantizer(nn.Cell):
         weight_group: Group | None = None,
         input_group: Group | None = None,
     ) -> None:
-        """weight_group, input_group: the ranks whose parts share a scale."""
+        """Create a quantizer. weight_group, input_group: the ranks whose parts share a scale."""
         super().__init__()
         self.kind = config.activations
         self.weight_axes = 1 if config.weights == "channel_wise_abs_max" else (0, 1)
@@ -72,12 +74,12 @@ class LinearQuantizer(nn.Cell):
         self.of_weight = _GroupMaximum(weight_group) if weight_group is not None else None
         self.of_input = _GroupMaximum(input_group) if input_group is not None else None
         self.scale = _state("scale")
-        """Of what enters, from the steps before; while it is 0 nothing is rounded there."""
+        """Scale of the input from earlier steps. While it is 0 the input is not rounded."""
         self.maximum = _state("maximum")
-        """The largest absolute number that has entered in this step."""
+        """Largest absolute input of this step."""
 
     def weight(self, weight: Tensor) -> Tensor:
-        """(out, in) -> the same, rounded."""
+        """Return the weight (out, in), rounded."""
         fixed = ops.stop_gradient(ops.cast(weight, ms.float32))
         maximum = ops.ReduceMax(keep_dims=True)(ops.abs(fixed), self.weight_axes)
         if self.of_weight is not None:
@@ -85,7 +87,7 @@ class LinearQuantizer(nn.Cell):
         return self.round_weight(weight, _scale(maximum, self.weight_high))
 
     def input(self, x: Tensor) -> Tensor:
-        """(..., in) -> the same, rounded."""
+        """Return the input (..., in), rounded."""
         if self.kind == "none":
             return x
         magnitude = ops.abs(ops.stop_gradient(ops.cast(x, ms.float32)))
@@ -110,20 +112,20 @@ def _scale(maximum: Tensor, high: Tensor) -> Tensor:
 
 
 def forget_maxima(model: GPT2) -> None:
-    """Forget what has entered the layers, as after a pass on values that mean nothing."""
+    """Forget the maxima of all layers, as after a pass on meaningless values."""
     for _, cell in model.cells_and_names():
         if isinstance(cell, LinearQuantizer):
             ops.assign(cell.maximum, Tensor(0.0, ms.float32))
 
 
 class Quantization(QuantizedModel):
-    """The quantizers of a rank's part of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's part of the model, and the scales that all ranks share."""
 
     def __init__(self, config: ResolvedRun, model: GPT2, world: World) -> None:
         super().__init__(config, world)
         self._model = model
         self.quantizers: dict[str, LinearQuantizer] = {}
-        """By layer, of those that this rank holds."""
+        """Quantizers by layer, for the layers of this rank."""
         group = world.groups.get(GroupKind.TENSOR)
         by_tensor = self.settings.weights == "abs_max"
         for _, cell in list(model.cells_and_names()):
@@ -138,7 +140,7 @@ class Quantization(QuantizedModel):
                     weight_group=group if is_row or by_tensor else None,
                     input_group=group if is_row else None,
                 )
-                for parameter in cell.quantizer.get_parameters():  # renamed by the assignment
+                for parameter in cell.quantizer.get_parameters():  # the assignment renames it
                     parameter.name = f"{name}.{parameter.name}"
 
     def begin_step(self) -> None:
@@ -153,5 +155,7 @@ class Quantization(QuantizedModel):
 
 
 def quantize_model(config: ResolvedRun, model: GPT2, world: World) -> Quantization | None:
-    """Let the linear layers round as the section ``quantization`` says; None without one."""
+    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
+    it.
+    """
     return Quantization(config, model, world) if config.quantization is not None else None

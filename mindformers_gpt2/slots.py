@@ -13,11 +13,12 @@ from mindformers_gpt2.model import GPT2
 
 
 class Slots:
-    """Implements ``common.serving.engine.Slots`` with one graph, which takes a token of each row.
+    """Implementation of ``common.serving.engine.Slots`` with one graph, which takes a token of each
+    row.
 
-    A prompt goes in by steps, beside the tokens of the others: its pass would be another graph for
-    each length. A row that is not asked for takes its last token again at the same place, which
-    changes nothing.
+    A prompt is processed step by step, beside the tokens of other rows. A pass over the whole
+    prompt would be another graph for each length. A row that is not requested takes its last token
+    again at the same position, which changes nothing.
     """
 
     takes_prompts = False

@@ -1,6 +1,4 @@
-"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the
-run.
-"""
+"""Train or finetune as one rank of the run, from a resolved config to a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from mindformers_gpt2.profile import make_trace
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
-"""By whether MindSpore's compiler splits the graph."""
+"""Engine classes by whether MindSpore's compiler splits the graph."""
 
 
 def train(config: ResolvedRun, process: Process = ALONE) -> None:

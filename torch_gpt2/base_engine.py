@@ -1,4 +1,4 @@
-"""What torch's engines share: the start of a run, and the frame of a snapshot."""
+"""Base of torch's engines: the start of a run, and the frame of a snapshot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BaseEngine(engine.Engine):
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """manifest_extra: plain data kept in every checkpoint's manifest."""
+        """Create an engine. manifest_extra: plain data kept in every checkpoint's manifest."""
         self.config = config
         self.device = device
         self.world = world or World()
@@ -49,11 +49,11 @@ class BaseEngine(engine.Engine):
 
     @abstractmethod
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
-        """Take the weights of a checkpoint, or the initial ones."""
+        """Load the weights of a checkpoint, or the initial ones."""
 
     @abstractmethod
     def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
-        """Take the optimizer's state of a checkpoint."""
+        """Load the optimizer's state of a checkpoint."""
 
     def begin(self, start: Start) -> TrainState:
         checkpoint = start.resume or start.weights
@@ -78,9 +78,11 @@ class BaseEngine(engine.Engine):
         return state
 
     def _restore_generators(self, saved: EngineState) -> None:
-        """Go on with the saved dropout masks, where the number of ranks is the same."""
+        """Restore the generators of the dropout masks, if the number of ranks has not changed."""
         generators = saved.rng.get("torch", [])
-        if len(generators) == self.world.size:  # other ranks would draw other masks anyway
+        if (
+            len(generators) == self.world.size
+        ):  # with another number of ranks the masks differ anyway
             self.device.set_rng_state(generators[self.world.rank])
 
     def _make_snapshot(
@@ -94,7 +96,7 @@ class BaseEngine(engine.Engine):
         versions: Mapping[str, str],
         part: Part | None = None,
     ) -> Snapshot:
-        """Add the counters to tensors; generators: of all ranks."""
+        """Return a snapshot of tensors and counters. generators: states of all ranks."""
         counters = EngineState(
             optimizer_steps=optimizer_steps,
             loss_scale=self.loss_scale.state(),

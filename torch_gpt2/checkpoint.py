@@ -1,4 +1,4 @@
-"""Between torch's tensors and the arrays of checkpoint folders, by name."""
+"""Conversion by name between torch's tensors and the arrays of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pieces = Mapping[str, TensorSlice]
 
 
 def weights_on_host(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Array]:
-    """Return ``pieces`` of parameters; arrays of a CPU share the memory of their tensors."""
+    """Return ``pieces`` of parameters. On a CPU the arrays share the memory of their tensors."""
     return {name: _cut(tensors[name], piece) for name, piece in pieces.items()}
 
 
@@ -33,7 +33,7 @@ def moments_on_host(
     parts: Sequence[str],
     pieces: Pieces,
 ) -> tuple[dict[str, Array], int]:
-    """Return the optimizer's state by NAME.PART, cut likewise, and the number of its updates."""
+    """Return ``pieces`` of the optimizer's state by NAME.PART, and the number of its updates."""
     moments: dict[str, Array] = {}
     steps = 0
     for name, tensor in tensors.items():
@@ -54,9 +54,10 @@ def load_weights(
     checkpoint: Path,
     pieces: Pieces | None = None,
 ) -> None:
-    """Fill parameters by name from ``checkpoint``. pieces: the part each one is, if not whole.
+    """Fill parameters by name from ``checkpoint``.
 
-    Raises CheckpointError unless every tensor is there with the model's shape.
+    pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
+    tensor is there with the model's shape.
     """
     fill_weights(tensors, CheckpointReader(checkpoint).weights(model, pieces))
 
@@ -77,7 +78,7 @@ def fill_moments(
     steps: int | None,
     steps_on_device: bool,
 ) -> None:
-    """Give the optimizer its state. steps: updates made, None for an optimizer that counts none."""
+    """Fill the optimizer's state. steps: updates made; None for an optimizer without a counter."""
     for name, part, array in values:
         tensor = tensors[name]
         moments = optimizer.state[tensor]
@@ -89,6 +90,6 @@ def fill_moments(
 
 
 def _cut(tensor: Tensor, piece: TensorSlice) -> Array:
-    """This rank's part of a tensor, without the rows that pad the vocabulary."""
+    """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
     values: Array = local_shard(tensor.detach()).detach().to("cpu", torch.float32).numpy()
     return values[: piece.rows[1] - piece.rows[0]]

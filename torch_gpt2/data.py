@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.dataset import Tokens
+from common.dataset import Batch, Tokens
 from torch_gpt2.device import TorchDevice
 
 
@@ -14,5 +16,27 @@ def inputs_and_targets(tokens: Tokens, device: TorchDevice) -> tuple[Tensor, Ten
     """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int64 on the
     device.
     """
-    tensor = torch.from_numpy(tokens.astype(np.int64)).to(device.torch_device)
-    return tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous()
+    return split(to_device(tokens, device))
+
+
+def to_device(tokens: Tokens, device: TorchDevice) -> Tensor:
+    """(B, T + 1) token ids -> int64 on the device, in one copy of int32. The host does not wait for
+    an accelerator.
+    """
+    if not device.runs_ahead:
+        return torch.from_numpy(tokens.astype(np.int64))
+    pinned = device.pin(torch.from_numpy(np.require(tokens, np.int32, ["C", "W"])))
+    return pinned.to(device.torch_device, non_blocking=True).long()
+
+
+def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) -> all but the last, and all but the first, of each row."""
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def pin_batch(batch: Batch, device: TorchDevice) -> Batch:
+    """Return the batch in pinned memory, as ``to_device`` needs it for an accelerator."""
+    if not device.runs_ahead:
+        return batch
+    tokens = torch.from_numpy(np.require(batch.tokens, np.int32, ["C", "W"]))
+    return replace(batch, tokens=device.pin(tokens).numpy())

@@ -6,11 +6,14 @@ import base64
 import importlib
 import importlib.util
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
@@ -54,6 +57,48 @@ class TorchDevice:
     def fused_optimizer(self) -> bool:
         """Whether torch.optim's fused kernels run here; Ascend documents that they do not."""
         return self.kind != "npu"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile generates fast kernels here: Triton's, which need a C compiler."""
+        compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+        return (
+            self.kind == "cuda"
+            and importlib.util.find_spec("triton") is not None
+            and any(shutil.which(name) for name in compilers if name)
+        )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether calls return before the device has computed. Reading a number then makes the host
+        wait for the device, and afterwards the device for the host.
+        """
+        return self.kind != "cpu"
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host in pinned memory, from which the device copies without the
+        host. Any thread may call it.
+        """
+        if self.kind == "cpu":
+            return tensor
+        self.module.set_device(self.index)  # a new thread has the first device
+        return tensor.pin_memory()
+
+    def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Start to copy a tensor (n,) to the host; the function that is returned waits for it."""
+        if self.kind == "cpu":
+            return numbers.tolist
+        place = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        place.copy_(numbers, non_blocking=True)
+        copied = self.module.Event()
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            found: list[float] = place.tolist()
+            return found
+
+        return wait
 
     @property
     def profiler(self) -> Any:
@@ -192,9 +237,7 @@ def _has_npu() -> bool:
 
 
 def _takes_npu() -> bool:
-    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded, so that it is left
-    alone.
-    """
+    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded and is not tried."""
     if not any(map(os.environ.get, _CANN)):
         return _has_npu()
     try:

@@ -5,7 +5,8 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,26 @@ from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.engine import StepResult
-from common.training.loss_scale import clip_factor
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
 from common.training.snapshot import STATE_NAMES, true_slice
+from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
-from torch_gpt2.data import inputs_and_targets
+from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
+from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.model import GPT2, initialise
+from torch_gpt2.device_step import DeviceStep
+from torch_gpt2.model import GPT2, initialise, round_linear_layers
 from torch_gpt2.optimizer import (
+    DeviceLossScale,
     MasterWeights,
     build_optimizer,
+    clip_factor,
     global_norm,
+    held_bytes,
     local_shard,
     scale_gradients,
 )
@@ -48,7 +54,11 @@ from torch_gpt2.quantize import Quantization, quantize_model
 
 
 class Engine(BaseEngine):
-    """The native engine: the model's layout and torch's own optimizers."""
+    """The native engine: the model's layout and torch's own optimizers.
+
+    Loss, norm, loss scale and the choice to skip are tensors of the device. On an accelerator the
+    results of a step are read when the next one has been started; on a CPU at once.
+    """
 
     def __init__(
         self,
@@ -61,26 +71,38 @@ class Engine(BaseEngine):
         super().__init__(config, device, process, world, manifest_extra)
         self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
+        if config.rounds_weights_once:
+            for part in self.parts:
+                round_linear_layers(part)
         self.quantization = quantize_model(config, self.parts, self.world)
         parameters = {
             name: parameter for part in self.parts for name, parameter in part.named_parameters()
         }
-        self.master = MasterWeights(parameters, DTYPES[config.precision.reduction])
+        reduction = "float32" if config.rounds_weights_once else config.precision.reduction
+        self.master = MasterWeights(parameters, DTYPES[reduction])
         self._frozen = frozen_parameters(config)
         self.optimizer = build_optimizer(
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
+        self._step_on_device = DeviceStep(self.optimizer, config.optimizer)
+        self._device_scale = DeviceLossScale(config.loss_scale, device.torch_device)
+        """The scale of the next step; ``loss_scale`` is that after the last result."""
+        self._under_way: deque[Callable[[], StepResult]] = deque()
+        """Functions that wait for the result of a step."""
+        self._most_under_way = int(device.runs_ahead)
         self._lent: Snapshot | None = None
-        """What the checkpoint writer may still be reading."""
+        """Arrays that the checkpoint writer may still be reading."""
         self._loss_sum = (
-            torch.compile(self.model.loss_sum) if config.train.compile else self.model.loss_sum
+            compile_model(self.parts, config)
+            if is_compiled(config, device)
+            else self.model.loss_sum
         )
         self._data_parallel = replicate(
             self.parts, self._loss_sum, config, self.world, device, self.master.tensors
         )
         self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
-        """Which part of each parameter this rank holds."""
+        """Part of each parameter that this rank holds."""
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
 
@@ -89,12 +111,29 @@ class Engine(BaseEngine):
     ) -> list[StepResult]:
         for part in self.parts:
             part.train()
-        return [self._train_step(next(batches).tokens, limits) for _ in range(steps)]
+        results = []
+        for _ in range(steps):
+            self._under_way.append(self._train_step(next(batches).tokens, limits))
+            if len(self._under_way) > self._most_under_way:
+                results.append(self._under_way.popleft()())
+        return results
+
+    def finish(self) -> list[StepResult]:
+        return [self._under_way.popleft()() for _ in range(len(self._under_way))]
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        return pin_batch(batch, self.device)
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
         return sum_losses(
-            self.parts, loss_sum, batches, self.device, self.world, has_loss=self._has_loss
+            self.parts,
+            loss_sum,
+            batches,
+            self.device,
+            self.world,
+            has_loss=self._has_loss,
+            rows=self.config.validation.micro_batch_size,
         )
 
     @property
@@ -156,6 +195,16 @@ class Engine(BaseEngine):
         ]
         return global_norm(found).item() if found else 0.0
 
+    def state_bytes(self) -> int:
+        states = self.optimizer.state.values()
+        found = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return held_bytes([*self.master.model.values(), *self.master.tensors.values(), *found])
+
+    def begin(self, start: Start) -> TrainState:
+        state = super().begin(start)
+        self._device_scale.write(self.loss_scale)
+        return state
+
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
         if reader is None:
             initialise(self.local_weights(), self.config, self.pieces)
@@ -169,12 +218,13 @@ class Engine(BaseEngine):
             self.optimizer,
             reader.moments(self.config, optimizer_steps, self.pieces),
             steps=optimizer_steps if self.config.optimizer.name != "sgd" else None,
-            steps_on_device=self.device.fused_optimizer,
+            steps_on_device=True,
         )
 
-    def _train_step(self, tokens: Tokens, limits: Limits) -> StepResult:
+    def _train_step(self, tokens: Tokens, limits: Limits) -> Callable[[], StepResult]:
+        """Start a step and return the function that waits for its result."""
         self.step += 1
-        scale = self.loss_scale.value
+        scale = self._device_scale.value
         self.optimizer.zero_grad(set_to_none=True)
         if self.quantization is not None:
             self._begin_quantized_step(self.quantization, tokens)
@@ -185,26 +235,43 @@ class Engine(BaseEngine):
         self._data_parallel.sum_gradients(list(gradients.values()))
         self._gradient_sync.complete(gradients)
         if self._gradient_sync.alone:
-            norm = self._data_parallel.norm(global_norm(list(gradients.values()))).item() / scale
+            norm = self._data_parallel.norm(global_norm(list(gradients.values()))).double() / scale
         else:
             norm = self._gradient_sync.norm(gradients) / scale
+        finite = (norm < math.inf) & (loss.abs() < math.inf)
+        applied = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
         rate = learning_rate(self.config.optimizer, self.step)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        applied = finite and not limits.exceeded(loss, norm)
-        if applied:
-            scale_gradients(
-                list(gradients.values()), clip_factor(norm, self.config.optimizer.clip_grad) / scale
-            )
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+        factor = clip_factor(norm, self.config.optimizer.clip_grad) / scale
+        self._update(list(gradients.values()), applied, factor, rate)
+        self._device_scale.update(finite)
+        numbers = self.device.fetch(torch.stack([loss, norm, applied.double()]))
+        return lambda: self._result(numbers(), rate)
+
+    def _update(
+        self, gradients: list[Tensor], applied: Tensor, factor: Tensor, rate: float
+    ) -> None:
+        """Take a step with the gradients times ``factor`` where ``applied``, both scalars."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.device.runs_ahead:
+            self._data_parallel.update(lambda: self._step_on_device(applied, factor))
+        elif applied:
+            scale_gradients(gradients, factor.item())
             if self._lent is not None:
                 self._lent.detach()
                 self._lent = None
             self._data_parallel.update(self.optimizer.step)
-            self.master.write_back()
-            if self.quantization is not None:
-                self.quantization.end_step()
-        self.loss_scale.update(finite)
+        else:
+            return
+        self.master.write_back()
+        if self.quantization is not None and applied:  # which waits
+            self.quantization.end_step()
+
+    def _result(self, numbers: list[float], rate: float) -> StepResult:
+        """Return the result of a step, and move the loss scale as the device has done."""
+        loss, norm, applied = numbers
+        scale = self.loss_scale.value
+        self.loss_scale.update(math.isfinite(norm) and math.isfinite(loss))
         return StepResult(
             loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied
         )
@@ -221,29 +288,30 @@ class Engine(BaseEngine):
         quantization.calibrate(run)
         quantization.begin_step()
 
-    def _accumulate_gradients(self, tokens: Tokens, scale: float) -> float:
-        """Mean loss of the global batch; its gradient, times ``scale``, is left in the
+    def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
+        """Mean loss of the global batch, float64; its gradient, times ``scale``, is left in the
         parameters.
         """
         micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
-        predicted = samples * (tokens.shape[1] - 1)
+        batch = to_device(tokens, self.device)
+        predicted = samples * (batch.shape[1] - 1)
         if self._pipeline is not None:
-            ids, targets = inputs_and_targets(tokens, self.device)
+            ids, targets = split(batch)
+            factor = (scale / predicted).float()
             with self._data_parallel.micro_batch(last=True):
-                total = (
-                    self._pipeline.step(ids, targets, lambda loss: loss * (scale / predicted))
-                    / scale
-                )
-            return self.world.sum(total.item() if self._has_loss else 0.0)[0]
-        total = torch.zeros((), device=self.device.torch_device)
-        starts = range(0, tokens.shape[0], micro)
-        for start in starts:
-            ids, targets = inputs_and_targets(tokens[start : start + micro], self.device)
-            with self._data_parallel.micro_batch(last=start == starts[-1]):
-                loss = self._data_parallel.loss_sum(ids, targets) / predicted
-                (loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return self.world.sum(total.item() if self._has_loss else 0.0)[0]
+                total = self._pipeline.step(ids, targets, lambda loss: loss * factor)
+            total = total / scale.float()
+        else:
+            total = torch.zeros((), device=self.device.torch_device)
+            factor = scale.float()
+            starts = range(0, len(batch), micro)
+            for start in starts:
+                ids, targets = split(batch[start : start + micro])
+                with self._data_parallel.micro_batch(last=start == starts[-1]):
+                    loss = self._data_parallel.loss_sum(ids, targets) / predicted
+                    (loss * factor).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return self.world.total(total if self._has_loss else torch.zeros_like(total))
 
 
 @torch.no_grad()
@@ -255,21 +323,26 @@ def sum_losses(
     world: World,
     *,
     has_loss: bool,
+    rows: int | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none.
+    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a
+    full batch, if a graph of the model is made for it.
     """
     for part in parts:
         part.eval()
     total, tokens = 0.0, 0
+    before: Callable[[], list[float]] = list  # the loss of the batch before, read while one runs
     for batch in batches:
         # a rank without a batch goes through the model for the ranks that need its part
-        rows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
-        ids, targets = inputs_and_targets(rows, device)
-        loss = loss_sum(ids, targets).item()
-        if len(batch):
-            total += loss
-            tokens += targets.numel()
+        windows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
+        ids, targets = inputs_and_targets(windows, device)
+        with in_graphs(len(windows), rows or len(windows)):
+            loss = device.fetch(loss_sum(ids, targets).reshape(1))
+        total += sum(before())
+        before = loss if len(batch) else list
+        tokens += targets.numel() if len(batch) else 0
+    total += sum(before())
     total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

@@ -31,6 +31,7 @@ from common.training.agreement import check_everywhere
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.cpu_products import use_fastest_products
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.engine import sum_losses
 from torch_gpt2.int8 import load_integer_model
@@ -51,10 +52,11 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     require_quantization(config)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
+        use_fastest_products(device, world)
         checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
-        is_rounded_here = config.evaluation.task == "sensitivity"  # a layer at a time
+        is_rounded_here = config.evaluation.task == "sensitivity"  # quantize one layer at a time
         integer = None if is_rounded_here else load_integer_model(config, device, checkpoint)
         parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
         quantization = None if integer else quantize_model(config, parts, world)

@@ -1,4 +1,4 @@
-"""Export a checkpoint in the format that is torch's own."""
+"""Export a checkpoint in torch's own format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_gpt2.program import FILE, ProgramModel, write_program
 
 
 def export(config: ResolvedRun, process: Process = ALONE) -> None:
-    """Write the folder pt2 in the run folder. Raises what ``export_program`` does."""
+    """Write the folder pt2 in the run folder. Raises the errors of ``export_program``."""
     program = ProgramFormat(
         write=lambda folder, weights, run: write_program(folder, weights, cache=run.export.cache),
         open=lambda folder, model: ProgramModel(folder / FILE, model),

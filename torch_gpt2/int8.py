@@ -1,4 +1,4 @@
-"""The model with weights of 8 bits, whose products are of integers.
+"""Model with 8-bit weights and integer products.
 
 ``common.weights.quantized`` says how the weights are stored and what a layer computes.
 """
@@ -39,15 +39,17 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weights and inputs are of 8 bits; the sums of products are int32.
+    """Linear layer with 8-bit weights and inputs, whose products are summed in int32.
 
-    On a CPU whose product is not exact, the integers are held and multiplied as float32.
+    If the CPU has no exact integer product, the integers are held and multiplied as float32.
     """
 
     def __init__(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None
     ) -> None:
-        """weight: int8 (out, in). scales: float32 (out,). input_scale: see QuantizedWeight."""
+        """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see
+        QuantizedWeight.
+        """
         super().__init__()
         self.weight = weight if multiplies_integers() else weight.float()
         self.scales = scales
@@ -57,7 +59,7 @@ class Int8Linear(nn.Module):
             self._inverse = float(np.float32(1) / np.float32(input_scale))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), of the type of x."""
+        """Map x (..., in) to (..., out), of the type of x."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if self.input_scale is None:
             scale = rows.abs().amax(-1, keepdim=True).div_(_LEVELS.high).clamp_min_(_SMALLEST)
@@ -72,15 +74,19 @@ class Int8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
     def sums(self, integers: Tensor) -> Tensor:
-        """Products with the weights, added up as integers: float32 (rows, in) -> (rows, out)."""
+        """Return the integer products with the weights, summed: float32 (rows, in) -> (rows,
+        out).
+        """
         if self.weight.dtype == torch.int8:
             return integer_product(integers.to(torch.int8), self.weight).float()
         return F.linear(integers, self.weight)
 
 
 class PackedInt8Linear(Int8Linear):
-    """Int8Linear for several rows, with the weights in oneDNN's own order: the same result, 1.4 to
-    1.8 times as fast for 2 to 32 rows. One row is faster without.
+    """Int8Linear for several rows, with the weights in oneDNN's own order.
+
+    It gives the same result, 1.4 to 1.8 times as fast for 2 to 32 rows. For one row Int8Linear is
+    faster.
     """
 
     def __init__(
@@ -96,26 +102,26 @@ class PackedInt8Linear(Int8Linear):
 
 class Int8Embedding(nn.Module):
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        """weight: int8 (tokens, width). scales: float32 (tokens,)."""
+        """Create an embedding. weight: int8 (tokens, width). scales: float32 (tokens,)."""
         super().__init__()
         self.weight = weight
         self.scales = scales
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows (..., width) in float32 of ids (...)."""
+        """Return rows (..., width) in float32 of ids (...)."""
         return self.weight[ids] * self.scales[ids, None]
 
 
 class Int8GPT2(GPT2):
-    """For evaluation and generation alone. Layers that are not of 8 bits remain as they are."""
+    """Model for evaluation and generation only. Layers without 8-bit weights stay as they are."""
 
     def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int) -> None:
         super().__init__(config, precision, vocab_rows)
         self.head: Int8Linear | None = None
-        """The table of tokens as a layer; None where it is float."""
+        """The token table as a layer; None if it is float."""
 
     def replace(self, name: str, weight: QuantizedWeight) -> None:
-        """Make the layer with the parameter ``name`` one of 8 bits."""
+        """Replace the layer of the parameter ``name`` by one with 8-bit weights."""
         integers, scales = torch.from_numpy(weight.integers), torch.from_numpy(weight.scales)
         if name == EMBEDDING:
             self.wte = Int8Embedding(integers, scales)  # type: ignore[assignment]
@@ -141,8 +147,9 @@ class Int8GPT2(GPT2):
 
 
 def load_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2:
-    """Return the model with the weights of a checkpoint, on integers where those are of 8 bits and
-    the device has such products. Raises CheckpointError.
+    """Return the model with the weights of a checkpoint. Raises CheckpointError.
+
+    It computes with integers if the weights have 8 bits and the device has integer products.
     """
     integer = load_integer_model(config, device, checkpoint)
     if integer is not None:
@@ -153,8 +160,10 @@ def load_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GP
 
 
 def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2 | None:
-    """Return the model of a folder of 8 bits; None for one of float32, and for devices and layouts
-    without such products, which take the weights as float32. Raises CheckpointError.
+    """Return the model of a folder with 8-bit weights. Raises CheckpointError.
+
+    None for float32 weights, and for devices and layouts without integer products, which load the
+    weights as float32.
     """
     if device.kind != "cpu" or config.topology.world_size > 1:
         return None
@@ -185,8 +194,9 @@ def _build(config: ResolvedRun) -> Int8GPT2:
 
 
 def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: int) -> AnyProduct:
-    """Return the product of layers that have one input, with their outputs side by side, in the
-    form that is fastest for ``rows`` rows.
+    """Return the product of layers with a common input, with their outputs side by side.
+
+    rows: number of rows for which its form is the fastest.
     """
     floats = [layer for layer in layers if isinstance(layer, Linear)]
     integers = [layer for layer in layers if isinstance(layer, Int8Linear)]
@@ -206,11 +216,11 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype, rows: 
     linear = (PackedInt8Linear if packs else Int8Linear)(
         weight, scales, joined(biases) if biases else None, integers[0].input_scale
     )
-    return AnyProduct(linear.forward)  # without what Module puts around it
+    return AnyProduct(linear.forward)  # without the overhead of Module.__call__
 
 
 def head_product(model: GPT2, rows: int) -> AnyProduct:
-    """Return the product with the table of tokens, of the true vocabulary."""
+    """Return the product with the token table, cut to the true vocabulary."""
     if isinstance(model, Int8GPT2) and model.head is not None:
         return product_of([model.head], model.compute_dtype, rows)
     table = model.wte.weight[: model.config.vocab_size]

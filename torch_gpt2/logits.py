@@ -1,4 +1,4 @@
-"""Logits of the weights in a folder, ours or transformers', to hold converted weights against their
+"""Logits of the weights in a folder, ours or transformers', to compare converted weights with their
 source.
 """
 

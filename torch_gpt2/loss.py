@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROWS_AT_ONCE = 1024
+from common.parallel.loss_rows import FEWEST
+
+ROWS_AT_ONCE = FEWEST
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 
@@ -27,6 +29,8 @@ def cross_entropy_sum(
     targets: Tensor,
     vocab_size: int,
     shard: VocabularyShard | None = None,
+    *,
+    rows: int | None = None,
 ) -> Tensor:
     """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
     ``vocab_size`` on masked.
@@ -34,12 +38,12 @@ def cross_entropy_sum(
     hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats.
     Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a
     shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this
-    rank's part of it.
+    rank's part of it. rows: positions whose logits exist at one time, ROWS_AT_ONCE if left out.
     """
     # Inside the function gradients are always off, and its needs_input_grad does not know of
     # no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    inputs = (hidden, weight, targets, vocab_size, wanted, shard)
+    inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows or ROWS_AT_ONCE)
     return _CrossEntropySum.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -53,6 +57,7 @@ class _CrossEntropySum(torch.autograd.Function):
         vocab_size: int,
         wanted: bool,
         shard: VocabularyShard | None,
+        rows_at_once: int,
     ) -> Tensor:
         first = 0 if shard is None else shard.first
         head = weight.to(hidden.dtype)
@@ -61,8 +66,8 @@ class _CrossEntropySum(torch.autograd.Function):
         weight_grad = (
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
         )
-        for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, hidden.shape[0], rows_at_once):
+            rows = slice(start, start + rows_at_once)
             logits = (hidden[rows] @ head.t()).float()  # (n, rows of the table)
             logits[:, max(vocab_size - first, 0) :] = float("-inf")
             target = targets[rows, None] - first
@@ -74,11 +79,9 @@ class _CrossEntropySum(torch.autograd.Function):
                 log_sum, picked = _over_shards(log_sum, picked, shard)
             total += (log_sum - picked).sum()
             if hidden_grad is not None and weight_grad is not None:
-                slope = logits.sub_(log_sum).exp_()  # softmax, and minus one at the target
-                slope.scatter_add_(1, target, -here.to(slope.dtype))
                 # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
                 # does not lose them.
-                slope = slope.to(hidden.dtype)
+                slope = _slope(logits, log_sum, target, here).to(hidden.dtype)
                 hidden_grad[rows] = slope @ head
                 if hidden.dtype == torch.float32:
                     weight_grad.addmm_(slope.t(), hidden[rows])
@@ -100,7 +103,21 @@ class _CrossEntropySum(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _slope(logits: Tensor, log_sum: Tensor, target: Tensor, here: Tensor) -> Tensor:
+    """Softmax, minus one at the target where it is ``here``, in the memory of the logits.
+
+    logits (n, rows of the table), the others (n, 1). A compiler makes one kernel of the comparison,
+    and none of a scatter, which is faster operator by operator.
+    """
+    if torch.compiler.is_compiling():
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        return (logits - log_sum).exp() - ((columns == target) & here).to(logits.dtype)
+    softmax = logits.sub_(log_sum).exp_()
+    return softmax.scatter_add_(1, target, -here.to(logits.dtype))
 
 
 def _over_shards(log_sum: Tensor, picked: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

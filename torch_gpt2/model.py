@@ -23,11 +23,11 @@ from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.loss import cross_entropy_sum
+from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 
 
 class _Quantizer(Protocol):
-    """What rounds the input and the weight of a linear layer to few bits."""
+    """Object that rounds the input and the weight of a linear layer to few bits."""
 
     def input(self, x: Tensor) -> Tensor: ...
     def weight(self, weight: Tensor) -> Tensor: ...
@@ -151,6 +151,7 @@ class GPT2(nn.Module):
         self.compute_dtype = DTYPES[precision.compute]
         self.dropout = config.embedding_dropout or 0.0
         self.recompute = False
+        self.loss_rows = ROWS_AT_ONCE
         self.wte = nn.Embedding(vocab_rows, config.hidden_size)
         self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
         self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
@@ -164,7 +165,7 @@ class GPT2(nn.Module):
         return hidden
 
     def begin(self, ids: Tensor) -> Tensor:
-        """What the first block takes: (B, T) -> (B, T, C)."""
+        """Input of the first block: (B, T) -> (B, T, C)."""
         return F.dropout(
             self.embed(ids, torch.arange(ids.shape[1], device=ids.device)),
             self.dropout,
@@ -188,7 +189,11 @@ class GPT2(nn.Module):
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy computed from the final hidden states (B, T, C)."""
         return cross_entropy_sum(
-            hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size
+            hidden.flatten(0, 1),
+            self.wte.weight,
+            targets.flatten(),
+            self.config.vocab_size,
+            rows=self.loss_rows,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -236,6 +241,13 @@ def set_recompute(model: GPT2, mode: str) -> None:
     for module in model.modules():
         if isinstance(module, Attention | MLP):
             module.recompute = mode == "selective"
+
+
+def round_linear_layers(model: GPT2) -> None:
+    """Hold the weights of linear layers in the type of the computation, which rounds them."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.to(model.compute_dtype)
 
 
 def _maybe_recompute(recompute: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:

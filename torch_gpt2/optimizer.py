@@ -5,16 +5,57 @@ weights, gradients and their norm.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from common.config.schema import OptimizerConfig
+from common.config.schema import LossScaleConfig, OptimizerConfig
+from common.training.loss_scale import LossScale
 from common.weights.names import decays
-from torch_gpt2.private_api import foreach_multiply, foreach_norm
+from torch_gpt2.private_api import foreach_copy, foreach_multiply, foreach_norm
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class DeviceLossScale:
+    """``common.training.loss_scale.LossScale`` on the device, which updates it without the host.
+    ``value`` is a float64 scalar.
+    """
+
+    value: Tensor
+    finite_steps: Tensor
+    overflows: Tensor
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self.config = config
+        self._device = device
+        self.write(LossScale(config))
+
+    def update(self, finite: Tensor) -> None:
+        """Grow or shrink after a step whose gradients were finite, or not."""
+        config = self.config
+        if config.mode != "dynamic":
+            return
+        steps = (self.finite_steps + 1) * finite
+        grow = steps == config.window
+        overflows = (self.overflows + ~finite).clamp(max=config.hysteresis)
+        shrink = ~finite & (overflows == config.hysteresis)
+        smaller = (self.value / config.factor).clamp(min=config.minimum)
+        self.value = torch.where(
+            grow, self.value * config.factor, torch.where(shrink, smaller, self.value)
+        )
+        self.finite_steps, self.overflows = steps * ~grow, overflows * ~grow
+
+    def write(self, state: LossScale) -> None:
+        def number(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((), value, dtype=dtype, device=self._device)
+
+        self.value = number(state.value, torch.float64)
+        self.finite_steps = number(state.finite_steps, torch.int32)
+        self.overflows = number(state.overflows, torch.int32)
 
 
 class MasterWeights:
@@ -54,10 +95,13 @@ class MasterWeights:
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                if tensor is not self.model[name]:
-                    self.model[name].copy_(tensor)
+        copied = [name for name, tensor in self.tensors.items() if tensor is not self.model[name]]
+        if copied:
+            with torch.no_grad():
+                foreach_copy(
+                    [local_shard(self.model[name].detach()) for name in copied],
+                    [local_shard(self.tensors[name].detach()) for name in copied],
+                )
 
 
 def sum_in_float32(parameter: Tensor) -> None:
@@ -67,12 +111,17 @@ def sum_in_float32(parameter: Tensor) -> None:
     parameter.grad_dtype = torch.float32
 
 
+def _is_split(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether ZeRO has split a tensor. Importing its class takes half a second."""
+    return hasattr(tensor, "to_local")
+
+
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that ZeRO has split, in the same memory; any other tensor as
-    it is.
+    """Return this rank's part of a tensor that ZeRO has split, in the same memory, and any other
+    tensor as it is.
     """
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local() if _is_split(tensor) else tensor
 
 
 def parameter_groups(
@@ -90,8 +139,7 @@ def parameter_groups(
         members = [
             tensor
             for name, tensor in tensors.items()
-            if (decays(name) and name not in frozen) is decay
-            and isinstance(tensor, DTensor) is split
+            if (decays(name) and name not in frozen) is decay and _is_split(tensor) is split
         ]
         if members:
             groups.append(
@@ -122,6 +170,12 @@ def build_optimizer(
     )
 
 
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors, what several of them share counted once."""
+    storages = [local_shard(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     on_cpu = gradients[0].device.type == "cpu"
@@ -147,3 +201,11 @@ def _norm_by_rows(gradient: Tensor, row: int = 1024) -> Tensor:
 def scale_gradients(gradients: list[Tensor], factor: float) -> None:
     if factor != 1.0:
         foreach_multiply(gradients, factor)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """``common.training.loss_scale.clip_factor`` on the device."""
+    if not limit:
+        return torch.ones_like(norm)
+    # a number over a tensor would be the tensor's reciprocal times the number
+    return (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)

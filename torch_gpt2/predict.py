@@ -31,8 +31,10 @@ def predict(config: ResolvedRun, process: Process = ALONE) -> None:
 def open_runner(
     config: ResolvedRun, tokenizer: dict[str, Any] | None, process: Process = ALONE
 ) -> Runner:
-    """Load the weights that the config names onto its device. tokenizer: the record of the one to
-    be used. Raises CheckpointError unless both fit, and DeviceError.
+    """Load the weights that the config names onto its device.
+
+    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless both fit, and
+    DeviceError.
     """
     device = open_device(config, process)
     check_memory(config, process, device)
@@ -41,7 +43,7 @@ def open_runner(
 
 
 class Runner:
-    """Implements ``common.inference.runner.Runner``."""
+    """Implementation of ``common.inference.runner.Runner``."""
 
     has_fixed_shapes = False
 
@@ -57,12 +59,11 @@ class Runner:
 
 
 class Decoder:
-    """Implements ``common.generation.generate.Decoder`` with the weights of ``model`` in the form
-    that is fastest for one token a row.
+    """Implementation of ``common.generation.generate.Decoder``.
 
-    Sequences end at the same column of the caches; those of shorter prompts begin later, and a mask
-    hides what is before. So a step writes one column, and where all prompts are of one length there
-    is no mask.
+    The weights of ``model`` are in the form that is fastest for one token a row. Sequences end at
+    the same column of the caches. Sequences of shorter prompts begin later, and a mask hides the
+    columns before. So a step writes one column, and prompts of equal length need no mask.
     """
 
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
@@ -99,8 +100,8 @@ class Decoder:
                 hidden, float("-inf")
             )
             self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
-        # Prompts are filled up on the right, where a causal mask hides the filling from all that
-        # counts.
+        # Prompts are padded on the right, where a causal mask hides the padding from all tokens
+        # that count.
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
@@ -125,7 +126,9 @@ class Decoder:
         self._mask = None if self._mask is None else self._mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states (B, T, C) before the last layer norm; the caches grow by T columns."""
+        """Return hidden states (B, T, C) before the last layer norm. The caches grow by T
+        columns.
+        """
         x = self._model.embed(ids, positions)
         end = self._column + ids.shape[1]
         mask = self._mask[..., :end] if self._column and self._mask is not None else None
@@ -151,8 +154,9 @@ class Decoder:
 
 
 class Layer:
-    """A block with its weights in the form that is fastest for few rows: q, k and v in one product,
-    and caches (B, nh, K, hs).
+    """Block with its weights in the form that is fastest for few rows.
+
+    It has one product for q, k and v, and caches (B, nh, K, hs).
     """
 
     keys: Tensor
@@ -172,14 +176,15 @@ class Layer:
         self._mlp_c_proj = product(block.mlp.c_proj)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v of the block's input (B, T, C), (B, nh, T, hs) each."""
+        """Return q, k and v (B, nh, T, hs each) of the block's input (B, T, C)."""
         batch, length, _ = x.shape
         qkv = self._qkv(self._norm_1(x)).view(batch, length, 3, -1, self._head_size)
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
     def remember(self, k: Tensor, v: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values (B, nh, T, hs) into the caches, the first at ``column``; all up to
-        the last.
+        """Put keys and values (B, nh, T, hs) into the caches from ``column`` on.
+
+        Returns all keys and values up to the last column.
         """
         keys, values = (
             cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values)
@@ -189,7 +194,7 @@ class Layer:
         return keys, values
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The block's output of its input x (B, T, C), with all keys and values to attend to."""
+        """Return the block's output for its input x (B, T, C), given all keys and values."""
         y = self._attend(q, k, v, mask)
         x = self._c_proj.add(y.transpose(1, 2).flatten(2), x)
         return self._mlp_c_proj.add(self._mlp_c_fc.gelu(self._norm_2(x)), x)

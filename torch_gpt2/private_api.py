@@ -1,8 +1,9 @@
-"""The private interfaces of torch's kernels that this backend uses.
+"""Private interfaces of torch's kernels that this backend uses.
 
 Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package
-takes half a second. They were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names
-one that is gone. ``PRIVATE`` says what each is for, and which public way would replace it.
+takes half a second. They were read in torch 2.13.0. The package accepts 2.11 to 2.13, and a test
+names an interface that is gone. ``PRIVATE`` gives the purpose of each, and the public way that
+would replace it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,32 @@ PRIVATE = {
     "torch.ops.onednn.qlinear_prepack": "weights of 8 bits in oneDNN's own order, for products of"
     " several rows; publicly torch.compile of what torchao quantizes",
     "torch.ops.onednn.qlinear_pointwise": "the product with such weights; likewise",
+    "torch._dynamo.config.optimize_ddp": "graphs of regions under DDP, which would split them again"
+    " at the borders of its buckets; publicly none",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
     "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a"
     " tensor",
+    "torch._foreach_copy_": "all weights rounded in a few kernels; publicly a kernel a tensor",
+    **dict.fromkeys(
+        (
+            "torch._foreach_add_",
+            "torch._foreach_addcdiv_",
+            "torch._foreach_addcmul_",
+            "torch._foreach_div_",
+            "torch._foreach_mul",
+            "torch._foreach_sqrt",
+        ),
+        "a step of the optimizer that the device may skip, in a few kernels; publicly only"
+        " torch.optim's fused optimizers, which Ascend has not",
+    ),
 }
-"""Name -> what it is used for, and what is public instead."""
+"""Purpose of each name, and its public replacement."""
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of a type at full speed."""
+    """Return whether this CPU multiplies matrices of a type at full speed."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if dtype == torch.float32 or not available:
         return dtype == torch.float32
@@ -48,7 +64,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
-    """Copy a weight (out, in) into the order that oneDNN wants for products with so many rows."""
+    """Copy a weight (out, in) into oneDNN's order for products with ``rows`` rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed
 
@@ -61,8 +77,9 @@ def packed_linear(
     gelu: bool = False,
     other: Tensor | None = None,
 ) -> Tensor:
-    """Compute x W^T + b with a weight that ``pack_weight`` returned; of that the gelu (tanh form),
-    or the sum with ``other``. All are of one type.
+    """Compute x W^T + b with a weight that ``pack_weight`` returned.
+
+    Optionally return its gelu (tanh form), or its sum with ``other``. All tensors are of one type.
     """
     linear = torch.ops.mkldnn._linear_pointwise
     y: Tensor
@@ -76,26 +93,28 @@ def packed_linear(
 
 
 def fuses_products() -> bool:
-    """Whether ``packed_linear`` computes gelu and sum as fast as the product alone."""
+    """Return whether ``packed_linear`` computes gelu and sum as fast as the bare product."""
     return not torch.ops.mkldnn._is_mkldnn_acl_supported()
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x W^T in int32, of int8 x (rows, in) and W (out, in)."""
+    """Compute x W^T in int32 from int8 x (rows, in) and W (out, in)."""
     return torch._int_mm(x, weight.t())
 
 
 @cache
 def multiplies_integers() -> bool:
-    """Whether ``integer_product`` is exact on this CPU. Kernels for processors without VNNI add
-    pairs of products in 16 bits, which do not hold the largest ones.
+    """Return whether ``integer_product`` is exact on this CPU.
+
+    Kernels for processors without VNNI add pairs of products in 16 bits, which overflow for the
+    largest ones.
     """
     largest = torch.full((4, 64), 127, dtype=torch.int8)
     return bool((integer_product(largest, largest) == 127 * 127 * 64).all())
 
 
 class PackedIntegers:
-    """An int8 weight (out, in) in oneDNN's own order, for products with several rows."""
+    """int8 weight (out, in) in oneDNN's own order, for products with several rows."""
 
     def __init__(self, weight: Tensor) -> None:
         out, width = weight.shape
@@ -103,8 +122,9 @@ class PackedIntegers:
         self._ones, self._zeros = torch.ones(out), torch.zeros(out, dtype=torch.int32)
 
     def product(self, x: Tensor) -> Tensor:
-        """Compute x W^T, added up in int32, of whole float32 numbers x (rows, in) from -128 to
-        127; float32 (rows, out).
+        """Compute x W^T, summed in int32, as float32 (rows, out).
+
+        x: whole float32 numbers (rows, in) from -128 to 127.
         """
         middle = 128  # the kernel takes numbers from 0, and what is 0 among them
         y: Tensor = torch.ops.onednn.qlinear_pointwise.default(
@@ -120,7 +140,7 @@ _FEW = 16
 
 @cache
 def packs_integers() -> bool:
-    """Whether products of ``PackedIntegers`` exist on this CPU and are exact."""
+    """Return whether products of ``PackedIntegers`` exist on this CPU and are exact."""
     if not multiplies_integers():
         return False
     numbers = torch.arange(3 * 4096).reshape(3, 4096) % 255 - 127
@@ -132,12 +152,70 @@ def packs_integers() -> bool:
     return torch.equal(found, integer_product(large, large).float())
 
 
+def keep_graphs_whole() -> None:
+    """Let torch.compile make one graph of what it is given, also under DDP."""
+    torch._dynamo.config.optimize_ddp = False
+
+
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor."""
+    """Return the Euclidean norm of each tensor."""
     norms: list[Tensor] = list(torch._foreach_norm(tensors))
     return norms
 
 
-def foreach_multiply(tensors: list[Tensor], factor: float) -> None:
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, which may be of another type."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_multiply(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_momentum(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    kept: Tensor,
+    applied: Tensor,
+    rate: float,
+) -> None:
+    """Take a step of torch.optim.SGD in place. kept: share of the buffers that stays. applied: 1,
+    or 0 for a step that leaves the weights. Without momentum the buffers are the gradients.
+    """
+    if buffers is not gradients:
+        torch._foreach_mul_(buffers, kept)
+        torch._foreach_add_(buffers, gradients)
+    torch._foreach_add_(weights, torch._foreach_mul(buffers, applied), alpha=-rate)
+
+
+def foreach_adam(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    *,
+    betas: tuple[float, float],
+    kept: tuple[Tensor, ...],
+    epsilon: float,
+    root: Tensor,
+    rate: Tensor,
+    decay: Tensor | None,
+) -> None:
+    """Take a step of torch.optim.Adam in place, or with decay of AdamW.
+
+    kept: shares of the moments that stay. root: of the second moment's bias correction. rate: the
+    learning rate over the first moment's; 0 leaves the weights. decay: factor of the weights.
+    """
+    if decay is not None:
+        torch._foreach_mul_(weights, decay.float())
+    torch._foreach_mul_(first, kept[0])
+    torch._foreach_add_(first, gradients, alpha=1.0 - betas[0])
+    torch._foreach_mul_(second, kept[1])
+    torch._foreach_addcmul_(second, gradients, gradients, 1.0 - betas[1])
+    divisors = torch._foreach_sqrt(second)
+    torch._foreach_div_(divisors, root)
+    torch._foreach_add_(divisors, epsilon)
+    torch._foreach_div_(divisors, -rate)  # a rate of 0 makes them infinite
+    torch._foreach_addcdiv_(weights, first, divisors)

@@ -18,37 +18,36 @@ for 2 to 64 rows, which is as fast for one.
 
 
 class AnyProduct:
-    """A product x -> x W^T + b, and what may follow it in the same kernel."""
+    """Product x -> x W^T + b, optionally followed by an operation in the same kernel."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
         self._multiply = multiply
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Map x (..., in) to (..., out)."""
         return self._multiply(x)
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Gelu (tanh form) of the product."""
+        """Return the gelu (tanh form) of the product."""
         return F.gelu(self(x), approximate="tanh")
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
-        """``other`` plus the product."""
+        """Return ``other`` plus the product."""
         return other + self(x)
 
 
 class Product(AnyProduct):
-    """x W^T + b, with the weights of several products one below the other, converted once.
+    """Product x W^T + b with weights that are converted once. Several weights are stacked.
 
-    On a CPU, oneDNN takes weights in an order of its own: one row reads them at the speed of the
-    memory, and a prompt is twice as fast. Without kernels for a type below float32, the rounded
-    weights are held and multiplied in float32 and the result is rounded, which is what such a
-    kernel does inside.
+    On a CPU, oneDNN uses its own order of weights: one row reads them at the speed of the memory,
+    and a prompt is twice as fast. Without kernels for a type below float32, the rounded weights are
+    held and multiplied in float32, and the result is rounded. Such a kernel does the same inside.
     """
 
     def __init__(
         self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, rows: int
     ) -> None:
-        """rows: how many x usually has."""
+        """Convert the weights. rows: usual number of rows of x."""
         on_cpu = weights[0].device.type == "cpu"
         self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
         self.weight = joined(weights, dtype).to(self.dtype)  # (out, in)
@@ -86,13 +85,15 @@ class Norm:
         self.epsilon = norm.eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Computes in ``dtype`` and returns the type of x."""
+        """Compute in ``dtype`` and return the type of x."""
         wide = x.to(self.dtype)
         y = torch.layer_norm(wide, self.shape, self.weight, self.bias, self.epsilon)
         return y.to(x.dtype)
 
 
 def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """One below the other, in ``dtype`` if given; a single part of that type is not copied."""
+    """Stack parts along the first axis, in ``dtype`` if given. A single part of that type is not
+    copied.
+    """
     cast = [part.detach().to(dtype or part.dtype) for part in parts]
     return cast[0] if len(cast) == 1 else torch.cat(cast)

@@ -1,4 +1,4 @@
-"""A trace of some steps by torch's profiler."""
+"""Trace of some steps by torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch_gpt2.device import TorchDevice
 
 
 def make_trace(config: ResolvedRun, device: TorchDevice) -> Trace:
-    """Traces operators on the host and kernels on the device, with profile.memory allocations
-    too.
+    """Return a trace of operators on the host and kernels on the device.
+
+    With profile.memory it also records allocations.
     """
     return partial(_trace, device, config.profile.memory)
 

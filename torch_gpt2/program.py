@@ -1,11 +1,11 @@
 """Write a GPT-2 as a program of torch, which ``torch.export.load`` opens without this project.
 
-    program(input_ids, attention_mask, past) -> logits, past
+program(input_ids, attention_mask, past) -> logits, past
 
-input_ids and attention_mask (batch, length): the new tokens, and 0 where one is padding. past: a
-tuple of the mask of the tokens before (batch, past), then key and value of each layer (batch,
-heads, past, head size); past = 0 begins a text. A program without a cache takes whole texts and
-returns the logits alone, (batch, length, vocabulary).
+input_ids and attention_mask (batch, length): the new tokens, and 0 for padding. past: a tuple of
+the mask of earlier tokens (batch, past), then key and value of each layer, (batch, heads, past,
+head size). An empty past begins a text. A program without a cache takes whole texts and returns
+only the logits, (batch, length, vocabulary).
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from torch_gpt2.model import GPT2, Block
 
 FILE = "model.pt2"
 _EXAMPLE = (2, 3, 5)
-"""Rows, tokens and tokens before of the example that is traced. Sizes of 0 and 1 would stay."""
+"""Rows, tokens and earlier tokens of the example that is traced. torch.export would fix sizes of 0
+and 1.
+"""
 
 
 class Program(nn.Module):
-    """The computation of ``GPT2``, in operators that allow any batch, length and past."""
+    """Computation of ``GPT2``, in operators that allow any batch, length and past."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__()
@@ -67,8 +69,10 @@ class Program(nn.Module):
 def _run_block(
     block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output of a block, and its keys and values. caches: those of the tokens before;
-    hidden: what is added to the scores (B, 1, T, K).
+    """Return the output of a block, and its keys and values.
+
+    caches: keys and values of earlier tokens. hidden: mask that is added to the scores (B, 1, T,
+    K).
     """
     attn, y = block.attn, block.ln_1(x)
     q, k, v = (
@@ -85,7 +89,9 @@ def _run_block(
 @torch.no_grad()
 def write_program(folder: Path, weights: Weights, *, cache: bool) -> None:
     """Write FILE with the weights inside, as float32. cache: whether it takes and returns keys and
-    values. Raises RunError where torch cannot; OSError is left to the caller.
+    values.
+
+    Raises RunError if torch fails, and OSError.
     """
     config = weights.model
     with torch.device("meta"):
@@ -131,15 +137,15 @@ def _past(config: ResolvedModel, rows: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 class ProgramModel:
-    """Implements ``common.generation.exported.ExportedModel`` with a program of torch."""
+    """Implementation of ``common.generation.exported.ExportedModel`` with a program of torch."""
 
     def __init__(self, file: Path, model: ResolvedModel) -> None:
-        """Raises ConfigError where the file is no program that this version of torch opens."""
+        """Open a program. Raises ConfigError if this version of torch cannot open the file."""
         try:
             program = torch.export.load(file)
             self.has_cache = len(program.graph_signature.user_inputs) > 2
             self._program = program.module()
-        except Exception as error:  # of many types, and none of them documented
+        except Exception as error:  # torch raises many types, and documents none
             raise ConfigError(
                 f"{file}: torch {torch.__version__} cannot open it ({_first_line(error)});"
                 " export.json beside it names the version that wrote it: export it again with this"
@@ -158,7 +164,7 @@ class ProgramModel:
     def run(
         self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        # Beyond the last position a sequence has ended: what it is given still is padding.
+        # A sequence ends at the last position. Further tokens for it are padding.
         new = (mask * (mask.cumsum(1) <= self._model.max_positions))[:, -ids.shape[1] :]
         inputs = torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(new)
         if self.has_cache:
@@ -185,8 +191,9 @@ def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArra
 
 
 class _Target(io.BufferedWriter):
-    """A file that keeps what is wrong instead of raising it: torch's writer could abort the
-    process at an exception. What comes after it is not written.
+    """File that records an error instead of raising it, and then skips further writes.
+
+    An exception could make torch's writer abort the process.
     """
 
     error: OSError | None = None

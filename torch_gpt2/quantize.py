@@ -20,9 +20,9 @@ from torch_gpt2.parallel.world import World
 
 
 class FakeQuantize(torch.autograd.Function):
-    """x rounded to multiples of ``scale`` within the levels, in the type of x.
+    """Round x to multiples of ``scale`` within the levels, in the type of x.
 
-    The gradient passes unchanged to what was not clipped, and is 0 for the rest.
+    The gradient passes unchanged where x was not clipped, and is 0 elsewhere.
     """
 
     @staticmethod
@@ -38,7 +38,9 @@ class FakeQuantize(torch.autograd.Function):
 
 
 class LinearQuantizer:
-    """Quantizes what enters a linear layer, and its weight, of which a rank may hold a part."""
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
+    part.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class LinearQuantizer:
         weight_group: dist.ProcessGroup | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """weight_group, input_group: the ranks whose parts share a scale."""
+        """Create a quantizer. weight_group, input_group: the ranks whose parts share a scale."""
         self._config = config
         self._weight_levels = weight_levels(config.weight_bits)
         self._input_levels = activation_levels(config.activation_bits)
@@ -55,21 +57,21 @@ class LinearQuantizer:
         self._weight_group, self._input_group = weight_group, input_group
         self._averages = config.activations == "moving_average_abs_max"
         self.scale = torch.zeros((), device=device)
-        """Of what enters, from the steps before; while it is 0 nothing is rounded there."""
+        """Scale of the input from earlier steps. While it is 0 the input is not rounded."""
         self.maximum = torch.zeros((), device=device)
-        """The largest absolute number that has entered in this step."""
+        """Largest absolute input of this step."""
 
     def forget_maximum(self) -> None:
-        """Begin another step."""
+        """Forget the maximum, at the start of a step."""
         self.maximum.zero_()
 
     def weight(self, weight: Tensor) -> Tensor:
-        """(out, in) -> the same, rounded."""
+        """Return the weight (out, in), rounded."""
         maximum = weight.detach().float().abs().amax(self._weight_axes, keepdim=True)
         return _rounded(weight, _everywhere(maximum, self._weight_group), self._weight_levels)
 
     def input(self, x: Tensor) -> Tensor:
-        """(..., in) -> the same, rounded."""
+        """Return the input (..., in), rounded."""
         kind = self._config.activations
         if kind == "none":
             return x
@@ -93,7 +95,7 @@ def _rounded(x: Tensor, maximum: Tensor, levels: Levels) -> Tensor:
 
 
 def _everywhere(maximum: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the largest of the ranks' maxima."""
+    """Return the maximum over the ranks of a group."""
     if group is not None:
         maximum = maximum.contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
@@ -101,20 +103,20 @@ def _everywhere(maximum: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def forget_maxima(model: nn.Module) -> None:
-    """Forget what has entered the layers, as after a pass on values that mean nothing."""
+    """Forget the maxima of all layers, as after a pass on meaningless values."""
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizer is not None:
             module.quantizer.forget_maximum()
 
 
 class Quantization(QuantizedModel):
-    """The quantizers of a rank's parts of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's parts of the model, and the scales that all ranks share."""
 
     def __init__(self, config: ResolvedRun, parts: Sequence[GPT2], world: World) -> None:
         super().__init__(config, world)
         self._parts = parts
         self.quantizers: dict[str, LinearQuantizer] = {}
-        """By layer, of those that this rank holds."""
+        """Quantizers by layer, for the layers of this rank."""
         self._modules: dict[str, Linear] = {}
         group = world.groups.get(GroupKind.TENSOR)
         by_tensor = self.settings.weights == "abs_max"
@@ -137,7 +139,7 @@ class Quantization(QuantizedModel):
             forget_maxima(part)
 
     def round_only(self, layers: Collection[str]) -> None:
-        """Let these layers round, and no other."""
+        """Turn on rounding in these layers only."""
         for name, module in self._modules.items():
             module.quantizer = self.quantizers[name] if name in layers else None
 
@@ -150,5 +152,7 @@ class Quantization(QuantizedModel):
 
 
 def quantize_model(config: ResolvedRun, parts: Sequence[GPT2], world: World) -> Quantization | None:
-    """Let the linear layers round as the section ``quantization`` says; None without one."""
+    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
+    it.
+    """
     return Quantization(config, parts, world) if config.quantization is not None else None

@@ -17,11 +17,11 @@ from torch_gpt2.predict import Layer
 
 
 class Slots:
-    """Implements ``common.serving.engine.Slots``. Each row writes at a column of its own, and a
-    mask hides from it what lies beyond.
+    """Implementation of ``common.serving.engine.Slots``.
 
-    A step works on the rows from the first to the last that is asked for. Rows in between write
-    into one more column, which nothing reads.
+    Each row writes at its own column, and a mask hides later columns from it. A step computes all
+    rows from the first to the last requested one. Rows in between write into an extra column, which
+    nothing reads.
     """
 
     takes_prompts = True

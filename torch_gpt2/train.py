@@ -1,9 +1,8 @@
-"""Train or finetune, from a resolved config to a checkpoint: this process is one rank of the
-run.
-"""
+"""Train or finetune as one rank of the run, from a resolved config to a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
@@ -11,18 +10,26 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.run_folder import owned_folder
 from common.training.data import open_data
+from common.training.engine import Engine
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
+from torch_gpt2.cpu_products import use_fastest_products
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.device import open_device
-from torch_gpt2.engine import Engine
+from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
 
-ENGINES: dict[str, type[BaseEngine]] = {"native": Engine, "deepspeed": DeepSpeedEngine}
+ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 
 
-def train(config: ResolvedRun, process: Process = ALONE) -> None:
+def train(
+    config: ResolvedRun,
+    process: Process = ALONE,
+    *,
+    engines: Mapping[str, Callable[..., Engine]] = ENGINES,
+) -> None:
+    """Train. engines: constructors like BaseEngine's, by the engine's name in the config."""
     device = open_device(config, process)
     check_memory(config, process, device, training=True)
     at = config.topology.coordinates(process.rank)
@@ -31,6 +38,8 @@ def train(config: ResolvedRun, process: Process = ALONE) -> None:
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
+        if engines is ENGINES:  # a peer computes as its own users do
+            use_fastest_products(device, world)
         session = agree_on_start(config, data, world)
-        engine = ENGINES[config.engine](config, device, process, world, session.manifest_extra)
+        engine = engines[config.engine](config, device, process, world, session.manifest_extra)
         session.train(engine, device, make_trace(config, device))

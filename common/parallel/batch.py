@@ -1,5 +1,6 @@
-"""Batch and layout arithmetic: global batch = micro batch x data parallel x accumulation, and what
-must divide what.
+"""Arithmetic of batch and layout, and checks that sizes divide each other.
+
+The global batch is micro batch x data parallel x accumulation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import lru_cache
 from common.errors import ConfigError
 
 MAX_RANKS = 2**18
-"""Most processes of a run: more devices than any cluster has, and few enough to list."""
+"""Most processes of a run: more than any cluster has, and few enough to list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,10 @@ def plan_batch(
     accumulation: int | None = None,
     data_parallel: int | None = None,
 ) -> BatchPlan:
-    """Complete the four numbers of a batch; None is left to be derived.
+    """Complete the four numbers of a batch; None marks a number to derive.
 
-    With only the micro batch given, accumulation is 1; with only the global batch, too.
-    Raises ConfigError naming the numbers that contradict each other.
+    Accumulation is 1 if only the micro batch or only the global batch is given. Raises ConfigError
+    naming the numbers that contradict each other.
     """
     if global_batch is None and micro_batch is None:
         raise ConfigError(
@@ -96,8 +97,8 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
         below = whole // part * part
         choices = f"{below} or {below + part}" if below else str(part)
         raise ConfigError(
-            f"train.global_batch_size={whole} is no multiple of {what} = {part}, so {wanted} cannot"
-            f" be derived; choose {choices}"
+            f"train.global_batch_size={whole} is not a multiple of {what} = {part}, so {wanted}"
+            f" cannot be derived; choose {choices}"
         )
     return whole // part
 
@@ -105,7 +106,7 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
 def plan_data_parallel(
     *, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None
 ) -> int:
-    """Data-parallel ranks: what the processes leave after tensor and pipeline parallel.
+    """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
     Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more
     ranks than MAX_RANKS.
@@ -132,8 +133,8 @@ def plan_data_parallel(
 
 
 def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    """Raise ConfigError naming both values, and the divisors to choose from, unless ``part``
-    divides ``whole``.
+    """Raise ConfigError unless ``part`` divides ``whole``, naming both and the divisors to choose
+    from.
     """
     if whole % part:
         found = divisors(whole)
@@ -155,14 +156,16 @@ _DIVISORS_SHOWN = 12
 
 @lru_cache(maxsize=64)
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number, ascending, found up to its square root."""
+    """Return the divisors of a number in ascending order, found up to its square root."""
     small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
     return (*small, *(number // part for part in reversed(small) if part * part != number))
 
 
 def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> int:
-    """Rows of the embedding table: ``vocab_size`` rounded up to a multiple of ``multiple *
-    model_parallel`` (Megatron's rule).
+    """Return the rows of the embedding table.
+
+    They are ``vocab_size`` rounded up to a multiple of ``multiple * model_parallel`` (Megatron's
+    rule).
     """
     step = multiple * model_parallel
     return -(-vocab_size // step) * step

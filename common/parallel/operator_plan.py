@@ -1,10 +1,10 @@
-"""How MindSpore's compiler splits each operator of the model: a plan as data, which
-mindformers_gpt2/semi_auto/network.py applies.
+"""Plan of how MindSpore's compiler splits each operator of the model.
 
-A strategy gives, for each input of an operator, the number of parts of each dim. Those of products
-with weights follow from the roles of common/parallel/sharding.py; what lies between them is split
-so that neighbours agree, and the compiler has to insert no communication but Megatron's (arXiv
-1909.08053, and with sequence parallel arXiv 2205.05198).
+The plan is data, which mindformers_gpt2/semi_auto/network.py applies. A strategy gives, for each
+input of an operator, the number of parts of each dim. Strategies of products with weights follow
+from the roles of common/parallel/sharding.py. Operators between them are split so that neighbours
+agree. The compiler then inserts no communication but Megatron's (arXiv 1909.08053, and with
+sequence parallelism arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Parts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """inputs: parts of each dim of each input. output: of the result, where a sum over ranks is to
-    leave each a part of it.
+    """Split of one operator.
+
+    inputs: parts of each dim of each input. output: parts of the result, where a sum over ranks
+    leaves each rank a part of it.
     """
 
     inputs: tuple[Parts, ...]
@@ -33,10 +35,10 @@ class Strategy:
 
 
 def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
-    """Operator of the training graph -> its strategy; ``h.*`` stands for every block.
+    """Map each operator of the training graph to its strategy; ``h.*`` stands for every block.
 
-    Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V); B, T, C, nh, hs
-    and V as in the models.
+    Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V), with B, T, C,
+    nh, hs and V as in the models.
     """
     at = config.topology
     data, tensor = at.data, at.tensor
@@ -86,8 +88,10 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
 
 
 def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
-    """Rows of a whole vocabulary are split over all ranks of a stage, so that none computes
-    another's logits.
+    """Return the strategies of the loss.
+
+    Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed
+    twice.
     """
     columns = tensor if splits_vocabulary(config) else 1
     rows = data * tensor // columns
@@ -109,9 +113,10 @@ def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
 
 
 def splits_vocabulary(config: ResolvedRun) -> bool:
-    """Whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2. With a
-    pipeline they always do, as in MindFormers r0.3, which then takes ``vocab_emb_dp`` for false and
-    says nothing.
+    """Tell whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2.
+
+    With a pipeline they always do, as in MindFormers r0.3, which then silently ignores
+    ``vocab_emb_dp``.
     """
     parallel = config.parallel
     return parallel.model_parallel > 1 and not (
@@ -120,7 +125,7 @@ def splits_vocabulary(config: ResolvedRun) -> bool:
 
 
 def stage_of(name: str, config: ResolvedRun) -> int:
-    """Pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
+    """Return the pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
     topology = config.topology
     if name == "embed":
         return 0
@@ -130,8 +135,10 @@ def stage_of(name: str, config: ResolvedRun) -> int:
 
 
 def fusion_of(layer: int, config: ResolvedRun) -> int:
-    """Number of the group, from 1, with which a block's gradients are communicated. With a pipeline
-    there is one, as in MindFormers: gradients are communicated once, after the last micro batch.
+    """Return the number, from 1, of the group in which a block's gradients are communicated.
+
+    With a pipeline there is one group, as in MindFormers: gradients are communicated once, after
+    the last micro batch.
     """
     if config.parallel.pipeline_stage > 1:
         return 1
@@ -144,7 +151,7 @@ def fusion_of(layer: int, config: ResolvedRun) -> int:
 
 
 def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
-    """Pipeline stages that use a parameter; the first of them holds it."""
+    """Return the pipeline stages that use a parameter; the first of them holds it."""
     if name == EMBEDDING:
         return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
     if name.startswith("h."):
@@ -153,11 +160,11 @@ def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
 
 
 def splits_state(name: str, config: ResolvedRun) -> bool:
-    """Whether ZeRO splits a parameter, with its state, over data-parallel ranks.
+    """Tell whether ZeRO splits a parameter, with its state, over data-parallel ranks.
 
-    Not what has too few rows, is too small to be worth it, or is whole on every tensor-parallel
-    rank; nor the embedding that a pipeline's last stage uses too: where it is sent there, the
-    compiler adds gradients of unlike shapes.
+    A parameter stays whole if it has too few rows, is small, or is whole on every tensor-parallel
+    rank. So does an embedding that the last stage of a pipeline also uses: where it is sent there,
+    the compiler adds gradients of unlike shapes.
     """
     parallel = config.parallel
     if (
@@ -177,14 +184,15 @@ def splits_state(name: str, config: ResolvedRun) -> bool:
 
 
 def held_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
-    """What one rank holds of a parameter, padding included."""
+    """Return the shape of one rank's part of a parameter, padding included."""
     rows, *others = _local_shape(name, config)
     return (rows // _shards(config) if splits_state(name, config) else rows, *others)
 
 
 def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
-    """Which part the rank at these coordinates holds: of equal parts, first over tensor-parallel
-    ranks, then over those of ZeRO.
+    """Return the slice of a parameter that the rank at these coordinates holds.
+
+    Slices are equal parts, first over tensor-parallel ranks, then over those of ZeRO.
     """
     shards = _shards(config) if splits_state(name, config) else 1
     tensor, tensor_rank = (
@@ -202,8 +210,9 @@ def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
 
 
 def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
-    """Whether the rank at these coordinates writes its part of a parameter; of the ranks that hold
-    the same part, one does.
+    """Tell whether the rank at these coordinates writes its slice of a parameter.
+
+    One of the ranks that hold the same slice does.
     """
     shards = _shards(config) if splits_state(name, config) else 1
     first = stages_of_parameter(name, config)[0]
@@ -211,7 +220,7 @@ def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
 
 
 def copies_of(name: str, config: ResolvedRun) -> int:
-    """Ranks that hold the same part of a parameter as this one, itself among them."""
+    """Return the number of ranks that hold the same slice of a parameter, this one included."""
     topology = config.topology
     data = topology.data // (_shards(config) if splits_state(name, config) else 1)
     return data * (1 if _is_split(name, config) else topology.tensor)

@@ -1,5 +1,5 @@
-"""Pipeline schedules as arithmetic: what each rank does in which order, what waits for its backward
-pass meanwhile, and the bubble.
+"""Arithmetic of pipeline schedules: order of passes on each rank, memory held meanwhile, and
+bubble.
 
 The orders are those of torch.distributed.pipelining, which runs them.
 """
@@ -20,9 +20,9 @@ class Pass(StrEnum):
     BACKWARD = "B"
     """Gradients of inputs and of weights."""
     INPUT = "I"
-    """Gradients of inputs alone, with which the stage before goes on."""
+    """Gradients of inputs only, which the stage before waits for."""
     WEIGHT = "W"
-    """Gradients of weights; what the forward pass saved is kept until here."""
+    """Gradients of weights; saved activations are kept until here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,16 @@ class Action:
 
 
 def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str | None:
-    """Why this many micro batches do not fit the schedule, or None. As torch.distributed.pipelining
-    asks.
+    """Return why this many micro batches do not fit the schedule, or None.
+
+    The conditions are those of torch.distributed.pipelining.
     """
     ranks = topology.pipeline
     if ranks == 1 or schedule in ("gpipe", "zbv_zero_bubble"):
         return None
     if schedule == "1f1b":
         return (
-            f"1f1b needs at least {ranks} micro batches, one a stage, not {micro_batches}"
+            f"1f1b needs at least {ranks} micro batches, one per stage, not {micro_batches}"
             if micro_batches < ranks
             else None
         )
@@ -56,8 +57,9 @@ def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str
 def order_of_rank(
     schedule: str, topology: Topology, place: int, micro_batches: int
 ) -> list[Action]:
-    """What the pipeline rank at this place does in one step. ``micro_batches``: as
-    ``schedule_error`` accepts them.
+    """Return the passes of the pipeline rank at this place in one step, in order.
+
+    ``micro_batches`` must be accepted by ``schedule_error``.
     """
     match schedule:
         case "gpipe" | "1f1b":
@@ -75,12 +77,12 @@ def order_of_rank(
 
 
 def _waiting(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
-    """Micro batches on their way at once where a rank has one stage."""
+    """Return the micro batches in progress at once on a rank with one stage."""
     return micro_batches if schedule == "gpipe" else min(micro_batches, topology.pipeline - place)
 
 
 def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]:
-    """``waiting`` micro batches go forward before the first goes back; then one of each in turn."""
+    """Run ``waiting`` forward passes before the first backward pass, then one of each in turn."""
     for number in range(micro_batches + waiting):
         if number >= waiting:
             yield Action(what=Pass.BACKWARD, stage=stage, micro_batch=number - waiting)
@@ -91,9 +93,10 @@ def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]
 def _interleaved(
     topology: Topology, place: int, micro_batches: int, *, splits: bool
 ) -> Iterator[Action]:
-    """A round of micro batches goes through each stage of the rank before the next (Megatron, arXiv
-    2104.04473, section 2.2). With ``splits``, weight gradients lag behind by as many passes as
-    there are ranks before (ZB-H1, arXiv 2401.10241, section 2.3).
+    """Take a round of micro batches through each stage of the rank before the next round.
+
+    Source: Megatron, arXiv 2104.04473, section 2.2. With ``splits``, weight gradients lag behind by
+    as many passes as there are ranks before this one (ZB-H1, arXiv 2401.10241, section 2.3).
     """
     virtual, stages, total = (
         topology.virtual,
@@ -124,8 +127,9 @@ def _interleaved(
 
 
 def _rounds(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> tuple[int, int]:
-    """Micro batches of a round, and passes that a rank does before its first backward pass, of
-    interleaved schedules.
+    """Return two sizes of interleaved schedules.
+
+    They are the micro batches of a round, and the passes of a rank before its first backward pass.
     """
     ranks, virtual = topology.pipeline, topology.virtual
     per_round = micro_batches // max(1, micro_batches // ranks)
@@ -134,10 +138,12 @@ def _rounds(topology: Topology, place: int, micro_batches: int, *, splits: bool)
 
 
 def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Action]:
-    """ZB-V (arXiv 2401.10241, section 6): each rank has the stage at its place from either end."""
+    """Order of ZB-V (arXiv 2401.10241, section 6), where a rank has the stage at its place from
+    either end.
+    """
     ranks = topology.pipeline
     down, up = topology.stages_of(place)
-    # with fewer than these, the places of those that lack stay empty
+    # with fewer micro batches, their places stay empty
     planned = max(2 * ranks - 1, micro_batches)
     seen: Counter[tuple[Pass, int]] = Counter()
 
@@ -174,9 +180,10 @@ def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Act
 def held_at_most(
     schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]
 ) -> dict[int, int]:
-    """Micro batches that wait for their backward pass on each stage of a rank, when they take most.
+    """Return the micro batches waiting for their backward pass on each stage, at the peak of
+    memory.
 
-    sizes: bytes that one micro batch leaves, by stage.
+    sizes: bytes that one micro batch keeps, by stage.
     """
     stages = topology.stages_of(place)
     moments = _held_at_turns(schedule, topology, place, micro_batches)
@@ -192,9 +199,10 @@ def held_at_most(
 def _held_at_turns(
     schedule: str, topology: Topology, place: int, micro_batches: int
 ) -> Iterator[tuple[int, ...]]:
-    """Micro batches held by each stage of a rank, at the moments of which one has the most bytes.
+    """Yield the micro batches held by each stage of a rank, at moments that include the peak of
+    memory.
 
-    Holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
+    This holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
     """
     if schedule in ("gpipe", "1f1b"):
         yield (_waiting(schedule, topology, place, micro_batches),)
@@ -214,7 +222,9 @@ def _held_at_turns(
     lag = ahead + (place if splits else 0)
 
     def passed(count: int, turn: int) -> int:
-        """Of the first ``count`` passes, those of the stage whose turn in a round is ``turn``."""
+        """Return how many of the first ``count`` passes are of the stage with this turn in a
+        round.
+        """
         rounds, rest = divmod(count, per_round * virtual)
         return rounds * per_round + min(max(rest - turn * per_round, 0), per_round)
 
@@ -228,10 +238,10 @@ def _held_at_turns(
 
 
 def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
-    """Gradients from other ranks that a rank holds at once.
+    """Return the most gradients from other ranks that a rank holds at once.
 
-    One is held from a stage's backward pass on, until that of its weights where it is split. One or
-    two more may come early.
+    A gradient is held from the backward pass of its stage on, or until the pass of the weights
+    where the backward pass is split. One or two more may come early.
     """
     ranks, stages = topology.pipeline, topology.stages_of(place)
     sent = [
@@ -242,8 +252,8 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
         return int(any(sent))
     if schedule == "zbv_zero_bubble":
         planned = max(2 * ranks - 1, micro_batches)
-        # at the end, gradients of inputs of ``place`` micro batches come on both stages, before
-        # those of weights
+        # at the end, input gradients of ``place`` micro batches reach both stages before their
+        # weight gradients
         begun = (planned - ranks, planned - place)
         late = sum(
             min(max(micro_batches - number, 0), place)
@@ -258,15 +268,16 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
 def bubble(
     schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False
 ) -> float:
-    """The part of a step in which a rank waits for others, all stages being equal and messages
-    free.
+    """Return the part of a step in which a rank waits, with equal stages and free communication.
 
-    A stage's forward pass, and its gradients of inputs and of weights, take one unit each (arXiv
-    2401.10241, section 3); recomputation of whole blocks one more. Beside the work, a step has (p -
-    1) / v passes of waiting (GPipe, arXiv 1811.06965, section 2.3; 1F1B and interleaved, arXiv
-    2104.04473, sections 2.2.1 and 2.2.2), each of forward + backward, or where they are split of
-    forward + inputs - weights (ZB-H1, arXiv 2401.10241, table 1). ZB-V has none but the first
-    rank's lead over the last, since every step ends with a norm of all gradients.
+    The forward pass of a stage, its input gradients and its weight gradients take one unit each
+    (arXiv 2401.10241, section 3). Recomputation of whole blocks takes one more.
+
+    A step has (p - 1) / v passes of waiting, each of forward + backward (GPipe, arXiv 1811.06965,
+    section 2.3; 1F1B and interleaved, arXiv 2104.04473, sections 2.2.1 and 2.2.2). Where the
+    backward pass is split, each is of forward + inputs - weights (ZB-H1, arXiv 2401.10241, table
+    1). ZB-V waits only for the first rank's lead over the last, since every step ends with a norm
+    of all gradients.
     """
     ranks = topology.pipeline
     backward_inputs = 2 if recomputes else 1

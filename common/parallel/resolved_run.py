@@ -1,6 +1,6 @@
-"""A run as everything but the reading of files takes it: no derived value is missing.
+"""A run with every derived value, as all code after the reading of files uses it.
 
-What is computed from it (topology, batch, sizes, padded vocabulary) is computed once.
+Values computed from it (topology, batch, sizes, padded vocabulary) are computed once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.parallel.topology import MAX_STAGES, Topology
 
 
 class ResolvedRun(RunConfig):
-    """Made by ``common.resolve.derive``. It is written and read as a RunConfig."""
+    """A run made by ``common.resolve.derive``. It is written and read as a RunConfig."""
 
     model: ResolvedModel
     train: ResolvedTrain
@@ -76,8 +76,27 @@ class ResolvedRun(RunConfig):
             softmax=BYTES[precision.softmax],
         )
 
+    @cached_property
+    def rounds_weights_once(self) -> bool:
+        """Whether a step rounds float32 weights of linear layers once, for all its micro batches.
+
+        torch's native engine does so where neither DDP nor FSDP needs the gradients of float32
+        parameters, and no schedule adds up gradients by itself.
+        """
+        precision, parallel = self.precision, self.parallel
+        return (
+            (self.backend, self.engine) == ("torch", "native")
+            and precision.parameters == "float32" != precision.compute
+            and self.train.accumulation_steps > 1
+            and self.quantization is None
+            and parallel.strategy == "ddp"
+            and parallel.zero_stage == 0
+            and (parallel.data_parallel == 1 or parallel.pipeline_stage > 1)
+            and not (parallel.pipeline_stage > 1 and "zero_bubble" in parallel.pipeline_schedule)
+        )
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the fields only: what was computed from them may no longer hold."""
+        """Copy the fields without computed values, which may no longer hold."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
@@ -85,14 +104,14 @@ class ResolvedRun(RunConfig):
 
 
 class TrainingRun(ResolvedRun):
-    """A run whose data is open: its length and its schedule are known in steps."""
+    """A run with open data, so that its length and its schedule are known in steps."""
 
     train: TimedTrain
     optimizer: TimedOptimizer
 
 
 def topology_of(parallel: ParallelConfig, data: int) -> Topology:
-    """Return the layout with so many data-parallel ranks.
+    """Return the layout with this many data-parallel ranks.
 
     Raises ConfigError where virtual stages and the schedule contradict each other, and for more
     stages than MAX_STAGES.
@@ -105,8 +124,8 @@ def topology_of(parallel: ParallelConfig, data: int) -> Topology:
             else ""
         )
         raise ConfigError(
-            f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: {MAX_STAGES} stages are the"
-            " most here; lower it"
+            f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: at most {MAX_STAGES}"
+            " stages are supported; lower it"
         )
     return Topology(
         data=data,
@@ -130,7 +149,7 @@ def _virtual_stages(parallel: ParallelConfig) -> int:
         return 1
     if schedule == "zbv_zero_bubble" and given not in (None, 2):
         raise ConfigError(
-            f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 a rank;"
-            " leave virtual_stages out"
+            f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 per"
+            " rank; leave virtual_stages out"
         )
     return (given or 2) if parallel.pipeline_stage > 1 else 1

@@ -1,9 +1,9 @@
-"""How each parameter splits over tensor-parallel ranks: the one table that backends, checkpoints
-and the planner read.
+"""Table of how each parameter splits over tensor-parallel ranks, for backends, checkpoints and
+planner.
 
-Megatron-LM, arXiv 1909.08053, section 3: q, k, v and c_fc by outputs, so that each rank has whole
-heads and its part of the inner width; both c_proj by inputs, whose results are summed; the
-embedding, which is the head too, by rows of the vocabulary.
+After Megatron-LM (arXiv 1909.08053, section 3). q, k, v and c_fc are split by outputs, so that each
+rank has whole heads and its part of the inner width. Both c_proj are split by inputs, and their
+results are summed. The embedding, which is also the head, is split by rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Role(StrEnum):
     ROW = "row"
     """(out, in) weight; split along the inputs, dim 1."""
     REPLICATED = "replicated"
-    """Whole on every rank. With sequence parallel its gradient is a sum over the tensor-parallel
+    """Whole on every rank. With sequence parallelism its gradient is a sum over the tensor-parallel
     ranks.
     """
 
@@ -47,21 +47,21 @@ _ROLES = (
 
 
 def role_of(name: str) -> Role:
-    """Of a parameter by its name (common.weights.names)."""
+    """Return the role of a parameter by its name (common.weights.names)."""
     found = [role for pattern, role in _ROLES if pattern.fullmatch(name)]
     assert len(found) == 1, name
     return found[0]
 
 
 def split_dim(name: str) -> int | None:
-    """The dim of a parameter that is split over tensor-parallel ranks, in equal contiguous parts;
-    None for one that is whole.
+    """Return the dim that is split over tensor-parallel ranks in equal contiguous parts, or
+    None.
     """
     return {Role.VOCABULARY: 0, Role.COLUMN: 0, Role.ROW: 1, Role.REPLICATED: None}[role_of(name)]
 
 
 def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ...]:
-    """What one of ``tensor`` ranks holds of a parameter of this (padded) shape."""
+    """Return the shape of one rank's part of a parameter with this (padded) shape."""
     dim = split_dim(name)
     if dim is None:
         return shape
@@ -70,7 +70,7 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
 
 
 def padded_shapes(config: ResolvedRun) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, the embedding with the rows that pad it."""
+    """Return the shapes of all parameters, with the padding rows of the embedding."""
     return parameter_shapes(config.model) | {
         EMBEDDING: (config.vocab_rows, config.model.hidden_size)
     }
@@ -85,11 +85,10 @@ def slice_of(
     shards: int = 1,
     shard_rank: int = 0,
 ) -> TensorSlice:
-    """The piece of a parameter of this padded shape: its tensor-parallel part, and of that ZeRO's
-    share of the rows.
+    """Return the slice of a parameter with this padded shape that one rank holds.
 
-    ZeRO cuts as torch.chunk does: equal parts of ceil(rows / shards) rows, the last ones smaller or
-    empty.
+    It is the tensor-parallel part, or ZeRO's share of its rows. ZeRO splits as torch.chunk does:
+    equal parts of ceil(rows / shards) rows, the last ones smaller or empty.
     """
     dim, spans = split_dim(name), [(0, size) for size in shape]
     if dim is not None:
@@ -104,8 +103,8 @@ def slice_of(
 def slices_of_rank(
     config: ResolvedRun, topology: Topology, at: Coordinates, names: Collection[str]
 ) -> dict[str, TensorSlice]:
-    """What the rank at these coordinates holds of each of its parameters; under ZeRO what it
-    updates.
+    """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO:
+    updates).
     """
     shards = shards_of(config.parallel, topology)
     return {
@@ -123,8 +122,10 @@ def slices_of_rank(
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:
-    """Whether the rank at these coordinates speaks for its part of a parameter, in the gradient
-    norm and in a checkpoint; of the ranks that hold the same part, one does.
+    """Tell whether the rank at these coordinates counts its slice in the gradient norm and in a
+    checkpoint.
+
+    One of the ranks that hold the same slice does.
     """
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
         return False

@@ -1,4 +1,4 @@
-"""Sizes of one micro batch on one rank: what formulas of memory, messages and time need."""
+"""Sizes of one micro batch on one rank, for the formulas of memory, messages and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Types are in bytes."""
+    """Sizes of a micro batch on one rank; number types are given as their bytes."""
 
     tokens: int
     seq_length: int
@@ -19,8 +19,8 @@ class Sizes:
     vocabulary: int
     tensor: int
     between: int
-    """Ranks that split what lies between tensor-parallel regions: all with sequence parallel, else
-    1.
+    """Ranks that split activations between tensor-parallel regions: all with sequence parallelism,
+    else 1.
     """
     held: int
     compute: int
@@ -29,17 +29,17 @@ class Sizes:
 
     @property
     def residual(self) -> int:
-        """The stream between blocks, which is what stages send each other too."""
+        """Residual stream between blocks, which stages also send each other."""
         return self.tokens * self.hidden * self.compute // self.between
 
     @property
     def region(self) -> int:
-        """The input of attention or MLP, whole on each rank."""
+        """Input of attention or MLP, whole on each rank."""
         return self.tokens * self.hidden * self.compute
 
     @property
     def heads_part(self) -> int:
-        """q, k, v, or the attention's output: this rank's heads."""
+        """One of q, k, v or the attention's output, for this rank's heads."""
         return self.region // self.tensor
 
     @property
@@ -49,5 +49,5 @@ class Sizes:
 
     @property
     def mask(self) -> int:
-        """Of the dropout of a residual branch."""
+        """Dropout mask of a residual branch."""
         return self.tokens * self.hidden // self.between

@@ -1,6 +1,6 @@
-"""Let ranks wait for each other, however long one of them takes.
+"""Barrier over TCP that waits as long as the slowest rank needs.
 
-For frameworks whose own messages give up after half a minute.
+It serves frameworks whose own messages time out after half a minute.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PEER = "a rank"
 
 
 class TcpBarrier:
-    """A star of connections with rank 0 in its middle, kept to the end of the process that opened
-    it.
+    """Star of connections around rank 0, kept until the process that opened it ends.
 
-    peers: connections by rank; those of all others on rank 0, that of rank 0 on the others.
+    peers: connections by rank; rank 0 has one to every other rank, each other rank has one to rank
+    0.
     """
 
     def __init__(self, rank: int, peers: dict[int, Channel]) -> None:
@@ -30,17 +30,17 @@ class TcpBarrier:
         self._limit: float | None = None
 
     def wait(self) -> None:
-        """Return when every rank has come. Raises RunError when one has gone instead."""
+        """Return when every rank has arrived. Raises RunError if one has left the run."""
         if self._rank == 0:
             self._hear()
         for peer in self._peers.values():
-            with suppress(OSError):  # the next wait tells of a rank that has gone
+            with suppress(OSError):  # the next wait reports a rank that has left
                 peer.send({})
         if self._rank > 0:
             self._hear()
 
     def limit(self, seconds: float) -> None:
-        """Limit a wait. Rank 0 gives up first, since it knows who has not come."""
+        """Limit a wait. Rank 0 gives up first, since it knows which rank is missing."""
         self._limit = seconds if self._rank == 0 else seconds + _LATER
 
     def _hear(self) -> None:
@@ -54,27 +54,27 @@ class TcpBarrier:
                 ) from None
             except OSError:
                 raise RunError(
-                    f"rank {self._rank}: rank {rank} has left the run; see the log of the one that"
-                    " failed first"
+                    f"rank {self._rank}: rank {rank} has left the run; see the log of the rank"
+                    " that failed first"
                 ) from None
 
 
 class BarrierServer:
-    """Rank 0 before the others know of it. address: by which they reach it.
+    """Rank 0 before the others have connected. address: the one by which they reach it.
 
-    Of a run on one host it is a loopback address, and nobody else can call.
+    On one host it is a loopback address, which no other host can reach.
     """
 
     def __init__(self, address: str) -> None:
         self._listener = listen(address, 0)
         self.port = int(self._listener.getsockname()[1])
         self.token = secrets.token_hex(16)
-        """Keeps strangers out."""
+        """Secret that only the ranks of this run know."""
 
     def receive(self, size: int) -> TcpBarrier:
-        """Wait for the other ranks, which know the port and the token by now.
+        """Wait for the other ranks, which know the port and the token.
 
-        Raises RunError where one does not come.
+        Raises RunError if one does not connect.
         """
         peers: dict[int, Channel] = {}
         with self._listener:
@@ -101,7 +101,7 @@ class BarrierServer:
 
 
 def connect(rank: int, address: str, port: int, token: str) -> TcpBarrier:
-    """Raises RunError where the host of rank 0 cannot be reached."""
+    """Connect to rank 0. Raises RunError if its host cannot be reached."""
     try:
         peer = connect_channel(address, port, _PEER, _JOIN_SECONDS)
         peer.send({"rank": rank, "token": token})

@@ -1,14 +1,13 @@
-"""Which rank does what: rank <-> (data, tensor, pipeline), the groups that ranks form, and the
-layers of each.
+"""Place of each rank: rank <-> (data, tensor, pipeline), groups of ranks, and their layers.
 
 Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of
-megatron.core.parallel_state.RankGenerator): tensor fastest, so that the busiest group lies within a
-server, then data, then pipeline. MindSpore's semi-automatic mode cuts ranks into stages the same
-way: a stage is a contiguous range of ranks.
+megatron.core.parallel_state.RankGenerator): tensor fastest, then data, then pipeline. The busiest
+group thus lies within a server. MindSpore's semi-automatic mode assigns stages the same way: a
+stage is a contiguous range of ranks.
 
-A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several: stage
-s + k x pipeline on rank s (Megatron, arXiv 2104.04473, section 2.2), or, in ZB-V's shape, s and the
-one as far from the end (arXiv 2401.10241, section 6).
+A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several. Rank s
+has stages s + k x pipeline (Megatron, arXiv 2104.04473, section 2.2). In ZB-V's shape it has s and
+the one as far from the end (arXiv 2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -21,30 +20,35 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
 MAX_STAGES = 256
-"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan each within a
+"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan within a
 second.
 """
 
 
 class GroupKind(StrEnum):
     TENSOR = "tensor"
-    """Share the layers of a stage and the samples, each with its part of every layer."""
+    """Ranks that share the layers of a stage and the samples, each with its part of every layer."""
     DATA = "data"
-    """Hold the same weights and see different samples; ZeRO splits over them."""
+    """Ranks that hold the same weights and see different samples; ZeRO splits over them."""
     PIPELINE = "pipeline"
-    """Pass the same samples from stage to stage."""
+    """Ranks that pass the same samples from stage to stage."""
     MODEL = "model"
-    """Tensor x pipeline: together one whole model, so the gradient norm is summed over them."""
+    """Tensor x pipeline: ranks with one whole model together, over which the gradient norm is
+    summed.
+    """
     EMBEDDING = "embedding"
     """Ranks of the first and the last stage, which both hold the tied embedding and sum its
-    gradients; one rank where the pipeline is a V. The others have no such group.
+    gradients.
+
+    It is one rank where the pipeline is a V. Ranks of other stages have no such group.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a rank stands on each axis, from 0. ``data`` says which samples it reads, ``pipeline``
-    which stages it holds.
+    """Place of a rank on each axis, from 0.
+
+    ``data`` decides which samples it reads, ``pipeline`` which stages it holds.
     """
 
     data: int
@@ -54,7 +58,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Sizes of the three axes, each at least 1, and how stages lie on the pipeline axis."""
+    """Sizes of the three axes, each at least 1, and the order of stages on the pipeline axis."""
 
     data: int = 1
     tensor: int = 1
@@ -62,7 +66,7 @@ class Topology:
     virtual: int = 1
     """Stages of each pipeline rank."""
     v_shape: bool = False
-    """The second stages of the ranks run back from the last rank to the first."""
+    """Let the second stages of the ranks run back from the last rank to the first."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each stage; None for equally many."""
 
@@ -78,11 +82,11 @@ class Topology:
         return self.data * self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Raises ConfigError for a rank that is not in this world."""
+        """Return the place of a rank. Raises ConfigError for a rank outside this world."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
-                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start as"
-                " many processes as that"
+                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start that"
+                " many processes"
             )
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
@@ -97,8 +101,8 @@ class Topology:
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
-        """The ranks of the group to which ``rank`` belongs, itself among them, ascending; empty
-        where it belongs to none.
+        """Return the ranks of the group that contains ``rank``, ascending; empty if there is
+        none.
         """
         at, stage = self.coordinates(rank), self.data * self.tensor
         match kind:
@@ -120,8 +124,9 @@ class Topology:
                 return [line[place] for place in places] if at.pipeline in places else []
 
     def groups(self, kind: GroupKind) -> list[list[int]]:
-        """All groups of a kind, by their first rank. Every process makes them in this order, member
-        or not, as frameworks ask.
+        """Return all groups of a kind, by their first rank.
+
+        Every process must create them in this order, member or not, as frameworks require.
         """
         found: list[list[int]] = []
         seen: set[int] = set()
@@ -136,14 +141,16 @@ class Topology:
         return self.pipeline * self.virtual
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """Stages that the pipeline rank at this place holds, in the order of the forward pass."""
+        """Return the stages of the pipeline rank at this place, in the order of the forward
+        pass.
+        """
         assert 0 <= place < self.pipeline, (place, self)
         if self.v_shape:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pipeline))
 
     def place_of_stage(self, stage: int) -> int:
-        """The pipeline rank that holds it."""
+        """Return the pipeline rank that holds a stage."""
         assert 0 <= stage < self.stages, (stage, self)
         return (
             self.stages - 1 - stage
@@ -153,22 +160,24 @@ class Topology:
 
     @property
     def embedding_places(self) -> tuple[int, ...]:
-        """Pipeline ranks that hold ``wte.weight``: with the first stage, which embeds tokens, and
-        with the last, whose head is tied to it. A rank with both holds it once.
+        """Return the pipeline ranks that hold ``wte.weight``.
+
+        They have the first stage, which embeds tokens, and the last, whose head is tied to it. A
+        rank with both holds it once.
         """
         return tuple(sorted({0, self.place_of_stage(self.stages - 1)}))
 
     def holds_embedding(self, rank: int) -> bool:
-        """True with the first stage: token and position embeddings."""
+        """Tell whether a rank has the first stage: token and position embeddings."""
         return self.coordinates(rank).pipeline == 0
 
     def holds_head(self, rank: int) -> bool:
-        """True with the last stage: the final layer norm, the head and the loss."""
+        """Tell whether a rank has the last stage: the final layer norm, the head and the loss."""
         return self.coordinates(rank).pipeline == self.place_of_stage(self.stages - 1)
 
     def layers_of_stage(self, stage: int, num_layers: int) -> range:
-        """Layers of a stage. Raises ConfigError where they do not divide, or where ``stage_layers``
-        does not fit.
+        """Return the layers of a stage. Raises ConfigError if they do not divide or
+        ``stage_layers`` does not fit.
         """
         assert 0 <= stage < self.stages, (stage, self)
         if self.stage_layers is not None:
@@ -178,15 +187,15 @@ class Topology:
         if num_layers % self.stages and self.virtual > 1:
             raise ConfigError(
                 f"parallel.pipeline_stage={self.pipeline} x {self.virtual} virtual stages ="
-                f" {self.stages} do not divide model.num_layers={num_layers}; choose others, or"
-                " give parallel.stage_layers, the layers of each"
+                f" {self.stages} do not divide model.num_layers={num_layers}; change them, or give"
+                " parallel.stage_layers, the layers of each"
             )
         check_divides("parallel.pipeline_stage", self.stages, "model.num_layers", num_layers)
         count = num_layers // self.stages
         return range(stage * count, (stage + 1) * count)
 
     def layers_of(self, place: int, num_layers: int) -> list[int]:
-        """Layers of a pipeline rank, ascending."""
+        """Return the layers of a pipeline rank, ascending."""
         return [
             layer
             for stage in self.stages_of(place)
@@ -194,11 +203,11 @@ class Topology:
         ]
 
     def layer_count(self, place: int, num_layers: int) -> int:
-        """How many layers a pipeline rank holds, without listing them."""
+        """Return the number of layers of a pipeline rank, without listing them."""
         return sum(len(self.layers_of_stage(stage, num_layers)) for stage in self.stages_of(place))
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Raises ConfigError as ``layers_of_stage``."""
+        """Return the stage that holds a layer. Raises ConfigError as ``layers_of_stage`` does."""
         assert 0 <= layer < num_layers, (layer, num_layers)
         return next(
             stage
@@ -214,7 +223,7 @@ class Topology:
             raise ConfigError(
                 f"parallel.stage_layers={list(split)} names {len(split)} stages, but"
                 f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one"
-                " number a stage"
+                " number per stage"
             )
         if sum(split) != num_layers:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""What the processes of a run agree on, whatever carries their messages; a backend says how values
-are gathered.
+"""Agreement of all processes of a run, without regard to the backend that carries their
+messages.
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ class WorldBase(ABC):
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank."""
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all ranks, in float64, the same bits on each."""
+        """Return sums over all ranks, in float64, with the same bits on each."""
         return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
 
     def all_reduce_max(self, value: int) -> int:
         return max(self.gather(value))
 
+    def start_max(self, value: int) -> Callable[[], int]:
+        """Start to find the largest value of all ranks; the function that is returned waits for
+        it. A device that carries messages itself does so in the order of its work.
+        """
+        largest = self.all_reduce_max(value)
+        return lambda: largest
+
     def decide_on_rank_0(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides. Where that raises one of our errors, it is raised on every rank."""
+        """Return the decision of rank 0 on every rank. Raises its error, if one of ours, on every
+        rank.
+        """
         if self.size == 1:
             return decide()
         answer: list[Any] = [None, None]
@@ -57,32 +66,34 @@ class WorldBase(ABC):
 
     @property
     def replicas(self) -> dict[int, int]:
-        """Each rank, and the first of those that hold the same part of the model."""
+        """Map each rank to the first of those that hold the same part of the model."""
         return {rank: self.topology.group(GroupKind.DATA, rank)[0] for rank in range(self.size)}
 
     def require_equal(self, facts: dict[str, Any], models: Mapping[int, int] | None = None) -> None:
-        """Raises ConfigError naming the first fact that differs between ranks, and the ranks.
-        models: with which rank each is compared, 0 when left out.
+        """Check that all ranks have the same facts. Raises ConfigError naming the first difference
+        and ranks.
+
+        models: the rank with which each is compared; 0 when left out.
         """
         gathered = self.gather(facts)
         for name in facts:
             for rank, found in enumerate(gathered):
                 model = models[rank] if models else 0
                 theirs, ours = found[name], gathered[model][name]
-                if repr(theirs) == repr(ours):  # nan is not nan
+                if repr(theirs) == repr(ours):  # nan differs from itself
                     continue
                 raise ConfigError(
                     f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every"
-                    " host must have the same config, the same data, and one output_dir that all"
-                    " of them share"
+                    " host must have the same config, the same data, and one shared output_dir"
                 )
 
 
 @contextmanager
 def exit_barrier(barrier: Callable[[], Any]) -> Iterator[None]:
-    """Nobody leaves before rank 0 has saved, at the end of the run or after what every rank meets
-    at the same step: rank 0 keeps the others' addresses, and launchers end a job as soon as one
-    rank has left with a code other than 0.
+    """Barrier at the end of the run, or after an error that every rank meets at the same step.
+
+    No rank leaves before rank 0 has saved. Rank 0 keeps the others' addresses, and launchers end a
+    job as soon as one rank exits with a code other than 0.
     """
     try:
         yield

@@ -1,42 +1,45 @@
-"""What the forward pass of one micro batch leaves for its backward pass, in bytes: the tensors that
-torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep, counted as an accelerator keeps them
-(fused attention, one byte an element of a dropout mask).
+"""Bytes that the forward pass of one micro batch keeps for its backward pass.
 
-Tensor parallel is Megatron's (arXiv 1909.08053, section 3). With sequence parallel (arXiv
-2205.05198, section 4.2.2) what lies between its regions is split too; the input of a region is
+They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep. They are
+counted as on an accelerator (fused attention, one byte per element of a dropout mask).
+
+Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv
+2205.05198, section 4.2.2) activations between its regions are split too. The input of a region is
 gathered, and kept so.
 """
 
 from __future__ import annotations
 
+from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
-
-LOSS_ROWS = 1024
-"""Positions whose logits exist at one time: torch_gpt2.loss.ROWS_AT_ONCE."""
 
 
 def of_block(config: ResolvedRun, recompute: str) -> int:
-    """Of one transformer block, recomputing nothing (none), attention and the MLP's inner part
-    (selective), or all of it (full).
+    """Return the bytes of one transformer block.
+
+    It recomputes nothing (none), attention and the MLP's inner part (selective), or all of it
+    (full).
     """
     s = config.sizes
     if recompute == "full":
         return s.residual
     hidden = s.hidden
-    kept = 2 * (of_norm(config) + s.region)  # both norms, their outputs
-    kept += s.inner + (0 if recompute == "selective" else s.inner)  # c_fc's output, gelu's
+    kept = 2 * (of_norm(config) + s.region)  # both norms and their outputs
+    kept += s.inner + (0 if recompute == "selective" else s.inner)  # outputs of c_fc and gelu
     kept += 4 * s.heads_part + (0 if recompute == "selective" else _attention(config))
     if config.model.hidden_dropout:
         kept += 2 * s.mask
-    if s.held != s.compute:  # weights as they were multiplied: q, k, v and both c_proj, c_fc
+    if (
+        s.held != s.compute and not config.rounds_weights_once
+    ):  # weights in the type of the products: q, k, v, both c_proj and c_fc
         matrices = 4 * hidden * hidden + (1 if recompute == "selective" else 2) * hidden * s.ffn
         kept += matrices * s.compute // s.tensor
     return kept
 
 
 def of_norm(config: ResolvedRun) -> int:
-    """Its input in its own type, mean and deviation, and weight and bias where they are held in
-    another type.
+    """Return the bytes of a norm: its input, mean, deviation, and weight and bias held in another
+    type.
     """
     s = config.sizes
     weights = 2 * s.hidden * s.norm if s.norm != s.held else 0
@@ -44,7 +47,9 @@ def of_norm(config: ResolvedRun) -> int:
 
 
 def _attention(config: ResolvedRun) -> int:
-    """Beside q, k, v and the output: fused, the logarithm of each row's sum; written out, the
+    """Return the bytes of attention beside q, k, v and the output.
+
+    Fused attention keeps the logarithm of each row's sum. Attention written out keeps the
     probabilities (model.Attention.attend).
     """
     s = config.sizes
@@ -52,7 +57,7 @@ def _attention(config: ResolvedRun) -> int:
     if config.precision.softmax == "float32":
         return rows * 4
     products = rows * s.seq_length
-    kept = products * s.softmax + s.seq_length * s.seq_length  # softmax's output, the causal mask
+    kept = products * s.softmax + s.seq_length * s.seq_length  # softmax output, causal mask
     if config.precision.softmax != config.precision.compute:
         kept += products * s.compute
     if config.model.attention_dropout:
@@ -61,13 +66,13 @@ def _attention(config: ResolvedRun) -> int:
 
 
 def of_embedding(config: ResolvedRun) -> int:
-    """Token ids and positions, which are int64, and the dropout's mask."""
+    """Return the bytes of token ids and positions, which are int64, and of the dropout mask."""
     s = config.sizes
     return 8 * (s.tokens + s.seq_length) + (s.mask if config.model.embedding_dropout else 0)
 
 
 def of_loss(config: ResolvedRun) -> int:
-    """Gradients that the forward pass has found already: of the hidden states, and of the head in
+    """Return the bytes of gradients that the forward pass computes: hidden states, and the head in
     float32.
     """
     s = config.sizes
@@ -75,20 +80,23 @@ def of_loss(config: ResolvedRun) -> int:
 
 
 def while_in_loss(config: ResolvedRun) -> int:
-    """Most bytes that come and go in the loss. Forward, beside the head in the type of the
-    computation: the float32 logits of LOSS_ROWS positions with as much for their logsumexp; or the
-    product that adds to the head's gradient. Backward: that gradient times the loss scale.
+    """Return the peak of temporary bytes in the loss.
+
+    Forward, beside the head in the type of the computation: the float32 logits of
+    ``train.loss_rows`` positions (those of a CPU if left out), and as much for their logsumexp, or
+    the product that adds to the head's gradient. Backward: that gradient times the loss scale.
     """
     s = config.sizes
-    rows, shard = min(s.tokens, LOSS_ROWS), s.vocabulary // s.tensor
+    rows = min(s.tokens, loss_rows(config, None))
+    shard = s.vocabulary // s.tensor
     head = shard * s.hidden * s.compute if s.held != s.compute else 0
     product = shard * s.hidden * s.compute + rows * shard * (4 + s.compute) if s.compute < 4 else 0
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
 def while_in_block(config: ResolvedRun) -> int:
-    """Most bytes that come and go in a block's backward pass: what it recomputes, and the gradients
-    on their way through the MLP.
+    """Return the peak of temporary bytes in a block's backward pass: recomputed tensors and
+    gradients of the MLP.
     """
     s, mode = config.sizes, config.train.recompute
     again = of_block(config, "none") - of_block(config, mode) if mode != "none" else 0

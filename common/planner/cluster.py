@@ -1,5 +1,6 @@
-"""What every host of a cluster would start, and whether the layout suits its servers: all of it
-known before anything starts.
+"""Plan of a cluster: the processes of every host, and whether the layout suits its servers.
+
+All of it is known before anything starts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from common.processes.addresses import DEFAULT_PORT
 
 
 def places_of_plan(table: RankTable) -> Placement:
-    """Seen from the host of rank 0."""
+    """Return the places of all ranks, seen from the host of rank 0."""
     places = places_of_table(table)
     return place_hosts(places, places[0].host)
 
@@ -41,9 +42,11 @@ def describe_cluster(
     environ: Mapping[str, str],
     device: Accelerator | None = None,
 ) -> str:
-    """The plan of a run on these places: arithmetic, ranks, the checks of the whole cluster, and
-    variables and command of the first rank of each host, or of every rank. device: whose step time
-    to estimate.
+    """Describe a run on these places.
+
+    The text has the arithmetic, the ranks, the checks of the whole cluster, and variables and
+    command of the first rank of each host, or of every rank. device: the one whose step time to
+    estimate.
     """
     plan = make_plan(config)
     lines = [
@@ -88,8 +91,9 @@ def _facts(places: Placement, table: tuple[Path, RankTable] | None) -> Iterator[
 
 
 def layout_warnings(places: Placement, topology: Topology) -> list[str]:
-    """What will run, but slowly, or not as MindFormers asks, a sentence each. Needs as many places
-    as the layout has ranks.
+    """Return a warning for each slow or unusual part of the layout.
+
+    Needs as many places as the layout has ranks.
     """
     host = [place.host for place in places.all]
     found = []
@@ -107,8 +111,8 @@ def layout_warnings(places: Placement, topology: Topology) -> list[str]:
     if topology.pipeline > len(places.hosts):
         servers = "1 server" if len(places.hosts) == 1 else f"{len(places.hosts)} servers"
         found.append(
-            f"pipeline_stage={topology.pipeline} is more than {servers}; MindFormers asks for a"
-            " server or more a stage"
+            f"pipeline_stage={topology.pipeline} is more than {servers}; MindFormers asks for at"
+            " least one server per stage"
         )
         return found
     for name in places.hosts:

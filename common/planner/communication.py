@@ -1,7 +1,8 @@
-"""Bytes that one rank sends in an optimizer step along each axis of the layout, by ring algorithms
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009):
-of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, a reduce-scatter or an all-gather half
-of that.
+"""Bytes that one rank sends in an optimizer step along each axis of the layout.
+
+The algorithms are rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", 2009). Of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, and a
+reduce-scatter or an all-gather half of that.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class Traffic:
     tensor: float = 0.0
     """All-reduces of activations within layers, vocabulary and loss."""
     sequence: float = 0.0
-    """With sequence parallel in their place: gathers and reduce-scatters, and gradients of whole
-    parameters.
+    """Gathers and reduce-scatters of sequence parallelism, instead of all-reduces, and gradients of
+    whole parameters.
     """
     data: float = 0.0
-    """Gradients, and under ZeRO parameters."""
+    """Gradients, and with ZeRO parameters."""
     pipeline: float = 0.0
     """Activations and their gradients between stages."""
     embedding: float = 0.0
@@ -42,12 +43,12 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def all_gather(size: float, ranks: int) -> float:
-    """Bytes sent for ``size`` bytes in all; as many for a reduce-scatter."""
+    """Bytes sent for ``size`` bytes in total; a reduce-scatter sends as many."""
     return (ranks - 1) / ranks * size
 
 
 def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
-    """Of the pipeline rank at this place."""
+    """Return the traffic of the pipeline rank at this place."""
     micro_batches, sizes = config.train.accumulation_steps, config.sizes
     within = micro_batches * _within_layers(config, topology, place)
     neighbours = sum(
@@ -72,8 +73,9 @@ def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
 
 
 def _sends(topology: Topology, stage: int, other: int) -> bool:
-    """Whether a stage has this neighbour, on another rank: it sends activations to the next,
-    gradients to the one before.
+    """Tell whether a stage has this neighbour on another rank.
+
+    It sends activations to the next stage and gradients to the one before.
     """
     return 0 <= other < topology.stages and topology.place_of_stage(
         stage
@@ -81,11 +83,12 @@ def _sends(topology: Topology, stage: int, other: int) -> bool:
 
 
 def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Of one micro batch. A block sums activations twice in its forward pass and gradients twice in
-    its backward pass (Megatron, arXiv 1909.08053, section 3); a gather and a reduce-scatter each
-    take as much (arXiv 2205.05198, section 4.2.2). Recomputing a block repeats attention's sum
-    alone, since the last one leaves nothing to the backward pass, but with sequence parallel both
-    gathers.
+    """Return the bytes of one micro batch.
+
+    A block sums activations twice in its forward pass and gradients twice in its backward pass
+    (Megatron, arXiv 1909.08053, section 3). A gather and a reduce-scatter each take as much (arXiv
+    2205.05198, section 4.2.2). Recomputing a block repeats only the sum of attention, since the
+    last one keeps nothing for the backward pass. With sequence parallelism it repeats both gathers.
     """
     ranks, sizes = topology.tensor, config.sizes
     if ranks == 1:
@@ -95,17 +98,19 @@ def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float
     if config.train.recompute == "full":
         again = 1.5 if config.parallel.sequence_parallel else 1.0
     total = (4 + again) * one * topology.layer_count(place, config.model.num_layers)
-    if place == 0:  # the sum of the parts of the embedding, in the type of the table
+    if place == 0:  # sum over the parts of the embedding, in the type of the table
         total += all_reduce(sizes.tokens * sizes.hidden * sizes.held, ranks)
-    # the hidden states' gradient; largest logit, sum and target in float32
+    # gradient of the hidden states; largest logit, sum and target in float32
     if place == topology.place_of_stage(topology.stages - 1):
         total += one + all_reduce(3 * 4 * sizes.tokens, ranks)
     return total
 
 
 def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Gradients of parameters that are whole on every tensor-parallel rank, which has seen a part
-    of the sequence, once a step.
+    """Return the bytes, once a step, of gradients of parameters that every tensor-parallel rank
+    holds.
+
+    Each of these ranks has seen only a part of the sequence.
     """
     elements = sum(unit.replicated * unit.count for unit in units_of(config, topology, place))
     return all_reduce(4 * elements, topology.tensor) / (
@@ -114,17 +119,19 @@ def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> fl
 
 
 def _data(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Without ZeRO an all-reduce of the gradients a step. With it the two halves of one (arXiv
-    1910.02054, section 7): a reduce-scatter of the gradients, a step or a micro batch, and a gather
-    of the parameters a step, in stage 3 every micro batch, those of blocks for the forward and for
-    the backward pass. With hybrid sharding the reduced parts are summed over the copies once a
-    step.
+    """Return the bytes of gradients and parameters between data-parallel ranks.
+
+    Without ZeRO each step has an all-reduce of the gradients. With ZeRO it has both halves of one
+    (arXiv 1910.02054, section 7). The gradients are reduce-scattered once a step or a micro batch.
+    The parameters are gathered once a step; in stage 3 every micro batch gathers those of blocks
+    for the forward and for the backward pass. With hybrid sharding the reduced parts are summed
+    over the copies once a step.
     """
     ranks, cut, zero = topology.data, shard_ranks(config), config.parallel.zero_stage
     if ranks == 1:
         return 0.0
     micro_batches = config.train.accumulation_steps
-    padded = is_fully_sharded(config)  # so that every rank's rows are equally many
+    padded = is_fully_sharded(config)  # so that every rank has equally many rows
     blocks, *others = (
         unit.count * (cut * unit.share(cut) if padded else unit.elements)
         for unit in units_of(config, topology, place)
@@ -134,7 +141,7 @@ def _data(config: ResolvedRun, topology: Topology, place: int) -> float:
     if cut == 1:  # a pipeline sums float32 gradients after its last micro batch
         return all_reduce(elements * (4 if topology.pipeline > 1 else reduced), ranks)
     reductions = 1 if keeps_whole_gradients(config) else micro_batches
-    # a pipeline leaves parameters gathered
+    # a pipeline keeps parameters gathered
     gathered = (
         elements if zero < 3 or topology.pipeline > 1 else micro_batches * (elements + blocks)
     )

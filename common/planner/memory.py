@@ -1,17 +1,18 @@
-"""What each pipeline rank holds, in bytes: weights, gradients, optimizer state, activations, loss
-and buffers; its tensor and data-parallel ranks hold as much.
+"""Bytes that each pipeline rank holds: weights, gradients, optimizer, activations, loss and
+buffers.
 
-How ZeRO (arXiv 1910.02054) is met on torch's native engine, by FSDP2: each rank keeps its rows of
-every parameter, in float32. In stages 1 and 2, and in a pipeline, parameters are gathered, in the
-type of precision.parameters, for the passes of a step, in stage 3 a block at a time. Gradients of
-several micro batches add up whole in stage 1, and in a pipeline; else each block's are reduced as
-its backward pass ends.
+Its tensor and data-parallel ranks hold as much. ZeRO (arXiv 1910.02054) is counted as FSDP2 does it
+on torch's native engine. Each rank keeps its rows of every parameter in float32. In stages 1 and 2,
+parameters are gathered for the passes of a step; a pipeline does so too. In stage 3 they are
+gathered a block at a time. Gathered parameters have the type of precision.parameters. In stage 1,
+and in a pipeline, gradients of several micro batches add up whole. Otherwise each block's gradients
+are reduced when its backward pass ends.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from common.config.resolved import ResolvedModel
@@ -22,48 +23,50 @@ from common.parallel.sharding import local_shape, split_dim
 from common.parallel.sizes import BYTES
 from common.parallel.topology import Topology
 from common.planner import activations
+from common.planner.sharded_step import peak_of_step
 from common.weights.names import EMBEDDING, parameter_shapes
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""By name."""
+"""Shapes of parameters by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device. What comes and goes is counted where it is most."""
+    """Bytes on one device. Temporary memory is counted at its peak."""
 
     weights: int
-    """As the rank's own, which ZeRO may have cut."""
+    """Weights that the rank owns, after the split by ZeRO."""
     gathered: int = 0
-    """Whole parameters beside them, under ZeRO."""
+    """Whole parameters beside them, with ZeRO."""
     gradients: int
     optimizer: int
-    """Moments, of whole weights below float32 the float32 copy, and Adam's step of 4 bytes a
+    """Moments, float32 copies of whole weights below float32, and Adam's step of 4 bytes per
     tensor.
     """
     activations: int
-    """What forward passes leave for backward passes, of all micro batches on their way at once."""
+    """Activations kept for backward passes, for all micro batches in progress at once."""
     loss: int
-    """Gradients that the loss finds in its forward pass, for as many micro batches."""
+    """Gradients that the loss computes in its forward pass, for as many micro batches."""
     working: int
-    """What comes and goes within a pass: logits, recomputed activations, gradients between
-    layers.
-    """
+    """Temporary memory of a pass: logits, recomputed activations, gradients between layers."""
     communication: int
-    """Buffers of messages: gathered and reduced blocks, gradients that other stages have sent."""
+    """Buffers of messages: gathered and reduced blocks, and gradients from other stages."""
     shared: int = 0
-    """What gradients take of the room of activations: with one micro batch a step they come as
-    those go.
+    """Bytes of other parts that reuse memory.
+
+    Where all micro batches go forward before the first one goes backward, the activations of one
+    are freed while gradients appear. With FSDP2, the fullest phase of a step (sharded_step.py) has
+    only some of the parts.
     """
 
     @property
     def state(self) -> int:
-        """Model and optimizer, without what depends on the batch."""
+        """Bytes of model and optimizer, which do not depend on the batch."""
         return self.weights + self.gathered + self.gradients + self.optimizer
 
     @property
     def parts(self) -> dict[str, int]:
-        """All but ``shared``, by name."""
+        """All fields except ``shared``, by name."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -77,8 +80,9 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that travel together: those of a block, or all others of the rank. ``shapes`` are
-    one tensor-parallel rank's.
+    """Parameters that are communicated together: a block, or all others of the rank.
+
+    ``shapes`` are those of one tensor-parallel rank.
     """
 
     shapes: Shapes
@@ -86,17 +90,26 @@ class Unit:
 
     @cached_property
     def elements(self) -> int:
-        """Of one of them."""
+        """Number of elements in one of the units."""
         return self.share(1)
 
     @cached_property
     def replicated(self) -> int:
-        """Elements that every tensor-parallel rank holds."""
+        """Number of elements that every tensor-parallel rank holds."""
         return sum(math.prod(shape) for name, shape in self.shapes if split_dim(name) is None)
 
+    @cached_property
+    def in_linear_layers(self) -> int:
+        """Number of elements of linear layers, biases included."""
+        return sum(
+            math.prod(shape)
+            for name, shape in self.shapes
+            if name.startswith("h.") and ".ln_" not in name
+        )
+
     def share(self, ranks: int) -> int:
-        """Elements of one of them on the fullest rank, each parameter cut along its first
-        dimension.
+        """Return the elements of one unit on the fullest rank, with each parameter split along its
+        first dimension.
         """
         return sum(-(-rows // ranks) * width for rows, width in self._matrices)
 
@@ -106,8 +119,8 @@ class Unit:
 
 
 def units_of(config: ResolvedRun, topology: Topology, place: int) -> tuple[Unit, ...]:
-    """Parameters of the pipeline rank at this place: its blocks, and what it has of embeddings and
-    final norm.
+    """Return the parameters of the pipeline rank at this place: blocks, embeddings and final
+    norm.
     """
     rows, last = config.vocab_rows, topology.place_of_stage(topology.stages - 1)
     held = tuple(
@@ -132,8 +145,9 @@ def units_of(config: ResolvedRun, topology: Topology, place: int) -> tuple[Unit,
 def _units(
     model: ResolvedModel, rows: int, tensor: int, held: tuple[str, ...], layers: int
 ) -> tuple[Unit, ...]:
-    """Of one tensor-parallel rank with so many blocks, and with what else begins with one of
-    ``held``.
+    """Return the parameters of one tensor-parallel rank.
+
+    It has this many blocks, and all other parameters whose names begin with one of ``held``.
     """
     whole = parameter_shapes(model.model_copy(update={"num_layers": 1}))
     whole[EMBEDDING] = (rows, whole[EMBEDDING][1])
@@ -144,20 +158,21 @@ def _units(
 
 
 def shard_ranks(config: ResolvedRun) -> int:
-    """Data-parallel ranks over which ZeRO cuts; 1 where nothing is cut."""
+    """Return the data-parallel ranks over which ZeRO splits; 1 if nothing is split."""
     parallel = config.parallel
     return (parallel.shard_size or parallel.data_parallel) if parallel.zero_stage else 1
 
 
 def is_fully_sharded(config: ResolvedRun) -> bool:
-    """Whether FSDP2 does the cutting, parameter by parameter; DeepSpeed and MindSpore cut what they
-    have in a row.
+    """Tell whether FSDP2 splits, parameter by parameter.
+
+    DeepSpeed and MindSpore split all parameters as one sequence.
     """
     return config.backend == "torch" and config.engine == "native" and shard_ranks(config) > 1
 
 
 def keeps_whole_gradients(config: ResolvedRun) -> bool:
-    """Whether gradients of several micro batches add up before ranks exchange them."""
+    """Tell whether gradients of several micro batches add up before ranks exchange them."""
     parallel, several = config.parallel, config.train.accumulation_steps > 1
     if shard_ranks(config) == 1:
         return True
@@ -167,7 +182,7 @@ def keeps_whole_gradients(config: ResolvedRun) -> bool:
 
 
 def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
-    """Of the pipeline rank at this place."""
+    """Return the memory of the pipeline rank at this place."""
     units = units_of(config, topology, place)
     held, ranks, zero = (
         BYTES[config.precision.parameters],
@@ -178,9 +193,14 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     sharded = is_fully_sharded(config)
     cut = sum(unit.share(ranks) * unit.count for unit in units) if sharded else -(-whole // ranks)
     weights = cut * 4 if sharded else (cut if zero == 3 else whole) * held
+    if config.rounds_weights_once:
+        weights += BYTES[config.precision.compute] * sum(
+            unit.in_linear_layers * unit.count for unit in units
+        )
     tensors = sum(len(unit.shapes) * unit.count for unit in units)
     moments = (1 if config.optimizer.momentum else 0) if config.optimizer.name == "sgd" else 2
-    copy = held < 4 and not sharded  # of ZeRO, section 3.1; FSDP2's weights are that already
+    # ZeRO, section 3.1. FSDP2's weights already are that copy; DeepSpeed copies float32 ones too.
+    copy = not sharded and (held < 4 or (config.engine == "deepspeed" and zero > 0))
     optimizer = (cut if zero else whole) * 4 * (moments + copy) + _step_bytes(
         config.optimizer
     ) * tensors
@@ -195,6 +215,7 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
     )
     saved, in_loss = _saved(config, topology, place)
+    waiting = _waiting(config, topology, place)
     is_last = place == topology.place_of_stage(topology.stages - 1)
     working = activations.while_in_block(config) if units[0].count else 0
     gradients = (
@@ -202,7 +223,7 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         if keeps_whole_gradients(config)
         else cut * 4
     )
-    return Memory(
+    memory = Memory(
         weights=weights,
         gathered=gathered,
         gradients=gradients,
@@ -211,16 +232,45 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         loss=in_loss,
         working=max(working, activations.while_in_loss(config) if is_last else 0),
         communication=_buffers(config, topology, place, units),
-        shared=min(gradients, saved + in_loss) if config.train.accumulation_steps == 1 else 0,
+        shared=min(gradients, (saved + in_loss) // waiting) if waiting else 0,
     )
+    if not sharded or topology.pipeline > 1:
+        return memory
+    step = peak_of_step(
+        config,
+        block=units[0].elements,
+        others=sum(unit.elements for unit in units[1:]),
+        gathered=gathered,
+        gradients=gradients,
+        of_blocks=4 * units[0].count * units[0].share(ranks),
+        saved=saved,
+        in_loss=in_loss,
+    )
+    parts = sum(memory.parts.values())
+    return replace(memory, shared=max(0, parts - weights - optimizer - step))
 
 
 def _step_bytes(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.name == "sgd" else 4
 
 
+def _waiting(config: ResolvedRun, topology: Topology, place: int) -> int:
+    """Return the number of micro batches of a step if all of them go forward before the first
+    backward pass, when there are no gradients yet; else 0.
+    """
+    micro_batches, stages = config.train.accumulation_steps, topology.stages_of(place)
+    if micro_batches == 1:
+        return 1
+    if topology.pipeline == 1 or len(stages) > 1:
+        return 0
+    held = held_at_most(
+        config.parallel.pipeline_schedule, topology, place, micro_batches, dict.fromkeys(stages, 1)
+    )
+    return micro_batches if held[stages[0]] == micro_batches else 0
+
+
 def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, int]:
-    """Bytes of activations and of the loss, of all micro batches that wait at once."""
+    """Return the bytes of activations and of the loss, of all micro batches that wait at once."""
     stages = {
         stage: _saved_by_stage(config, topology, stage) for stage in topology.stages_of(place)
     }
@@ -238,9 +288,10 @@ def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, in
 
 
 def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tuple[int, int]:
-    """Bytes of activations and of the loss that one micro batch leaves. The pipeline keeps what a
-    stage has received and what it sends, which are one where the stage after it is on the same
-    rank.
+    """Return the bytes of activations and of the loss that one micro batch keeps.
+
+    The pipeline keeps what a stage has received and what it sends. They are the same memory if the
+    next stage is on the same rank.
     """
     sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
@@ -261,9 +312,11 @@ def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tupl
 
 
 def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
-    """Gradients that come from other stages: FrugalStage of torch_gpt2/parallel/private_api.py has
-    a buffer for a message while it is needed. FSDP2 copies a unit in and out of one message, and
-    has its whole gradients beside the message that reduces them.
+    """Return the bytes of message buffers.
+
+    For a gradient from another stage, FrugalStage of torch_gpt2/parallel/private_api.py has a
+    buffer only while it is needed. FSDP2 copies a unit into and out of one message, and keeps the
+    unit's whole gradients beside the message that reduces them.
     """
     received = 0
     if topology.pipeline > 1:
@@ -275,13 +328,19 @@ def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[U
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):
         return received + largest * (held + held + reduced)
+    if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
+        return received + _DEEPSPEED_BUCKET * held
     is_ddp = shard_ranks(config) == topology.pipeline == 1 < topology.data
     if is_ddp and reduced < held:
         return received + _BUCKET // 4 * reduced
     return received
 
 
+_DEEPSPEED_BUCKET = 500_000_000
+"""Elements of the buffer that DeepSpeed's ZeRO 1 and 2 allocate in each step, whatever the model:
+the default of its reduce_bucket_size.
+"""
 _BUCKET = 25 * 2**20
-"""Bytes of DDP's buckets, whose gradients are views of them; sent in another type, one is copied at
-a time.
+"""Bytes of DDP's buckets. Gradients are views of them; sent in another type, one is copied at a
+time.
 """

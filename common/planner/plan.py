@@ -1,7 +1,6 @@
-"""What a run will be, before anything starts: ranks, batch, memory and messages of each rank, and
-how long a step may take.
+"""Plan of a run before it starts: ranks, batch, memory and messages of each rank, and step time.
 
-Arithmetic on the config only: no framework, no device.
+It is arithmetic on the config, without a framework or a device.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ _LISTED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What each rank at one place of the pipeline holds and sends; its tensor and data-parallel
-    ranks do equally much.
+    """Memory and messages of each rank at one place of the pipeline.
+
+    Its tensor and data-parallel ranks have equally much.
     """
 
     stages: tuple[int, ...]
     layers: tuple[range, ...]
-    """Of each stage, in the order of ``stages``."""
+    """Layers of each stage, in the order of ``stages``."""
     parameters: int
-    """Elements, with padding, and with the last stage's own copy of the tied embedding; before ZeRO
-    splits anything.
+    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied
+    embedding.
     """
     memory: Memory
     traffic: Traffic
@@ -43,14 +43,14 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run's arithmetic. ``parameters`` are the model's: no padding, nothing counted twice."""
+    """Arithmetic of a run. ``parameters`` counts the model's, without padding and each once."""
 
     topology: Topology
     batch: BatchPlan
     tokens_per_step: int
     parameters: int
     stages: tuple[StagePlan, ...]
-    """By place on the pipeline axis."""
+    """Plans by place on the pipeline axis."""
 
     @property
     def peak(self) -> int:
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(config: ResolvedRun) -> Plan:
-    """Raises ConfigError where layers do not divide into stages."""
+    """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
     topology = config.topology
     return Plan(
         topology=topology,
@@ -96,11 +96,10 @@ def describe_plan(
     places: Sequence[RankPlacement] = (),
     device: Accelerator | None = None,
 ) -> str:
-    """The plan as text: the arithmetic, a table of stages, a table of ranks, the middle ones of
-    more than 64 only with ``all_ranks``.
+    """Return the plan as text: the arithmetic, a table of stages and a table of ranks.
 
-    places: of every rank in order, where they are known: its host and device are shown too. device:
-    whose step time to estimate.
+    The middle ones of more than 64 ranks are shown only with ``all_ranks``. places: of every rank
+    in order, if known, to show host and device. device: the one whose step time to estimate.
     """
     topology, batch = plan.topology, plan.batch
     lines = [
@@ -147,7 +146,7 @@ def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     )
     yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
     if error := schedule_error(schedule, plan.topology, micro_batches):
-        yield f"warning: {error}; change the accumulation, or take parallel.pipeline_schedule=gpipe"
+        yield f"warning: {error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
 
 
 def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
@@ -174,8 +173,10 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
 
 
 def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[str]:
-    """What the memory given leaves to the fullest rank: context.max_device_memory, in 2^30 bytes as
-    both backends read it, or the device's.
+    """Return a line on what the given memory leaves on the fullest rank, if memory is known.
+
+    The memory is context.max_device_memory, in 2^30 bytes as both backends read it, or the
+    device's.
     """
     limit = memory_limit(config, device)
     if limit is None:
@@ -200,8 +201,9 @@ RESERVED = 0.06
 
 
 def memory_limit(config: ResolvedRun, device: Accelerator | None) -> float | None:
-    """Bytes that a rank may take: context.max_device_memory, else the device's but for what is
-    RESERVED.
+    """Return the bytes that a rank may use, or None if unknown.
+
+    They are context.max_device_memory, or the device's memory without the part RESERVED.
     """
     given = config.context.max_device_memory
     if given is not None:
@@ -260,7 +262,7 @@ def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
 
 
 def _joined(parts: Sequence[range]) -> list[range]:
-    """Ascending ranges, those without a gap between them as one."""
+    """Merge ascending ranges that have no gap between them."""
     joined: list[range] = []
     for part in parts:
         if joined and joined[-1].stop == part.start:
@@ -286,7 +288,7 @@ def _rank_rows(
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """``0-7`` without gaps, else ``0 2 4 6``; of more than four with equal gaps ``0 2 .. 14``."""
+    """Return ranks as ``0-7`` without gaps, ``0 2 .. 14`` with equal gaps, else ``0 2 6``."""
     if not numbers:
         return "-"
     first, last = numbers[0], numbers[-1]
@@ -296,7 +298,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Columns aligned to the right."""
+    """Return a table with columns aligned to the right."""
     cells = [head, *rows]
     widths = [
         max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))

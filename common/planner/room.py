@@ -1,6 +1,4 @@
-"""Whether a run fits the memory that is there: before anything is allocated, and what to say when
-an allocation has failed.
-"""
+"""Checks of a run against the available memory, before and after an allocation."""
 
 from __future__ import annotations
 
@@ -9,24 +7,30 @@ import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.accelerators import GIB
 from common.cluster.environment import Process
+from common.config.resolved import as_run
 from common.device import Device
 from common.errors import ConfigError
 from common.log import LOG
+from common.parallel.batch import divisors
+from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
+from common.resolve.derive import resolve_config
 
 HOPELESS = 4
-"""Activations are an estimate. A plan that asks for this many times the memory cannot fit by any
-error of it.
+"""Factor by which a plan must exceed the memory to be rejected.
+
+Activations are an estimate, and no error of the estimate is this large.
 """
 
 
 def machine_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory and swap that processes of this machine (or container) may take; None where
-    the system does not say.
+    """Return the bytes of memory and swap that this machine (or container) allows, or None if
+    unknown.
     """
     amounts: list[int] = []
     try:
@@ -57,8 +61,9 @@ def machine_memory(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What the ranks of one memory take. certain: allocated for sure; likely: by the plan's
-    estimate, at most at once.
+    """Memory that the ranks of one device or machine need.
+
+    certain: allocated for sure. likely: peak by the plan's estimate.
     """
 
     certain: int
@@ -67,7 +72,7 @@ class Need:
 
 
 def need_of(config: ResolvedRun, place: int, ranks: int, *, training: bool) -> Need:
-    """Of so many ranks like that of this pipeline place."""
+    """Return the need of this many ranks like the one at this pipeline place."""
     memory = _memory(config, place)
     certain = memory.weights + (memory.optimizer if training else 0)
     return Need(
@@ -88,34 +93,36 @@ def check_room(
     ranks: int = 1,
     training: bool = False,
 ) -> str | None:
-    """Before anything is allocated. Returns a warning where the plan is above what is there. Raises
-    ConfigError where it cannot fit.
+    """Compare the plan's memory with the available memory, before anything is allocated.
 
-    kind, device_memory: of the device; on a CPU the memory is the machine's. ranks: of this host,
+    Returns a warning if the plan exceeds it, and raises ConfigError if the run cannot fit. kind,
+    device_memory: of the device; on a CPU the memory is the machine's. ranks: those of this host,
     which share a CPU's memory.
     """
     on_cpu = kind == "cpu"
     there = machine_memory() if on_cpu else device_memory
     if there is None:
         return None
+    if not on_cpu:
+        config = with_loss_rows(config, there)
     place = config.topology.coordinates(rank).pipeline
     need = need_of(config, place, ranks if on_cpu else 1, training=training)
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
     who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
-    helps = advice(config, training=training)
+    helps = advice(config, training=training, place=place)
     if need.certain > there:
         part = "weights and optimizer state" if training else "weights"
         raise ConfigError(
-            f"the run does not fit: {who} {gibibytes(need.certain)} for {part} alone, and {has};"
+            f"the run does not fit: {who} {gibibytes(need.certain)} for its {part}, but {has};"
             f" {helps}"
         )
     if need.likely > HOPELESS * there:
         raise ConfigError(
-            f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
+            f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
         )
     if need.likely > there:
         return (
-            f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, and {has}; {helps}"
+            f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
         )
     return None
 
@@ -123,9 +130,9 @@ def check_room(
 def check_memory(
     config: ResolvedRun, process: Process, device: Device, *, training: bool = False
 ) -> None:
-    """Compare the plan's memory with what is there, before anything is allocated.
+    """Check memory before anything is allocated.
 
-    Warns on rank 0. Raises ConfigError where the run cannot fit.
+    Warns on rank 0. Raises ConfigError if the run cannot fit.
     """
     ranks = config.topology.world_size
     warning = check_room(
@@ -141,9 +148,7 @@ def check_memory(
 
 
 def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
-    """A line of the plan for a run on a CPU, where a rank is more than this machine holds; None
-    where it fits or runs elsewhere.
-    """
+    """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
     accelerators = [*(root / "dev").glob("davinci[0-9]*"), *(root / "dev").glob("nvidia[0-9]*")]
     there = machine_memory(root)
     if (
@@ -162,8 +167,9 @@ def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str 
 def out_of_memory(
     error: BaseException, config: ResolvedRun, *, rank: int = 0, training: bool = False
 ) -> str | None:
-    """The message for a failed allocation: what was asked for, what the plan computes, what the
-    machine has, what helps. None for any other error.
+    """Return the message for a failed allocation, and None for any other error.
+
+    It names the requested size, the plan's size, the machine's memory and remedies.
     """
     asked = asked_for(error)
     if asked is None:
@@ -174,7 +180,8 @@ def out_of_memory(
     plan = f"by the plan a rank that trains holds {gibibytes(memory.peak)} at most ({parts})"
     there = machine_memory()
     has = f"; this machine has {gibibytes(there)}" if there is not None else ""
-    return f"out of memory: {asked}; {plan}{has}. {advice(config, training=training)}"
+    helps = advice(config, training=training, place=place)
+    return f"out of memory: {asked}; {plan}{has}. {helps}"
 
 
 _WORDS = re.compile(
@@ -187,9 +194,7 @@ _WORDS = re.compile(
 
 
 def asked_for(error: BaseException) -> str | None:
-    """What an allocation that has failed asked for, in the words of the library; None where the
-    error is another one.
-    """
+    """Return the size that a failed allocation requested, in the library's words, else None."""
     text = next((line.strip() for line in str(error).splitlines() if _WORDS.search(line)), "")
     named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
     lacking = isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -203,31 +208,54 @@ def asked_for(error: BaseException) -> str | None:
     ].rstrip(". ")
 
 
-def advice(config: ResolvedRun, *, training: bool = True) -> str:
-    """What to change, with the values that are set now."""
+def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str:
+    """Return what to change, with the current values and what the plan says that each frees.
+
+    place: pipeline stage of the rank that has no room.
+    """
     train, parallel = config.train, config.parallel
     if not training:
         return (
             "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
         )
-    wishes = (
-        [f"lower train.micro_batch_size (now {train.micro_batch_size})"]
-        if (train.micro_batch_size) > 1
-        else []
-    )
-    wishes += (
-        [f"lower train.global_batch_size (now {train.global_batch_size})"]
-        if (train.accumulation_steps) > 10_000
-        else []
-    )
-    wishes += ["set train.recompute=full"] if train.recompute != "full" else []
-    wishes += [
-        f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}),"
+    wishes = []
+    if train.micro_batch_size > 1:
+        size = max(n for n in divisors(train.micro_batch_size) if n < train.micro_batch_size)
+        freed = _freed(config, place, train={"micro_batch_size": size}, to=f"to {size} ")
+        wishes.append(f"lower train.micro_batch_size (now {train.micro_batch_size}){freed}")
+    if train.accumulation_steps > 10_000:
+        wishes.append(f"lower train.global_batch_size (now {train.global_batch_size})")
+    if train.recompute != "full":
+        freed = _freed(config, place, train={"recompute": "full"})
+        wishes.append(f"set train.recompute=full{freed}")
+    stage = (parallel.zero_stage or 0) + 1
+    freed = _freed(config, place, parallel={"zero_stage": stage}, to=f"to {stage} ")
+    wishes.append(
+        f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}){freed},"
         " model_parallel or pipeline_stage"
-    ]
-    return (
-        f"{', '.join(wishes)}, or take a smaller model; --run_mode plan shows what each part takes"
     )
+    return (
+        f"{', '.join(wishes)}, or use a smaller model; --run_mode plan shows what each part takes"
+    )
+
+
+def _freed(
+    config: ResolvedRun,
+    place: int,
+    *,
+    to: str = "",
+    train: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+) -> str:
+    """Return what the plan's peak loses by a change, and nothing if that does not help or fit."""
+    steps = {"accumulation_steps": None, **(train or {})}
+    written = as_run(ResolvedRun, config, train=steps, parallel=parallel or {})
+    try:
+        tried = resolve_config(written, world_size=config.topology.world_size)
+    except ConfigError:
+        return ""
+    less = _memory(config, place).peak - _memory(tried, place).peak
+    return f" {to}(frees {gibibytes(less)})" if less >= GIB / 100 else ""
 
 
 def gibibytes(size: float) -> str:

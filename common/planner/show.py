@@ -11,6 +11,7 @@ from common.accelerators import require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
+from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
 from common.planner.plan import describe_plan, make_plan
 from common.planner.room import fits_machine
@@ -39,6 +40,8 @@ def plan_text(
     )
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
+    if device is not None:
+        config = with_loss_rows(config, device.memory)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
         table = read_table(path)

@@ -1,8 +1,7 @@
-"""Layouts for N devices of a kind: those that fit, best first by the estimated time of a step, and
-why the others do not.
+"""Search of layouts for N devices: those that fit, sorted by step time, and why others do not.
 
-Model, micro batch and global batch stay as they are; the layout, ZeRO, sequence parallel and
-recomputation are tried.
+Model, micro batch and global batch stay unchanged. The search varies the layout, ZeRO, sequence
+parallelism and recomputation.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from common.accelerators import GIB, Accelerator
 from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.parallel.batch import MAX_RANKS, divisors
+from common.parallel.loss_rows import with_loss_rows
 from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Topology
@@ -32,7 +32,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One that fits."""
+    """A layout that fits."""
 
     config: ResolvedRun
     seconds: float
@@ -45,13 +45,13 @@ class Layout:
 @dataclass(frozen=True, kw_only=True)
 class Suggestions:
     fitting: tuple[Layout, ...]
-    """Best first; of each data x tensor x pipeline the fastest."""
+    """Layouts that fit, best first; the fastest for each data x tensor x pipeline."""
     refused: dict[str, list[Topology]]
-    """Reason -> layouts."""
+    """Reason -> layouts that it excludes."""
 
 
 def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
-    """Try every layout for so many devices. Raises ConfigError for a number that is not 1 to
+    """Try every layout for this many devices. Raises ConfigError for a number outside 1 to
     MAX_RANKS.
     """
     if not 1 <= devices <= MAX_RANKS:
@@ -75,8 +75,9 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
 
 
 def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layout | str:
-    """The fastest way to make this layout fit, or why there is none. Of equally fast ones the one
-    that changes least.
+    """Return the fastest way to make this layout fit, or why there is none.
+
+    Among equally fast ways it is the one that changes least.
     """
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
@@ -95,11 +96,12 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
         if isinstance(candidate, str):
             reasons.append(candidate)
             continue
+        candidate = with_loss_rows(candidate, device.memory)
         is_run = True
         outcome = _time_within(candidate, device, limit)
         if outcome is None:
             continue
-        settled.add((zero, sequence))  # more recomputation changes nothing, or makes it slower
+        settled.add((zero, sequence))  # more recomputation changes nothing or is slower
         if outcome < (best.seconds if best else math.inf):
             best = Layout(config=candidate, seconds=outcome)
     if best is not None:
@@ -110,8 +112,9 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
 
 
 def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> float | None:
-    """Seconds of a step. None where a rank needs more memory than the limit; infinity where its
-    state alone does.
+    """Return the seconds of a step.
+
+    None if a rank needs more memory than the limit; infinity if its state by itself does.
     """
     topology = config.topology
     held = []
@@ -124,10 +127,10 @@ def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> floa
 
 
 def telling_places(topology: Topology) -> Sequence[int]:
-    """Pipeline ranks of which one is the fullest and one the slowest.
+    """Return pipeline ranks that include the fullest and the slowest.
 
-    With equally many layers a stage, ranks that hold neither the first nor the last stage take
-    equally long. What they hold grows or shrinks from one to the next.
+    With equally many layers per stage, ranks between the first and the last stage take equally
+    long. Their memory grows or shrinks from one to the next.
     """
     places = range(topology.pipeline)
     return (
@@ -138,7 +141,9 @@ def telling_places(topology: Topology) -> Sequence[int]:
 
 
 def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
-    """ZeRO stage, recomputation and sequence parallel worth trying, what the engines support."""
+    """Yield ZeRO stages, recomputation and sequence parallelism worth trying, as far as the engines
+    support them.
+    """
     piped_by_deepspeed = config.engine == "deepspeed" and topology.pipeline > 1
     most = 1 if config.backend == "mindspore" or piped_by_deepspeed else 3
     zeros: Iterable[int] = range(most + 1) if topology.data > 1 else (0,)
@@ -149,7 +154,7 @@ def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, b
 def _with_layout(
     config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool
 ) -> ResolvedRun | str:
-    """The run with this layout, or what speaks against it."""
+    """Return the run with this layout, or the reason against it."""
     same = topology.pipeline == config.parallel.pipeline_stage
     parallel: dict[str, Any] = {
         "data_parallel": topology.data,
@@ -175,7 +180,7 @@ def _with_layout(
 
 
 def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:
-    """A table of the best layouts, the words that choose the best one, and the reasons against the
+    """Return a table of the best layouts, the overrides for the best one, and reasons against
     others.
     """
     lines = [
@@ -201,7 +206,7 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
         lines += ["", f"The first: {' '.join(_words(found.fitting[0].config))}"]
     else:
         lines.append(
-            "none fits; take more devices, a smaller micro batch, or precision.parameters below"
+            "none fits; use more devices, a smaller micro batch, or precision.parameters below"
             " float32"
         )
     if found.refused:
@@ -233,7 +238,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
 
 
 def _words(config: ResolvedRun) -> Iterator[str]:
-    """What to write behind the command."""
+    """Yield the overrides to append to the command."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
     values = {name: getattr(config.parallel, name) for name in names}
     for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():

@@ -1,5 +1,6 @@
-"""How long an optimizer step may take: arithmetic on a device's peak rates, to compare layouts with
-each other rather than to foretell.
+"""Estimate of the time of an optimizer step from a device's peak rates.
+
+It serves to compare layouts with each other rather than to predict a time.
 """
 
 from __future__ import annotations
@@ -16,36 +17,38 @@ from common.planner.communication import Traffic
 from common.planner.memory import Memory
 
 PRODUCTS = 0.65
-"""Part of the peak that large matrix products reach. With the rest counted below, layouts of 18 to
-1000 billion parameters come out within 15 % of what Megatron reached on A100 (arXiv 2104.04473,
-table 1).
+"""Part of the peak rate that large matrix products reach.
+
+With the other terms below, layouts of 18 to 1000 billion parameters are within 15 % of Megatron's
+times on A100 (arXiv 2104.04473, table 1).
 """
 PASSES = 4
-"""How often memory sees what a block keeps: written and read forward, read and followed by its
-gradient backward.
+"""Number of memory passes over a block's activations.
+
+They are written and read forward, then read backward, where the gradient follows.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step, on the rank that takes longest. What overlaps is counted by
-    its longer part.
+    """Seconds of one optimizer step on the slowest rank. Overlapping parts count by the longer
+    one.
     """
 
     products: float
     """Matrix products."""
     elements: float
-    """Everything else of a layer, which memory bandwidth limits."""
+    """All other operations of a layer, which memory bandwidth limits."""
     waiting: float
-    """The pipeline's bubble."""
+    """Bubble of the pipeline."""
     tensor: float
-    """Communication within layers, which nothing hides."""
+    """Communication within layers, which does not overlap."""
     data: float
-    """Gradients and parameters that the last backward pass does not hide."""
+    """Communication of gradients and parameters that the last backward pass does not hide."""
     pipeline: float
-    """Messages between stages, and the tied embedding's gradients."""
+    """Messages between stages, and the gradients of the tied embedding."""
     optimizer: float
-    """Reading and writing the state."""
+    """Reading and writing of weights, gradients and optimizer state."""
 
     @property
     def total(self) -> float:
@@ -58,8 +61,9 @@ def step_time(
     device: Accelerator,
     held: Iterable[tuple[int, Memory, Traffic]],
 ) -> StepTime:
-    """Of the slowest pipeline rank. held: places, and what ``memory_of`` and ``traffic_of`` say of
-    each.
+    """Return the step time of the slowest pipeline rank.
+
+    held: places, each with the results of ``memory_of`` and ``traffic_of``.
     """
     times = (
         _of_place(config, topology, device, place, memory, traffic)
@@ -88,7 +92,7 @@ def _of_place(
     )
     if place == topology.place_of_stage(topology.stages - 1):
         sizes = config.sizes
-        # float32 logits, there and back twice
+        # float32 logits, written and read twice
         elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth
     work = products + elements
     waiting = (
@@ -115,8 +119,10 @@ def _of_place(
 
 
 def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) -> float:
-    """Of forward and backward pass on one rank: 6 per weight and token and 12 h T of attention
-    (common.training.metrics), a third more of what is recomputed.
+    """Return the operations of the forward and backward pass of one micro batch on one rank.
+
+    They are 6 per weight and token and 12 h T of attention (common.training.metrics), and a third
+    more for recomputed parts.
     """
     sizes = config.sizes
     matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
@@ -132,8 +138,9 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
 
 
 def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
-    """Bytes per second of a group whose ranks lie one after another on servers: the network's where
-    it leaves a server.
+    """Return the bytes per second of a group whose ranks are consecutive on servers.
+
+    It is the rate of the network if the group spans servers.
     """
     group = topology.group(kind, 0)
     within = group[0] // device.server_devices == group[-1] // device.server_devices

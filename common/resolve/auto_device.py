@@ -1,4 +1,4 @@
-"""What ``device: auto`` has become, said where a refusal follows from it."""
+"""Explanation of ``device: auto``, for errors that follow from its choice."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def sees_ascend(root: Path = Path("/")) -> bool:
 
 @contextmanager
 def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
-    """Put the cause before a refusal that follows from ``auto`` having become ``cpu``. missing:
-    what is not there, such as "Ascend".
+    """Explain an error that follows from ``auto`` having chosen ``cpu``.
+
+    missing: the device that was not found, such as "Ascend".
     """
     try:
         yield
@@ -26,9 +27,9 @@ def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
         if config.device != "auto" or kind != "cpu":
             raise
         raise type(error)(
-            f"device=auto became cpu because no {missing} is seen here (where there is one,"
-            f" device={_WANTED[config.backend]} tells why it is not found), and the CPU refuses"
-            f" this: {error}"
+            f"device=auto chose cpu because no {missing} was found (if this host has one,"
+            f" device={_WANTED[config.backend]} reports why), and the CPU does not support this:"
+            f" {error}"
         ) from None
 
 
@@ -36,8 +37,9 @@ _WANTED = {"torch": "cuda or device=npu", "mindspore": "npu"}
 
 
 def check_device_id(config: RunConfig, kind: str) -> None:
-    """Refuse a number of a device where there is one without numbers. kind: of the device that the
-    run has. Raises ConfigError.
+    """Reject the number of a device that has no numbers. Raises ConfigError.
+
+    kind: kind of the run's device.
     """
     if kind == "cpu" and config.context.device_id:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Fill in what follows from other values, and refuse values that contradict each other.
+"""Derive values that follow from others, and reject values that contradict each other.
 
 ``resolve_config`` runs before any framework is imported, so that a bad config fails in a second.
 """
@@ -14,14 +14,13 @@ from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
 ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
-"""Run modes that take the device of rank 0 alone, but for an evaluation on the validation windows
-with torch.
-"""
+"""Run modes that use only the device of rank 0, except for a validation on torch."""
 
 
 def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
-    """Fill in every derived value. Raises ConfigError naming both values of a contradiction and a
-    fix.
+    """Fill in every derived value.
+
+    Raises ConfigError naming both values of a contradiction and a fix.
     """
     _check_model(config)
     _check_data(config)
@@ -71,13 +70,14 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
 
 
 def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
-    """Return whether ZeRO has no effect, so that a config for many devices also runs on one."""
+    """Tell whether ZeRO has no effect, so that a config for many devices also runs on one."""
     return world_size == 1 and config.engine == "native" and config.parallel.shard_size is None
 
 
 def written_ranks(config: RunConfig) -> int:
-    """Return how many processes the layout of the files needs; a data_parallel that is left out
-    counts as shard_size, or as 1.
+    """Return how many processes the layout of the files needs.
+
+    A data_parallel that is left out counts as shard_size, or as 1.
     """
     parallel = config.parallel
     copies = parallel.data_parallel or parallel.shard_size or 1
@@ -85,11 +85,10 @@ def written_ranks(config: RunConfig) -> int:
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:
-    """resolve_config, for a run mode that may use one device whatever the layout of the training
-    and the number of processes.
+    """Resolve a config for a run mode that may use one device, whatever the layout of the training.
 
-    An evaluation that several processes share keeps what makes the model fit them: tensor, pipeline
-    and ZeRO-3.
+    An evaluation that several processes share keeps the splits that make the model fit: tensor,
+    pipeline and ZeRO-3.
     """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
@@ -146,7 +145,7 @@ def _check_export(config: RunConfig) -> None:
 
 
 def _check_backend(config: RunConfig) -> None:
-    """Refuse what the backend cannot honour whatever the device."""
+    """Reject settings that the backend does not support on any device."""
     context, train = config.context, config.train
     _check_export(config)
     check_device_id(config, config.device)
@@ -156,10 +155,15 @@ def _check_backend(config: RunConfig) -> None:
                 "export.format=pt2 is for backend torch; set backend=torch, which takes the same"
                 " checkpoint, or export.format=onnx, gguf or mindir"
             )
-        if train.compile:
+        if train.compile is True:
             raise ConfigError(
                 "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
                 " compiles)"
+            )
+        if train.compile_mode != "default":
+            raise ConfigError(
+                f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
+                " mindspore"
             )
         if train.recompute != "none" and context.mode == "pynative":
             raise ConfigError(
@@ -173,8 +177,8 @@ def _check_backend(config: RunConfig) -> None:
             )
         if train.parallel_optimizer_comm_recompute:
             raise ConfigError(
-                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 takes no notice of"
-                " it; leave it out. parallel.zero_stage=3 gathers parameters again in the backward"
+                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 ignores it; leave it"
+                " out. parallel.zero_stage=3 gathers parameters again in the backward"
                 " pass, on several Ascends"
             )
         if train.recompute_slice_activation and config.parallel.model_parallel == 1:
@@ -237,8 +241,9 @@ def _check_observation(config: RunConfig) -> None:
 
 
 def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
-    """The run's length in steps, and the schedule's, from epochs or tokens. Raises ConfigError
-    where there is neither.
+    """Derive the lengths of the run and of the schedule in steps, from epochs or tokens.
+
+    Raises ConfigError if no length is given.
     """
     train, optimizer = config.train, config.optimizer
     batch = train.global_batch_size
@@ -259,7 +264,7 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     if warmup is None:
         warmup = int((optimizer.warmup_fraction or 0.0) * (decay or steps))
     if decay is None:
-        decay = max(steps, warmup)  # a run shorter than its warm-up is a trial, not a mistake
+        decay = max(steps, warmup)  # a run shorter than its warm-up is a trial run, not a mistake
     elif warmup > decay:
         raise ConfigError(
             f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower"
@@ -276,8 +281,9 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
 def resolve_vocabulary(
     config: ResolvedRun, tokenizer_size: int, tokenizer_name: str
 ) -> ResolvedRun:
-    """Hold the model's vocabulary against the tokenizer's. A padded ``model.vocab_size`` is
-    replaced by the true one.
+    """Compare the model's vocabulary with the tokenizer's.
+
+    A padded ``model.vocab_size`` is replaced by the number of token ids.
     """
     model = config.model
     if tokenizer_size > model.vocab_size:
@@ -292,8 +298,9 @@ def resolve_vocabulary(
 
 
 def export_format(config: RunConfig) -> str:
-    """What --run_mode export writes. The key stays open in a run folder, whose config the other
-    backend may read.
+    """Return the format that --run_mode export writes.
+
+    The key may stay empty in a run folder, whose config the other backend may read.
     """
     return config.export.format or {"torch": "safetensors", "mindspore": "mindir"}[config.backend]
 
@@ -338,8 +345,7 @@ def _check_optimizer(config: RunConfig) -> None:
     if optimizer.warmup_steps is not None and optimizer.warmup_fraction is not None:
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} and"
-            f" optimizer.warmup_fraction={optimizer.warmup_fraction} say the same thing twice; keep"
-            " one"
+            f" optimizer.warmup_fraction={optimizer.warmup_fraction} both set the warm-up; keep one"
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise ConfigError(
@@ -348,7 +354,7 @@ def _check_optimizer(config: RunConfig) -> None:
         )
     if optimizer.momentum and optimizer.name != "sgd":
         raise ConfigError(
-            f"optimizer.momentum={optimizer.momentum} means nothing to"
+            f"optimizer.momentum={optimizer.momentum} has no effect with"
             f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd"
         )
 
@@ -380,7 +386,7 @@ def _check_length(config: RunConfig) -> None:
 
 
 def require_length(config: RunConfig) -> None:
-    """Training needs an end; evaluation and generation do not."""
+    """Check that training has a length; evaluation and generation need none."""
     train = config.train
     if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
         raise _without_length()

@@ -1,5 +1,6 @@
-"""What ``engine: deepspeed`` and ``parallel.strategy`` combine with; refused here, before any
-process is started.
+"""Checks of the settings that ``engine: deepspeed`` and ``parallel.strategy`` can be combined with.
+
+They run before any process starts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
 from common.quantization.scheme import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
+from common.resolve.compilation import compile_error
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
@@ -26,18 +28,18 @@ DEEPSPEED_MATRIX = """engine=deepspeed goes with
 
 NATIVE_MATRIX = """engine=native goes with (any value of one column with any of the others)
   data                         tensor                      pipeline
-  copies, or zero_stage        model_parallel, alone or    gpipe, 1f1b, interleaved_1f1b,
+  copies, or zero_stage        model_parallel, also    gpipe, 1f1b, interleaved_1f1b,
   1, 2, 3 from 2 ranks on,     with sequence_parallel      interleaved_zero_bubble,
   shard_size dividing them                                 zbv_zero_bubble; equal stages,
                                                            or stage_layers
-and train.compile with copies and tensor parallel; strategy parameter_server or horovod with
-copies alone"""
+and train.compile with all but zero bubbles; strategy parameter_server or horovod with copies
+only"""
 
 MINDSPORE_MATRIX = """backend=mindspore goes with
   parallel.data_parallel x model_parallel x pipeline_stage  any product
   parallel.zero_stage                                       0, 1
   parallel.pipeline_schedule                                gpipe, 1f1b; stage_layers
-and on several Ascends (device=npu), in parallel_mode 1, with 1f1b alone, and also
+and on several Ascends (device=npu), in parallel_mode 1, with 1f1b only, and also
 sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
@@ -47,7 +49,10 @@ _SEQUENCE_ALONE = (
 
 
 def check_engine(config: ResolvedRun) -> None:
-    """Raises ConfigError naming the values that do not go together, and a way out."""
+    """Check that the settings of a run can be combined.
+
+    Raises ConfigError naming the values that contradict each other, and a fix.
+    """
     if config.engine == "deepspeed":
         _check_deepspeed(config)
     else:
@@ -63,6 +68,10 @@ def check_engine(config: ResolvedRun) -> None:
                 )
     if config.parallel.strategy != "ddp":
         _check_strategy(config)
+    if config.train.compile is True:
+        reason = compile_error(config)
+        if reason:
+            raise ConfigError(f"train.compile=true {reason}")
     if config.quantization is not None:
         _check_quantization(config)
 
@@ -81,8 +90,9 @@ def _check_quantization(config: ResolvedRun) -> None:
 
 
 def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
-    """The tree of ``deepspeed.config_file``, empty where there is none. Raises ConfigError for what
-    is no JSON object.
+    """Return the content of ``deepspeed.config_file``, empty if there is none.
+
+    Raises ConfigError for anything but a JSON object.
     """
     name = config.deepspeed.config_file
     if name is None:
@@ -107,7 +117,7 @@ def _check_deepspeed(config: ResolvedRun) -> None:
     if pipeline > 1 and stage > 1:
         raise ConfigError(
             f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: DeepSpeed"
-            f" refuses it; set zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
+            f" rejects it; set zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
         )
     if pipeline > 1 and parallel.pipeline_schedule != "1f1b":
         raise ConfigError(
@@ -137,22 +147,19 @@ def _check_deepspeed(config: ResolvedRun) -> None:
             f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
             " zero_stage=3; change one of them"
         )
-    if train.compile and (stage == 3 or pipeline > 1):
-        raise ConfigError(
-            f"train.compile=true with parallel.zero_stage={stage} and pipeline_stage={pipeline}:"
-            " DeepSpeed's hooks break the graph; leave compile out"
-        )
     if train.skip_outliers:
         raise ConfigError(
-            "train.skip_outliers=true: DeepSpeed tells the norm of a step after it; leave it out,"
+            "train.skip_outliers=true: DeepSpeed reports the norm of a step only after it; leave"
+            " it out,"
             " or set engine=native"
         )
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
 def check_mindspore(config: ResolvedRun, kind: str) -> None:
-    """For a device of this kind; what several Ascends may do is asked again where it is not known
-    yet (auto). Raises ConfigError.
+    """Check a MindSpore run for a device of this kind. Raises ConfigError.
+
+    With auto the number of Ascends is not known yet; the check runs again once it is.
     """
     parallel = config.parallel
     check_parallel_mode(config, kind)
@@ -186,9 +193,10 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
 
 
 def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
-    """The device of a run that this host is about to start, as far as known without a framework: on
-    MindSpore ``auto`` can only be the CPU where the host shows no Ascend (/dev/davinciN). Raises
-    ConfigError as ``check_mindspore``.
+    """Check a run that this host is about to start, and return its device as far as it is known.
+
+    No framework is needed: on MindSpore ``auto`` can only be the CPU if the host shows no Ascend
+    (/dev/davinciN). Raises ConfigError as ``check_mindspore``.
     """
     if config.backend == "mindspore" and config.device == "auto" and not sees_ascend(root):
         with naming_auto(config, "cpu", "Ascend"):
@@ -222,13 +230,7 @@ def _check_native(config: ResolvedRun) -> None:
                 " it, or leave shard_size out"
             )
         check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
-    if config.train.compile and (stage or parallel.pipeline_stage > 1):
-        raise _refused(
-            "train.compile=true goes with data and tensor parallel, not with"
-            f" parallel.zero_stage={stage} and parallel.pipeline_stage={parallel.pipeline_stage};"
-            " leave it out"
-        )
-    if parallel.pipeline_schedule != "1f1b":  # with few micro batches that is gpipe
+    if parallel.pipeline_schedule != "1f1b":  # with few micro batches it equals gpipe
         reason = schedule_error(
             parallel.pipeline_schedule, config.topology, config.train.accumulation_steps
         )
@@ -247,7 +249,8 @@ def _check_strategy(config: ResolvedRun) -> None:
     for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0)):
         if getattr(parallel, key) != plain:
             raise _refused(
-                f"{named} is data parallel alone, but parallel.{key}={getattr(parallel, key)}; set"
+                f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
+                " set"
                 f" {plain}, or strategy=ddp"
             )
 

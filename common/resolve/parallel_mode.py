@@ -1,5 +1,5 @@
-"""``parallel.parallel_mode``: who splits the work on MindSpore, and what that combines with;
-refused before any framework is imported.
+"""Checks of ``parallel.parallel_mode`` (who splits the work on MindSpore), without any
+framework.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ COMPILED = ("semi_auto_parallel", "auto_parallel")
 
 
 def compiled_mode(config: ResolvedRun, kind: str) -> bool:
-    """Whether MindSpore's compiler splits the graph of this run on a device of this kind."""
+    """Tell whether MindSpore's compiler splits the graph of this run on a device of this kind."""
     parallel = config.parallel
     if config.backend != "mindspore":
         return False
@@ -25,20 +25,20 @@ def compiled_mode(config: ResolvedRun, kind: str) -> bool:
 
 
 def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
-    """For a run on MindSpore. kind: of the device; auto where that is not known yet.
+    """Check a run on MindSpore. kind: of the device; auto if not known yet.
 
-    Raises ConfigError naming what does not go together, and a way out.
+    Raises ConfigError naming the settings that contradict each other, and a fix.
     """
     mode = config.parallel.parallel_mode
     named = f"parallel.parallel_mode={mode}"
     if mode in COMPILED and kind in ("cpu", "cuda"):
         raise ConfigError(
-            f"{named}: MindSpore's compiler splits graphs for Ascend, and this run has"
+            f"{named}: MindSpore's compiler splits graphs for Ascend, but this run has"
             f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
             " run here in the same layouts"
         )
     if kind == "auto" and mode is None:
-        return  # asked again when the device is open
+        return  # checked again when the device is open
     if compiled_mode(config, kind):
         _check_compiled(config)
     else:
@@ -58,7 +58,7 @@ def _check_explicit(config: ResolvedRun) -> None:
             " (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend"
         )
     given = parallel.changed("parallel_mode")
-    if parallel.full_batch is False:  # which is what it does
+    if parallel.full_batch is False:  # hybrid_parallel always reads so
         given.remove("full_batch")
     words = ", ".join(
         [f"parallel.{name}={getattr(parallel, name)}" for name in given]

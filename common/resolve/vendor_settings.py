@@ -1,6 +1,4 @@
-"""What the config means in the words of a vendor's own settings; pure functions, without the
-framework.
-"""
+"""Translation of a config into a vendor's own settings, by pure functions without the framework."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from common.parallel.resolved_run import ResolvedRun
 
 
 def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
-    """Arguments of mindspore.set_context, apart from the device, which set_device takes."""
+    """Return the arguments of mindspore.set_context, without the device, which set_device takes."""
     context = config.context
     settings: dict[str, Any] = {
         "mode": {"graph": 0, "pynative": 1}[context.mode],
@@ -34,11 +32,11 @@ def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
 
 
 def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
-    """Arguments of mindspore.set_auto_parallel_context (2.10), for a run that MindSpore's compiler
-    splits.
+    """Return the arguments of mindspore.set_auto_parallel_context (2.10) for a run split by its
+    compiler.
 
-    The loss is divided by the global batch before gradients are taken, so they are summed and no
-    mean is asked for.
+    The loss is divided by the global batch before gradients are taken. Gradients are therefore
+    summed without a mean.
     """
     parallel, topology = config.parallel, config.topology
     files = parallel.strategy_ckpt_config
@@ -83,7 +81,7 @@ def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
 
 
 def strategy_file(config: ResolvedRun, rank: int) -> str:
-    """Where a rank's compiler writes how it split the parameters."""
+    """Return the file in which a rank's compiler writes how it split the parameters."""
     name = (
         config.parallel.strategy_ckpt_config.save_file
         or f"{config.output_dir}/strategy/ckpt_strategy_rank_{{rank}}.ckpt"
@@ -114,7 +112,7 @@ _OURS = {
     "bf16.enabled": "precision.parameters",
     "zero_force_ds_cpu_optimizer": "deepspeed.build_kernels",
 }
-"""DeepSpeed's keys, or sections, that follow from ours; empty where none of ours changes them."""
+"""Keys and sections of DeepSpeed that follow from ours; empty where no key of ours changes them."""
 
 _REPLACED = {
     "optimizer": "optimizer.*",
@@ -124,13 +122,13 @@ _REPLACED = {
     "activation_checkpointing": "train.recompute",
     "tensorboard": "logging.tensorboard",
 }
-"""Sections of DeepSpeed's that have another place here."""
+"""Sections of DeepSpeed that correspond to other keys of ours."""
 
 _OF_FLOAT16 = {
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "consecutive_hysteresis", "min_loss_scale",
 }  # fmt: skip
-"""Keys of fp16 that have no effect where it is off, or where the scale is static."""
+"""Keys of fp16 without effect where fp16 is off or the scale is static."""
 
 _FREE = {
     "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state",
@@ -138,16 +136,16 @@ _FREE = {
     "prescale_gradients", "gradient_predivide_factor", "aio", "timers", "csv_monitor", "wandb",
     "comet", "pipeline",
 }  # fmt: skip
-"""What a file of one's own may add: how DeepSpeed does its work, never what it computes."""
+"""Settings that a user's file may add: how DeepSpeed does its work, never what it computes."""
 
 
 def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's config of a run; ``own`` is a user's ds_config.json, whose "auto" stands for what
-    follows from the run.
+    """Return DeepSpeed's config of a run.
 
-    No scheduler, and no optimizer unless its kernels are wanted: the engine brings ours. Without
-    ZeRO the engine clips and keeps the float32 copies too, and DeepSpeed is told of a float32 run.
-    Raises ConfigError where ``own`` contradicts.
+    ``own`` is a user's ds_config.json, whose "auto" stands for the value that follows from the run.
+    It has no scheduler, and an optimizer only if its kernels are wanted, because the engine brings
+    ours. Without ZeRO the engine also clips and keeps the float32 copies, and DeepSpeed sees a
+    float32 run. Raises ConfigError where ``own`` contradicts the run.
     """
     precision, optimizer, wish = config.precision, config.optimizer, config.deepspeed
     zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
@@ -155,7 +153,7 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if wish.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    held = precision.parameters if zero["stage"] else None  # what DeepSpeed's optimizer is told
+    held = precision.parameters if zero["stage"] else None  # settings of DeepSpeed's optimizer
     settings: dict[str, Any] = {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
@@ -165,7 +163,7 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
         "zero_allow_untested_optimizer": True,  # torch's own SGD
         "zero_force_ds_cpu_optimizer": wish.build_kernels,
         "communication_data_type": _SHORT[precision.reduction],
-        # the engine sets the loss scale before each step, and DeepSpeed's own must not move
+        # the engine sets the loss scale before each step, so DeepSpeed's own must not change
         "fp16": {"enabled": True, "loss_scale": 1.0} if held == "float16" else {"enabled": False},
         "bf16": {
             "enabled": True,
@@ -188,7 +186,8 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
             },
         }
     if config.topology.pipeline > 1 and config.topology.tensor > 1:
-        # DeepSpeed remembers the first shape that it has cut, and cuts what sequence parallel has
+        # DeepSpeed remembers the first shape that it split, and splits what sequence parallelism
+        # already has
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     said = _said(config)
     merged = _merged(settings | said, own or {}, f"deepspeed.config_file={wish.config_file}")
@@ -200,8 +199,9 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
 
 
 def _said(config: ResolvedRun) -> dict[str, Any]:
-    """What the config says in DeepSpeed's words, where the engine does it in DeepSpeed's place. A
-    file may repeat it, and is compared with it.
+    """Return settings in DeepSpeed's words that the engine applies itself.
+
+    A file may repeat them, and is compared with them.
     """
     held, loss_scale = config.precision.parameters, config.loss_scale
     fp16: dict[str, Any] = {
@@ -243,8 +243,8 @@ def _merged(
         ours = next((_OURS[part] for part in (name, prefix.rstrip(".")) if part in _OURS), None)
         if not prefix and key in _REPLACED:
             raise ConfigError(
-                f"{where}: {key} has its place in this run's config ({_REPLACED[key]}); set it"
-                " there and take it out here"
+                f"{where}: {key} is set in this run's config ({_REPLACED[key]}); set it there and"
+                " remove it here"
             )
         idle = prefix == "fp16." and key in _OF_FLOAT16 and key not in settings
         if value == "auto" or idle:
@@ -253,19 +253,18 @@ def _merged(
             merged[key] = _merged(settings[key], value, where, f"{name}.")
         elif key in settings or ours is not None:
             if value != settings.get(key):
-                follows = f"{settings[key]}" if key in settings else "nothing of that name"
+                follows = f"{settings[key]}" if key in settings else "no setting of that name"
                 remedy = (
-                    f"set {ours}, or take it out of the file" if ours else "take it out of the file"
+                    f"set {ours}, or remove it from the file" if ours else "remove it from the file"
                 )
                 raise ConfigError(
-                    f"{where}: {name}={value}, but from the run's config follows {follows};"
-                    f" {remedy}"
+                    f"{where}: {name}={value}, but the run's config has {follows}; {remedy}"
                 )
         elif prefix or key in _FREE:
             merged[key] = value
         else:
             raise ConfigError(
-                f"{where}: {key} is not taken over by this version (it takes"
-                f" {', '.join(sorted(_FREE))}); take it out"
+                f"{where}: {key} is not supported by this version (it supports"
+                f" {', '.join(sorted(_FREE))}); remove it"
             )
     return merged

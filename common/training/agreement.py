@@ -1,4 +1,4 @@
-"""One checkpoint for all ranks: every host must find the same one, and find it whole."""
+"""Agreement of all ranks on one checkpoint, which every host must find complete."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from common.training.manifest import MANIFEST, read_manifest
 
 
 def identity_of(found: Path | None) -> str:
-    """Return a fingerprint of a checkpoint, by which all hosts see that they read the same
-    files.
-    """
+    """Return a fingerprint of a checkpoint, by which hosts compare the files that they see."""
     if found is None:
         return "none"
     try:
@@ -31,10 +29,10 @@ def identity_of(found: Path | None) -> str:
 def check_everywhere(
     world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with"
 ) -> None:
-    """Raise on every rank unless all of them read the same whole checkpoint.
+    """Raise on every rank unless all of them read the same complete checkpoint.
 
-    Rank 0 has compared the checksums where it chose the checkpoint. Among ranks that see other
-    files, or the files on another host, the first one compares them for all.
+    Rank 0 has compared the checksums of its choice. Among ranks that see other files, or files on
+    another host, the first one compares them for all.
     """
     world.require_equal({what: identity_of(checkpoint)})
     if checkpoint is None or world.size == 1 or is_foreign(checkpoint):
@@ -52,7 +50,7 @@ def check_everywhere(
 
 
 def _view_of(checkpoint: Path) -> Any:
-    """Return a value that is the same for processes that read the same files on the same host."""
+    """Return a value that is equal for processes that read the same files on the same host."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except (OSError, ValueError):
@@ -60,7 +58,7 @@ def _view_of(checkpoint: Path) -> Any:
     try:
         files = {path.name: path.stat() for path in checkpoint.iterdir()}
     except OSError:
-        return uuid.uuid4().hex  # reads, and fails, on its own
+        return uuid.uuid4().hex  # reads by itself, and fails then
     return host, sorted(
         (name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns)
         for name, file in files.items()

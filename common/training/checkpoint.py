@@ -1,7 +1,7 @@
-"""Checkpoint folders that are there: found by step, by ``latest`` or in a run folder.
+"""Existing checkpoint folders, found by step, by ``latest`` or in a run folder.
 
-A folder that cannot be looked into is an error, never an empty folder: a run must not begin anew
-because a disk answers late. ``common.training.checkpoint_writer`` says how the folders are written.
+A folder that cannot be read is an error, never an empty folder: a run must not start over because a
+disk answers late. ``common.training.checkpoint_writer`` describes how the folders are written.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def point_latest(checkpoint: Path) -> None:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoint folders inside ``folder``, by step. Raises CheckpointError where it
-    cannot be looked into.
+    """Return the complete checkpoint folders inside ``folder``, by step.
+
+    Raises CheckpointError if it cannot be read.
     """
     return [path for path in _step_folders(folder) if _is_file(path / MANIFEST)]
 
 
 def find_checkpoint(where: Path) -> Path | None:
-    """Return the checkpoint meant by a step folder, a ``checkpoints`` folder, a run folder or a
-    ``latest`` file; None if there is none yet.
+    """Return the checkpoint in a step folder, a ``checkpoints`` folder, a run folder or a
+    ``latest`` file.
 
-    Raises CheckpointError where that cannot be known, and where checkpoints were, and none of them
-    is whole.
+    None if there is none yet. Raises CheckpointError if that cannot be known, and if no checkpoint
+    there is complete.
     """
     where = Path(where)
     if where.name == LATEST and _is_file(where):
@@ -79,14 +80,15 @@ def find_checkpoint(where: Path) -> Path | None:
         LOG.warning(f"{shown}; taking {older[-1]} instead")
         return older[-1]
     if not whole and not there and step_of(named) < 0 and folder == where:
-        return None  # another program's file of this name
+        return None  # a file of this name by another program
     rest = f"; whole and newer: {', '.join(path.name for path in whole)}" if whole else ""
     raise CheckpointError(f"{shown}{rest}; {_remedy(folder)}")
 
 
 def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
-    """Return what ``latest`` names, all checkpoint folders, and the whole ones: of one moment,
-    since a run may be writing there.
+    """Return what ``latest`` names, all checkpoint folders, and the complete ones.
+
+    They are of one moment, since a run may be writing there.
     """
     while True:
         named = _latest(folder)
@@ -99,15 +101,13 @@ def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
 def _remedy(folder: Path) -> str:
     return (
         "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train,"
-        f" checkpoint.load=FOLDER else), choose another output_dir, or remove {folder} to begin"
-        " anew"
+        f" checkpoint.load=FOLDER else), choose another output_dir, or remove {folder} to start"
+        " over"
     )
 
 
 class NoCheckpointError(CheckpointError):
-    """Nothing at ``where`` is a whole checkpoint. why: the key that asked for one, or its
-    purpose.
-    """
+    """No complete checkpoint at ``where``. why: the key that asked for one, or its purpose."""
 
     def __init__(self, where: Path, why: str) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ class NoCheckpointError(CheckpointError):
 
 
 def require_checkpoint(where: Path, why: str) -> Path:
-    """Return what find_checkpoint finds. Raises NoCheckpointError where it finds nothing."""
+    """Return the result of find_checkpoint. Raises NoCheckpointError instead of None."""
     found = find_checkpoint(where)
     if found is None:
         raise NoCheckpointError(Path(where), why)
@@ -129,10 +129,10 @@ def require_checkpoint(where: Path, why: str) -> Path:
 
 
 def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
-    """read_manifest with checksums. Where the checkpoint is damaged, the CheckpointError names a
-    whole older one beside it.
+    """Read a manifest and compare checksums.
 
-    key: the override that takes it, checkpoint.resume or checkpoint.load.
+    For a damaged checkpoint, the CheckpointError names a complete older one beside it. key: the
+    override that selects it, checkpoint.resume or checkpoint.load.
     """
     try:
         return read_manifest(checkpoint)
@@ -143,7 +143,7 @@ def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
             except CheckpointError:
                 continue
             raise CheckpointError(
-                f"{error}: {other.name} beside it is whole, {key}={other} takes it"
+                f"{error}: {other.name} beside it is whole, {key}={other} uses it"
             ) from None
         raise
 
@@ -156,11 +156,11 @@ def _older(checkpoint: Path) -> list[Path]:
         return []
 
 
-# ---- looking, where only absence means that nothing is there ----
+# ---- reading, where only absence means that a file does not exist ----
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """Return the folders named step_NUMBER, by step, whole or not."""
+    """Return the folders named step_NUMBER, by step, complete or not."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
@@ -218,5 +218,5 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or error
     return CheckpointError(
         f"{path}: cannot be read: {reason}; so it is unknown which checkpoints are there, and"
-        " nothing was begun: make it readable for this user, or try again when its disk answers"
+        " nothing was started: make it readable for this user, or try again when its disk answers"
     )

@@ -1,4 +1,4 @@
-"""What an engine takes out of a checkpoint, whichever backend and layout wrote it."""
+"""Reader of a checkpoint for an engine, whichever backend and layout wrote it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Pieces = Mapping[str, TensorSlice]
 class CheckpointReader:
     """A checkpoint, or foreign weights, whose tensors are read one at a time.
 
-    Checksums are not compared: whoever chose the checkpoint has done so. Every method raises
-    CheckpointError where the checkpoint does not hold what is asked for.
+    Checksums are compared where the checkpoint is chosen. Every method raises CheckpointError if
+    the checkpoint lacks the requested data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class CheckpointReader:
 
     @contextmanager
     def _open_integers(self) -> Iterator[QuantizedReader | None]:
-        """The file of a folder with weights of 8 bits; None where they are float."""
+        """Open the file of a folder with 8-bit weights; None if they are float."""
         if self._own is None or MODEL_FILE not in self._own["files"]:
             yield None
             return
@@ -71,7 +71,7 @@ class CheckpointReader:
                 yield found.files[file]
 
     def states(self, config: ResolvedRun, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
-        """Return the run's and the engine's state; ``loss_scale`` takes over its part.
+        """Return the run's and the engine's state, and load ``loss_scale``.
 
         Raises CheckpointError for another optimizer than the config's.
         """
@@ -89,14 +89,14 @@ class CheckpointReader:
         if saved != config.optimizer.name:
             raise CheckpointError(
                 f"{self.folder}: holds the state of optimizer.name={saved}, the config says"
-                f" {config.optimizer.name}; go on with the former, or start anew from these weights"
+                f" {config.optimizer.name}; keep the former, or start over from these weights"
                 " with checkpoint.init_from"
             )
         return state, engine
 
     def load_scales(self, scales: ActivationScales) -> None:
-        """Let scales of activations take what the checkpoint has of them, if anything. Raises
-        CheckpointError for broken ones.
+        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for
+        broken ones.
         """
         try:
             scales.load((self._own or {}).get("engine", {}).get("quantization", {}))
@@ -120,7 +120,7 @@ class CheckpointReader:
                 yield name, stored.read(name, piece)
 
     def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield the weights of 8 bits as they are stored; nothing where all weights are float.
+        """Yield the 8-bit weights as they are stored; nothing if all weights are float.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
@@ -130,8 +130,9 @@ class CheckpointReader:
                 yield from reader.quantized()
 
     def scheme(self) -> Scheme | None:
-        """Return how its weights are, or were trained to become, integers; None where nothing says
-        so. Raises CheckpointError and ConfigError.
+        """Return how its weights are, or were trained to become, integers; None if unknown.
+
+        Raises CheckpointError and ConfigError.
         """
         with self._open_integers() as reader:
             if reader is not None:
@@ -155,8 +156,8 @@ class CheckpointReader:
     ) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
-        There is nothing before the first step, and for sgd without momentum. sgd may also begin or
-        end to use momentum: an empty file is then no fault, and a full one is left unread.
+        There are none before the first step, and for sgd without momentum. sgd may also start or
+        stop to use momentum: an empty file is then valid, and a full one is not read.
         """
         shapes = parameter_shapes(config.model)
         parts = STATE_NAMES[config.optimizer.name]
@@ -165,8 +166,8 @@ class CheckpointReader:
             return
         if optimizer_steps and self._own and self._own["files"].keys() == {MODEL_FILE}:
             raise CheckpointError(
-                f"{self.folder}: an export, without the state of the optimizer; resume what it was"
-                " made of, or start anew from its weights with"
+                f"{self.folder}: an export, without the state of the optimizer; resume the run it"
+                " was made from, or start over from its weights with"
                 f" checkpoint.init_from={self.folder}"
             )
         with self._open(config.model, OPTIMIZER_FILE) as stored:
@@ -181,8 +182,9 @@ class CheckpointReader:
 
 
 def holds_integers(folder: Path) -> bool:
-    """Return whether the weights of a folder of ours are of 8 bits. The file says so, and the
-    manifest is not read; a damaged file is reported where the checkpoint is.
+    """Tell whether the weights of a folder of ours have 8 bits.
+
+    The file decides; the manifest is not read. A damaged file is reported by the reader.
     """
     file = folder / MODEL_FILE
     with suppress(GPT2Error, OSError):

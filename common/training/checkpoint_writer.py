@@ -1,7 +1,6 @@
-"""Checkpoint folders: whole or absent, the newest named by ``latest``, written off the training
-step's path.
+"""Checkpoint folders: complete or absent, the newest named by ``latest``, written in a thread.
 
-    checkpoints/latest                   the name of the newest whole folder
+    checkpoints/latest                   the name of the newest complete folder
     checkpoints/step_00000100/
         model.safetensors                float32 weights, true vocabulary, names of
                                          common.weights.names
@@ -10,12 +9,12 @@ step's path.
                                          checksums of the files
 
 Where several ranks hold different parts, each writes model.rank_00003.safetensors and
-optimizer.rank_00003.safetensors with its rectangles of the tensors, and rank_00003.json, which says
-which they are; rank 0 takes these into the manifest when all are there.
+optimizer.rank_00003.safetensors with its rectangles of the tensors. Its rank_00003.json describes
+them, and rank 0 copies these descriptions into the manifest when all are there.
 
-A folder is written under a temporary name, fsynced and renamed; ``latest`` is replaced after that;
-old folders go last. What a writer that died has left under a temporary name, the next one on rank 0
-removes.
+A folder is written under a temporary name, fsynced and renamed. Then ``latest`` is replaced, and
+old folders are removed last. The next writer on rank 0 removes the temporary files of one that
+died.
 """
 
 from __future__ import annotations
@@ -51,12 +50,14 @@ from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 
 after_saving: list[Callable[[Path], None]] = []
-"""Called on rank 0 with the folder of each checkpoint that is whole, before the next one begins. An
-entry script adds what higher layers write.
+"""Functions called on rank 0 with the folder of each complete checkpoint, before the next one
+begins.
+
+An entry script adds what higher layers write.
 """
 
 PATIENCE_AFTER_FAILURE = 60.0
-"""Seconds that rank 0 waits for the parts of others once its own run has failed: they may be
+"""Seconds that rank 0 waits for the parts of others after its own run has failed, since they may be
 dead.
 """
 
@@ -70,12 +71,12 @@ class Part:
     rank: int
     ranks: int
     rectangles: Mapping[str, Rectangle]
-    """By parameter; moments have the same as their parameter."""
+    """Rectangles by parameter; moments have the same as their parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything needed to resume a run, to be written while training goes on.
+    """Everything needed to resume a run, written while training continues.
 
     Tensors are copied out of the framework, or lent by it until ``detach``.
     """
@@ -83,13 +84,14 @@ class Snapshot:
     files: Mapping[str, Tensors]
     """File name -> tensors by name."""
     manifest: Mapping[str, Any]
-    """Plain data, with ``state`` among it."""
+    """Plain data, including ``state``."""
     part: Part | None = None
     also_write: Callable[[Path], None] | None = None
-    """Writes another form too, given the checkpoint's folder once that is whole, on each rank."""
+    """Function that writes another form, called on each rank with the complete checkpoint's folder.
+    """
 
     def detach(self) -> None:
-        """Make lent tensors independent of the framework's memory, before that changes."""
+        """Make lent tensors independent of the framework's memory before that changes."""
         for tensors in self.files.values():
             if isinstance(tensors, CopyOnWriteArrays):
                 tensors.detach()
@@ -102,10 +104,10 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Saves snapshots under ``folder`` one after the other, in a thread if ``asynchronous``.
+    """Writer that saves snapshots under ``folder`` in order, in a thread if ``asynchronous``.
 
-    It knows the checkpoints that were there at its start and those it has written. Of these it
-    keeps the newest ``keep`` (0: all), and the newest one whose weights are known to be good.
+    It knows the checkpoints that existed at its start and those it has written. It keeps the newest
+    ``keep`` of them (0: all), and the newest one whose weights are known to be good.
     """
 
     def __init__(
@@ -118,11 +120,12 @@ class CheckpointWriter:
         patience: float = 3600.0,
         require_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """active: False on ranks other than 0, which must leave the folder alone.
+        """Create a writer.
 
-        patience: seconds in which all ranks must have written their parts after rank 0 has.
-        require_folder: raises LostFolderError where the folder is no longer this run's.
-        Raises CheckpointError where the folder cannot be looked into.
+        active: False on ranks other than 0, which must not change the folder. patience: seconds
+        within which all ranks must have written their parts after rank 0. require_folder: raises
+        LostFolderError if the folder is no longer this run's. Raises CheckpointError if the folder
+        cannot be read.
         """
         self._patience = patience
         self.folder = Path(folder)
@@ -133,8 +136,8 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         self._known: set[str] = set()
         self._newest = self._good = self._sane = -1
-        """Steps: of this run's newest checkpoint, of the newest one before it that is good, and the
-        last one whose weights were good.
+        """Steps of the newest checkpoint, of the newest good one before it, and of the last good
+        weights.
         """
         if active:
             with reading(self.folder, CheckpointError):
@@ -151,9 +154,7 @@ class CheckpointWriter:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for what is being written. A failure here does not hide the one that ends the
-        run.
-        """
+        """Wait for the current save. A failure here does not hide the error that ends the run."""
         if value is not None:
             self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
         try:
@@ -164,9 +165,9 @@ class CheckpointWriter:
             LOG.error(str(error))
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Wait for the save before, and begin to write ``step_<step>``.
+        """Wait for the previous save, and begin to write ``step_<step>``.
 
-        Raises StorageError, also on behalf of the save before.
+        Raises StorageError, also for the previous save.
         """
         self.wait()
         self.require_folder()
@@ -185,11 +186,11 @@ class CheckpointWriter:
         return target
 
     def resume(self, step: int) -> None:
-        """Take the checkpoint from which the run goes on for its newest, and for a good one."""
+        """Record the checkpoint from which the run resumes as the newest and as a good one."""
         self._newest = self._sane = step
 
     def confirm(self, step: int) -> None:
-        """Note that the weights after ``step`` are good, and so are those of earlier
+        """Record that the weights after ``step`` are good, and so are those of earlier
         checkpoints.
         """
         self._sane = max(self._sane, step)
@@ -198,14 +199,14 @@ class CheckpointWriter:
         return self._newest if self._newest <= self._sane else self._good
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises what the last save raised."""
+        """Return when no save is in progress. Raises the error of the last save."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what a finished save raised, without waiting for one under way."""
+        """Raise the error of a finished save, without waiting for a save in progress."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -213,13 +214,13 @@ class CheckpointWriter:
     def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
         try:
             self._write(target, snapshot)
-        except Exception as error:  # re-raised in the training thread
+        except Exception as error:  # raised again in the training thread
             self._failure = error
 
     def _write(self, target: Path, snapshot: Snapshot) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            self.require_folder()  # else the next line would make it anew
+            self.require_folder()  # otherwise the next line would create it again
             self._write_folder(temporary, snapshot)
             self.require_folder()
             if snapshot.part is None or snapshot.part.rank == 0:
@@ -269,16 +270,15 @@ class CheckpointWriter:
         fsync_folder(temporary)
 
     def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
-        """Wait for all ranks and return what they have written.
-
-        Raises StorageError naming those that have not.
+        """Wait for all ranks, and return their descriptions. Raises StorageError naming missing
+        ranks.
         """
         files: dict[str, dict[str, Any]] = {}
         waiting, began = set(range(ranks)), time.monotonic()
         while True:
             for rank in sorted(waiting):
                 path = temporary / f"rank_{rank:05d}.json"
-                if path.is_file():  # whole: it was renamed
+                if path.is_file():  # complete: it was renamed
                     try:
                         files |= parse_json(path.read_bytes())
                     except (MalformedError, TypeError) as error:
@@ -297,7 +297,7 @@ class CheckpointWriter:
             time.sleep(0.05)
 
     def _await_whole(self, temporary: Path, target: Path) -> None:
-        """Wait until rank 0 has named the folder. Raises StorageError where it does not."""
+        """Wait until rank 0 has renamed the folder. Raises StorageError if it does not."""
         began = time.monotonic()
         while temporary.exists() or not (target / MANIFEST).is_file():
             if time.monotonic() > began + self._patience:
@@ -325,7 +325,7 @@ class CheckpointWriter:
         for name in [*after, *before][: max(0, len(others) + 1 - self._keep)]:
             if step_of(name) == self._newest_good():
                 continue
-            # rename first, so that a folder half deleted never looks whole
+            # rename first, so that a half-deleted folder never looks complete
             renamed = self.folder / f".{name}.doomed.tmp"
             os.replace(self.folder / name, renamed)
             shutil.rmtree(renamed, ignore_errors=True)
@@ -333,9 +333,9 @@ class CheckpointWriter:
 
 
 def _remove(temporary: Path, part: Part | None) -> None:
-    """Remove what this rank has written.
+    """Remove the files of this rank.
 
-    The folder stays where others may be writing: without it they would fail too, and be blamed.
+    The folder stays while others may be writing: without it they would fail too, and be blamed.
     """
     if part is None:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Arrays that a running engine lends to the checkpoint writer, so that saving needs neither a copy
-nor a wait.
+"""Arrays that a running engine lends to the checkpoint writer, so that a save needs no copy or
+wait.
 
-The writer reads them one after the other while the next step goes forward and backward. Before the
-engine changes them it calls ``detach``, which copies those that are not written yet.
+The writer reads them in order during the next forward and backward pass. Before the engine changes
+them it calls ``detach``, which copies those not written yet.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Array = NDArray[Any]
 
 
 class CopyOnWriteArrays(Mapping[str, Array]):
-    """``values`` is for the writer: taking an array begins its use and ends that of the one before,
-    which is then forgotten. Everything else only looks.
+    """Mapping of lent arrays.
+
+    ``values`` is for the writer: taking an array begins its use, and ends that of the previous one,
+    which is then forgotten. Other methods only look.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -53,8 +55,9 @@ class CopyOnWriteArrays(Mapping[str, Array]):
             self._forget_used()
 
     def detach(self) -> None:
-        """Return when the engine may change its memory: what is unread is copied, and what is being
-        read has been read.
+        """Return when the engine may change its memory.
+
+        Unread arrays are then copied, and an array in use has been read.
         """
         with self._change:
             for name in [
@@ -65,7 +68,7 @@ class CopyOnWriteArrays(Mapping[str, Array]):
             self._change.wait_for(lambda: not self._lent)
 
     def release(self) -> None:
-        """Nothing will be read any more: the reader has finished, or has failed."""
+        """Release all arrays, because the reader has finished or failed."""
         with self._change:
             self._arrays.clear()
             self._lent.clear()

@@ -1,4 +1,4 @@
-"""Training batches and validation windows of a run, and what identifies them."""
+"""Training batches and validation windows of a run, and their identity."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ class TrainingData:
     sampler: ShardedSampler | None
     """None when only the validation part was asked for."""
     validation: Callable[[], Iterator[Tokens]] | None
-    """Starts a pass over the rank's share of the validation windows; None when there are none."""
+    """Function that starts a pass over the rank's share of the validation windows; None without
+    any.
+    """
     no_validation: str | None
-    """Why there are none."""
+    """Reason why there are no validation windows."""
     tokenizer_record: dict[str, Any] | None
-    """Kind, sha256 and vocabulary size of the tokenizer that made the data, as far as known."""
+    """Kind, sha256 and vocabulary size of the tokenizer that made the data, if known."""
     prefetch: int = 0
     remarks: tuple[str, ...] = ()
     """Warnings about vocabularies that do not fit each other."""
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the data, its split, the window and the seed."""
+        """Identity of the data, its split, the window and the seed."""
         return self.sampler.initial_hash if self.sampler else ""
 
     @property
@@ -61,17 +63,18 @@ class TrainingData:
         return self.sampler.samples.samples_per_epoch if self.sampler else 0
 
     def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return batches from where ``state`` stands, read when asked for."""
+        """Return batches from ``state`` on, read when needed."""
         assert self.sampler is not None
         return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
 
-    def training_batches(self, state: TrainState) -> AbstractContextManager[Iterator[Batch]]:
-        """Return the same, read ahead by a thread that ends with the context."""
-        return (
-            Prefetch(self.batches(state), self.prefetch)
-            if self.prefetch
-            else nullcontext(self.batches(state))
-        )
+    def training_batches(
+        self, state: TrainState, prepare: Callable[[Batch], Batch] = lambda batch: batch
+    ) -> AbstractContextManager[Iterator[Batch]]:
+        """Return batches from ``state`` on, read ahead and prepared by a thread that ends with the
+        context.
+        """
+        prepared = map(prepare, self.batches(state))
+        return Prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 
     def require_validation(self) -> Iterator[Tokens]:
         if self.validation is None:
@@ -105,11 +108,11 @@ def open_data(
     ranks: int | None = None,
     whole_validation: bool = False,
 ) -> tuple[TrainingData, ResolvedRun]:
-    """Open the data, and settle the vocabulary and, for training, the length of the run.
+    """Open the data, and derive the vocabulary and, for training, the length of the run.
 
-    rank: data-parallel rank. ranks: between how many each batch is divided, all data-parallel ones
-    when left out. Validation windows are divided too, but not with ``whole_validation``.
-    Raises DataError and ConfigError.
+    rank: data-parallel rank. ranks: number that divide each batch, all data-parallel ones when left
+    out. They divide validation windows too, but not with ``whole_validation``. Raises DataError and
+    ConfigError.
     """
     made_with = _tokenizer_record(config)
     given, remarks = (
@@ -123,7 +126,7 @@ def open_data(
         config = resolve_vocabulary(config, record["vocab_size"], name)
     share = config.model.hidden_size / count_parameters(config.model)
     remarks += vocabulary_remarks([made_with], given, config.model.vocab_size, share_of_row=share)
-    if not training and LOG.isEnabledFor(logging.INFO):  # a training announces them
+    if not training and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
             LOG.warning(remark)
     sampler = None
@@ -167,7 +170,7 @@ def open_data(
 
 def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
     whole = config.data.validation is not None
-    samples = _open(  # without data.stride: a token is scored once
+    samples = _open(  # without data.stride each token is scored once
         config,
         config.data.validation if whole else config.data.train,
         "train" if whole else "valid",
@@ -208,7 +211,7 @@ def _open(
 
 
 def require_entries(entries: list[str | float] | None) -> list[str | float]:
-    """Return the entries of data.train. Raises ConfigError when there are none."""
+    """Return the entries of data.train. Raises ConfigError if there are none."""
     if not entries:
         raise ConfigError(
             "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord,"
@@ -220,7 +223,7 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
 def _tokenizer_record(config: ResolvedRun) -> dict[str, Any] | None:
     """Read the tokenizer's record from the .meta.json files beside the data.
 
-    Raises DataError when parts of a blend were made with different tokenizers.
+    Raises DataError if parts of a blend were made with different tokenizers.
     """
     records: dict[str, tuple[Path, Metadata]] = {}
     for entries in (config.data.train, config.data.validation):
@@ -238,7 +241,7 @@ def _tokenizer_record(config: ResolvedRun) -> dict[str, Any] | None:
 
 
 def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:
-    """Load data.tokenizer and settle the config's vocabulary. Warns of what does not fit."""
+    """Load data.tokenizer and derive the config's vocabulary, with warnings for mismatches."""
     tokenizer, source = _load_tokenizer(config)
     config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
     for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), config.model.vocab_size):
@@ -253,7 +256,7 @@ def _load_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, str]:
 
 
 def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
-    """Return data.tokenizer and its vocabulary or folder. Raises ConfigError when there is none."""
+    """Return data.tokenizer and its vocabulary or folder. Raises ConfigError if there is none."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
     if wish is None or source is None:
@@ -271,10 +274,10 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def _given_tokenizer(
     config: ResolvedRun, *, is_known: bool
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the record of data.tokenizer, and warnings. Training does without its files.
+    """Return the record of data.tokenizer, and warnings. Training can run without its files.
 
-    is_known: whether the data say which tokenizer made them. Raises TokenizerError where the files
-    of a tokenizer that is needed are broken.
+    is_known: whether the data name their tokenizer. Raises TokenizerError if the files of a
+    required tokenizer are broken.
     """
     wish = config.data.tokenizer
     if wish is None:
@@ -282,9 +285,9 @@ def _given_tokenizer(
     source = Path(wish.vocab_file or wish.folder or "")
     if not source.exists():
         without = (
-            "training does without it, predict does not"
+            "training does not need it, but predict does"
             if is_known
-            else "the data do not say their vocabulary: it cannot be checked"
+            else "the data does not record its vocabulary, so it cannot be checked"
         )
         return None, [f"data.tokenizer: {source} is not there{looked_in(source)}, and {without}"]
     try:
@@ -293,5 +296,5 @@ def _given_tokenizer(
         if not is_known:
             raise
         return None, [
-            f"data.tokenizer cannot be used, which training does without, but not predict: {error}"
+            f"data.tokenizer cannot be used, which predict needs, but not training: {error}"
         ]

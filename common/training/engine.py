@@ -1,4 +1,4 @@
-"""What a training run asks of an engine: a model with its optimizer, on some devices."""
+"""Interface of an engine: a model with its optimizer, on some devices."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from common.training.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step, over all ranks."""
+    """Result of one optimizer step, over all ranks."""
 
     loss: float
     """Mean loss of the global batch, nats per token."""
     grad_norm: float
-    """Global gradient norm before clipping, the loss scale taken out."""
+    """Global gradient norm before clipping, without the loss scale."""
     learning_rate: float
     loss_scale: float
     skipped: bool
-    """Whether the weights stayed as they were: the gradient was not finite or beyond the limits."""
+    """Whether the weights did not change, because the gradient was not finite or beyond the limits.
+    """
 
 
 class Engine(ABC):
-    """Made on every rank, then begun, then asked for steps."""
+    """Engine of a run, created on every rank, then started by ``begin``, then asked for steps."""
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
@@ -38,30 +39,50 @@ class Engine(ABC):
     def begin(self, start: Start) -> TrainState:
         """Fill weights, optimizer and random generators; return the state to train from.
 
-        They come from the checkpoint to resume. Without one the weights are those of
-        ``start.weights``, or the initial ones, and nothing is read yet. Raises CheckpointError.
+        They come from the checkpoint to resume. Without one, the weights are those of
+        ``start.weights`` or the initial ones, and no samples are read yet. Raises CheckpointError.
         """
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be the same on every rank, beyond the config, the data and the state."""
+        """Return facts that must be equal on every rank, beyond the config, the data and the
+        state.
+        """
         return {}
 
     @abstractmethod
     def norm_of_weights(self) -> float:
-        """Return the norm of what this rank holds; ranks that hold the same have the same."""
+        """Return the norm of this rank's weights, equal on ranks with the same weights."""
 
     @abstractmethod
     def norm_of_moments(self) -> float:
-        """Return the same for the optimizer's state; 0 before the first step."""
+        """Return the norm of this rank's optimizer state; 0 before the first step."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Return the bytes of weights and optimizer state that this rank holds, as the framework
+        has them. Before the first step an optimizer may have no state.
+        """
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Return the batch as ``run`` takes it best. Called in the thread that reads ahead."""
+        return batch
 
     @abstractmethod
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
     ) -> list[StepResult]:
-        """Take ``steps`` batches and make as many optimizer steps.
+        """Take ``steps`` batches and start as many optimizer steps.
 
-        A step beyond the limits leaves weights and optimizer as they are.
+        Returns the results that are known, in the order of the steps. An engine may keep those of
+        the last steps, which its device still computes, for the next call or for ``finish``. A step
+        beyond the limits does not change weights and optimizer.
         """
+
+    def finish(self) -> list[StepResult]:
+        """Wait for the steps under way and return their results. Call it before ``evaluate`` and
+        ``snapshot`` where ``run`` returned fewer results than steps.
+        """
+        return []
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -71,7 +92,7 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Return everything needed to go on from ``state``; None on ranks that need not write.
+        """Return everything needed to resume from ``state``; None on ranks that need not write.
 
         Tensors may be lent until the next update.
         """

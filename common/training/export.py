@@ -1,13 +1,12 @@
-"""Any checkpoint, in whichever parts ranks have written it, as one safetensors file: a tensor at a
-time, and without a framework.
+"""Export of any checkpoint as one safetensors file, a tensor at a time and without a framework.
 
-    weights/model.safetensors    the file that one rank alone would have written: true vocabulary,
-                                 float32, or 8 bits as ``common.weights.quantized`` says
-    weights/manifest.json        the checkpoint's own, for this file alone, so that checkpoint.load
-                                 and checkpoint.init_from take the folder
-    weights/vocab.json, ...      the files of data.tokenizer, where they are there
-    weights/model.yaml           a config for --run_mode predict from inside the folder: model,
-                                 precision, tokenizer and how to generate
+weights/model.safetensors    the file that a single rank would have written: true vocabulary,
+                             float32, or 8 bits as ``common.weights.quantized`` says
+weights/manifest.json        the checkpoint's own, only for this file, so that checkpoint.load
+                             and checkpoint.init_from take the folder
+weights/vocab.json, ...      the files of data.tokenizer, where they are there
+weights/model.yaml           a config for --run_mode predict from inside the folder: model,
+                             precision, tokenizer and how to generate
 """
 
 from __future__ import annotations
@@ -45,8 +44,10 @@ _TOKENIZER_FILES = (
 
 
 def export(config: ResolvedRun) -> None:
-    """Write ``weights`` in the run folder. Raises CheckpointError naming every tensor that is
-    missing, unexpected or not whole, and StorageError; an older export is then untouched.
+    """Write ``weights`` in the run folder.
+
+    Raises CheckpointError naming every tensor that is missing, unexpected or incomplete, and
+    StorageError; an older export is then untouched.
     """
     folder = Path(config.output_dir) / "weights"
     refuse_to_replace(folder, config)
@@ -80,8 +81,10 @@ def export(config: ResolvedRun) -> None:
 
 
 def _put_settings(folder: Path, config: ResolvedRun) -> None:
-    """Write what generating needs besides weights: the files of the tokenizer, and a config whose
-    paths are the folder itself. Raises StorageError, and OSError for a file that cannot be read.
+    """Write the other files for generation: those of the tokenizer, and a config.
+
+    Paths of the config are the folder itself. Raises StorageError, and OSError for a file that
+    cannot be read.
     """
     has_tokenizer = put_tokenizer_files(folder, config)
     settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
@@ -96,8 +99,9 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
 
 
 def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
-    """Copy the files of data.tokenizer that are there; return whether there are any. Raises
-    StorageError, and OSError for a file that cannot be read.
+    """Copy the existing files of data.tokenizer; return whether there are any.
+
+    Raises StorageError, and OSError for a file that cannot be read.
     """
     files = _tokenizer_files(config)
     for name, file in files.items():
@@ -107,7 +111,7 @@ def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
 
 
 def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
-    """Return the files of data.tokenizer that are there, by the names that a folder of them has."""
+    """Return the existing files of data.tokenizer, by their names in a folder."""
     wish = config.data.tokenizer
     if wish is None:
         return {}
@@ -126,7 +130,7 @@ def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
 
 
 def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:
-    """Raise ConfigError where an export is there and export.overwrite is false."""
+    """Raise ConfigError if an export exists and export.overwrite is false."""
     if folder.exists() and not config.export.overwrite:
         raise ConfigError(
             f"{folder}: an export is there; add export.overwrite=true to replace it, or choose"
@@ -148,8 +152,10 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def export_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name ``folder`` at the end; nothing is left when a signal
-    ends the process. Raises StorageError when the disk refuses, and an older one stays.
+    """Yield a folder to fill, which is renamed to ``folder`` at the end.
+
+    Nothing is left if a signal ends the process. Raises StorageError if the disk fails; an older
+    one then stays.
     """
     remedy = (
         "an older export is untouched; make room there, or choose another output_dir and say"

@@ -1,5 +1,6 @@
-"""A checkpoint's model section against the config's, before any tensor is read: what differs, as
-words for the command line.
+"""Comparison of a checkpoint's model section with the config's, before any tensor is read.
+
+Differences are named as overrides for the command line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DECISIVE = (
     "vocab_size",
     "layer_norm_epsilon",
 )
-"""Keys that shapes or the function computed depend on. The window (seq_length) may be any up to
+"""Keys that change shapes or the computed function. The window (seq_length) may be any up to
 max_positions.
 """
 
@@ -33,13 +34,12 @@ def require_same_model(
     config: ResolvedRun,
     checkpoint: Path,
     *,
-    anew: bool = False,
+    may_move: bool = False,
     export: bool = False,
 ) -> None:
-    """Raise CheckpointError where the model of a checkpoint is not that of the config, listing the
-    keys to give.
+    """Raise CheckpointError if the models of checkpoint and config differ, listing the keys to set.
 
-    anew: a run may begin in another output_dir instead. export: a padded model.vocab_size stands
+    may_move: the message offers another output_dir. export: a padded model.vocab_size stands
     for the checkpoint's.
     """
     trained = _sizes(manifest["config"].get("model", {}), checkpoint)
@@ -61,7 +61,7 @@ def require_same_model(
     )
     words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
     say = f"{checkpoint}: holds another model than the config: {found}. To use it, add: {words}"
-    if anew:
+    if may_move:
         say += (
             ". To train the model of the config instead, begin in another folder:"
             f" output_dir={_free_folder(config.output_dir)}"
@@ -70,9 +70,7 @@ def require_same_model(
 
 
 def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The decisive keys with their defaults filled in. Raises CheckpointError where the section
-    does not tell one.
-    """
+    """Return the decisive keys with their defaults. Raises CheckpointError for a missing key."""
     sizes = {key: section[key] for key in _DECISIVE if section.get(key) is not None}
     sizes.setdefault("layer_norm_epsilon", ModelConfig.model_fields["layer_norm_epsilon"].default)
     if "max_positions" not in sizes:
@@ -82,14 +80,13 @@ def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST}: does not tell model.{wrong[0]} as a number; use another"
-            " checkpoint"
+            f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint"
         )
     return sizes
 
 
 def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any]:
-    """What makes the config's model that of the checkpoint."""
+    """Return the overrides that turn the config's model into that of the checkpoint."""
     words = dict(differ)
     if model.seq_length > words.get("max_positions", model.seq_length):
         words["seq_length"] = words["max_positions"]
@@ -100,7 +97,7 @@ def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any
 
 
 def multiple_for(vocabulary: int, multiple: int) -> int:
-    """Return the vocab_multiple, or another one where the size would be taken for a padded one."""
+    """Return the vocab_multiple, or another one if the size would be taken for a padded one."""
     return multiple if vocabulary % multiple else multiple_that_keeps(vocabulary)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of other systems, read where they lie as if they were ours.
+"""Checkpoints of other systems, read in place as if they were ours.
 
-``common.systems.direct.accept_foreign_weights`` hands the systems' formats down, since they are
-above this package; the entry scripts call it.
+``common.systems.direct.accept_foreign_weights`` registers the formats of systems, which are above
+this package; the entry scripts call it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.weights.pieces import TensorSlice
 
 
 class StoredTensors(Protocol):
-    """The tensors of a file of ours, as ``ShardedReader`` reads them."""
+    """Tensors of one of our files, as ``ShardedReader`` reads them."""
 
     def __bool__(self) -> bool: ...
 
@@ -33,11 +33,12 @@ class StoredTensors(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ForeignCheckpoint:
     manifest: Mapping[str, Any]
-    """As that of a checkpoint of ours; without the optimizer's file where it holds weights only.
-    ``left_out``: what was not read, and why.
+    """Manifest like that of our checkpoints, without the optimizer's file if it holds only weights.
+
+    ``left_out``: data that was not read, and why.
     """
     files: Mapping[str, StoredTensors]
-    """By the names of our files: MODEL_FILE and OPTIMIZER_FILE."""
+    """Tensors by the names of our files: MODEL_FILE and OPTIMIZER_FILE."""
 
 
 class ForeignFormats(Protocol):
@@ -45,8 +46,9 @@ class ForeignFormats(Protocol):
         """Tell whether ``path`` has weights that ``open`` reads."""
 
     def open(self, path: Path, model: ResolvedModel) -> AbstractContextManager[ForeignCheckpoint]:
-        """Open a path that was detected. model: the config's, taken where the files do not tell
-        theirs. Raises CheckpointError and ConfigError.
+        """Open a path that was detected. Raises CheckpointError and ConfigError.
+
+        model: the config's, used where the files do not record theirs.
         """
 
 
@@ -54,7 +56,7 @@ foreign_formats: list[ForeignFormats] = []
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a path that is no checkpoint of ours holds weights of a known format."""
+    """Tell whether a path that is not our checkpoint holds weights of a known format."""
     return not (path / MANIFEST).is_file() and any(
         formats.detects(path) for formats in foreign_formats
     )
@@ -66,8 +68,8 @@ def open_foreign(path: Path, model: ResolvedModel) -> AbstractContextManager[For
 
 
 def manifest_of(path: Path, model: ResolvedModel, *, checksums: bool = True) -> dict[str, Any]:
-    """Return what a checkpoint of ours, or foreign weights, says of its model and its run. Raises
-    CheckpointError and ConfigError.
+    """Return the manifest of our checkpoint or of foreign weights. Raises CheckpointError and
+    ConfigError.
     """
     if not is_foreign(path):
         return read_manifest(path, checksums=checksums)
@@ -76,9 +78,7 @@ def manifest_of(path: Path, model: ResolvedModel, *, checksums: bool = True) -> 
 
 
 def fingerprint(path: Path) -> str:
-    """Return what shows that two hosts see the same files there: their names and sizes. Raises
-    OSError.
-    """
+    """Return names and sizes of the files, to compare them between hosts. Raises OSError."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
     return f"{path} {sizes}"

@@ -1,5 +1,6 @@
-"""What gradients are scaled by: the loss scale for float16, which grows while they stay finite and
-shrinks when they overflow, and the clip of their norm.
+"""Loss scale for float16, and the factor that clips the norm of gradients.
+
+The scale grows while gradients stay finite and shrinks when they overflow.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from common.config.schema import LossScaleConfig
 
 @dataclass
 class LossScale:
-    """``value`` multiplies the loss; ``update`` is told after each step whether the gradients were
+    """Loss scale: ``value`` multiplies the loss, and ``update`` records whether gradients were
     finite.
 
-    Hysteresis is Megatron's and DeepSpeed's: once it is used up, each overflow shrinks the scale,
-    until the scale grows.
+    Hysteresis is that of Megatron and DeepSpeed: once it is used up, each overflow shrinks the
+    scale, until the scale grows.
     """
 
     config: LossScaleConfig
@@ -52,8 +53,10 @@ class LossScale:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. Only a scale that moved by itself is taken over: a config that
-        changed its mode, or a static scale, has its own.
+        """Continue from a saved state.
+
+        Only a dynamic scale is loaded. A config with another mode, or with a static scale, keeps
+        its own.
         """
         if state["mode"] == self.config.mode == "dynamic":
             self.value = float(state["value"])
@@ -62,7 +65,9 @@ class LossScale:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What brings the global norm down to ``limit``; 0 is off. The 1e-6 is
-    torch.nn.utils.clip_grad_norm_'s.
+    """Return the factor that brings the global norm down to ``limit``. A limit of 0 turns clipping
+    off.
+
+    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

@@ -1,8 +1,7 @@
-"""``manifest.json`` of a checkpoint folder: written with a checksum of its own text, and judged
-value by value when it is read.
+"""Manifest of a checkpoint folder: written with a checksum of its own text, checked when read.
 
-The last key is ``crc32``, the CRC-32 of every byte before the comma in front of it. Version 1 had
-no such key, and is still read.
+The last key of ``manifest.json`` is ``crc32``, the CRC-32 of every byte before the comma in front
+of it. Version 1 had no such key, and is still read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ FORMAT_VERSION = 2
 _WITHOUT_SUM = 1
 _SUM = "crc32"
 _MOST_BYTES = 2**28
-"""A thousand ranks, each with its rectangles of every tensor, come near to the usual limit."""
+"""Maximum size. A thousand ranks, each with rectangles of every tensor, come near the usual
+limit.
+"""
 _BEFORE_SUM = f',\n "{_SUM}": '.encode()
 
 
@@ -63,8 +64,8 @@ Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(
 
 
 class _Checked(BaseModel):
-    """Keys that are absent are not missed here: whoever needs them says so. Keys that are not named
-    here are free.
+    """Model of a part of the manifest. Absent keys are left to their reader, and unknown keys are
+    accepted.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -105,7 +106,7 @@ class _Generators(_Checked):
         ]
         | None
     ) = None
-    """Of every rank: names of devices and states."""
+    """Entries of every rank: device names and states."""
     mindspore: dict[str, Any] = {}
 
 
@@ -181,8 +182,9 @@ def _sealed(text: bytes) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Return what the text of a manifest says, without its checksum. Raises ValueError saying what
-    is wrong with it.
+    """Return the content of a manifest's text, without its checksum.
+
+    Raises ValueError with the reason for an invalid text.
     """
     try:
         record = require_mapping(
@@ -195,7 +197,7 @@ def unseal(content: bytes) -> dict[str, Any]:
         raise ValueError(
             f"format version {version!r}, this program reads {_WITHOUT_SUM} and {FORMAT_VERSION}"
         )
-    # in version 1 the key is that of a newer one whose version was damaged
+    # version 1 has no such key, so this is a newer manifest with a damaged version
     if version != _WITHOUT_SUM or _SUM in record:
         text, found, _ = content.rpartition(_BEFORE_SUM)
         if not found or _sealed(text) != content:
@@ -228,9 +230,7 @@ def unseal(content: bytes) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write and fsync the manifest of a folder that gets its name later. OSError is left to the
-    caller, who owns the folder.
-    """
+    """Write and fsync the manifest of a folder under its temporary name. Raises OSError."""
     with (folder / MANIFEST).open("wb") as file:
         file.write(seal(record))
         file.flush()
@@ -238,14 +238,13 @@ def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files are all there and unchanged, by their sizes
-    alone without ``checksums``.
+    """Return the manifest of a checkpoint whose files are all there and unchanged.
 
-    Raises CheckpointError.
+    Without ``checksums`` only the sizes of the files are compared. Raises CheckpointError.
     """
     path = checkpoint / MANIFEST
     if not os.path.lexists(path):
-        raise CheckpointError(f"{path}: no such file; {checkpoint} is no checkpoint")
+        raise CheckpointError(f"{path}: no such file; {checkpoint} is not a checkpoint")
     try:
         manifest = unseal(read_bytes(path, limit=_MOST_BYTES, error=CheckpointError))
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""Metrics of a run: ``metrics.jsonl`` as the source of truth, TensorBoard and other trackers beside
-it, and the arithmetic of FLOPs.
+"""Metrics of a run: ``metrics.jsonl``, copies for TensorBoard and other trackers, and the count of
+FLOPs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def flops_per_token(model: ResolvedModel) -> float:
-    """Training FLOPs of one token: 6 per parameter that multiplies (the position table does not)
-    and 12 L h T of attention, recomputation not counted (PaLM, Chowdhery et al. 2022, appendix B).
+    """Return the training FLOPs of one token.
+
+    They are 6 per parameter that multiplies (the position table does not) plus 12 L h T of
+    attention. Recomputation is not counted (PaLM, Chowdhery et al. 2022, appendix B).
     """
     positions = (model.max_positions or model.seq_length) * model.hidden_size
     return (
@@ -36,8 +38,9 @@ def flops_per_token(model: ResolvedModel) -> float:
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and, if asked, to TensorBoard. Floats read back exactly;
-    NaN and infinity are null.
+    """Writer of rows to ``metrics.jsonl`` and, if asked, to TensorBoard.
+
+    Floats read back exactly; NaN and infinity are null.
     """
 
     def __init__(
@@ -49,18 +52,20 @@ class MetricsWriter:
         trackers: Trackers | None = None,
         active: bool = True,
     ) -> None:
-        """``step``: where the run is taken up; rows beyond it, of steps that will be done again,
-        are dropped, when the first row is written or the run has ended well. ``trackers``: what
-        follows the file. ``active``: False on ranks whose rows another rank writes.
+        """Open the metrics of a run.
 
-        Raises ConfigError where an older file cannot be read or appended to.
+        step: the step at which the run resumes. Later rows belong to steps that will be repeated.
+        They are dropped when the first row is written or the run has ended well.
+        trackers: processes that follow the file. active: False on ranks whose rows another rank
+        writes.
+        Raises ConfigError if an older file cannot be read or appended to.
         """
         self._file: IO[str] | None = None
         self._board: EventFile | None = None
         self._trackers = trackers
         self._step = step
         self._kept: str | None = None
-        """What to keep of a file that holds others too, until these are dropped."""
+        """Text to keep of a file that also holds other rows, until these are dropped."""
         self._validated: set[int] = set()
         if not active:
             return
@@ -83,19 +88,20 @@ class MetricsWriter:
         self._kept = kept if kept != text else None
         if not step and any(map(_parse, text.splitlines())):
             LOG.warning(
-                f"{path}: holds rows of a run that left no checkpoint; this run begins anew, and"
+                f"{path}: holds rows of a run that left no checkpoint; this run starts over, and"
                 " replaces them"
             )
         self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
 
     def lacks_validation(self, step: int) -> bool:
-        """Whether this rank writes the rows, and those that were there at the start have no
-        validation of this step.
+        """Return whether the rows found at the start have no validation of this step.
+
+        False on ranks that do not write the rows.
         """
         return self._file is not None and step not in self._validated
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add one row; it must hold ``step``. Raises StorageError when the disk refuses."""
+        """Add one row, which must hold ``step``. Raises StorageError if the disk fails."""
         if self._file is None:
             return
         try:
@@ -105,7 +111,9 @@ class MetricsWriter:
             )
             self._file.flush()
         except OSError as error:
-            with suppress(OSError):  # it holds what could not be written, and would fail again
+            with suppress(
+                OSError
+            ):  # its buffer holds the unwritten row, and flushing it would fail again
                 self._file.close()
             raise StorageError(
                 f"{self._file.name}: could not be written: {error.strerror}; checkpoints are whole"
@@ -155,8 +163,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. Lines that are none, such as one cut short by a crash, are left
-    out.
+    """Return the rows of a metrics file. Lines that are not a row, such as one cut by a crash, are
+    left out.
     """
     rows = map(_parse, path.read_text(encoding="utf-8", errors="replace").splitlines())
     return [row for row in rows if row is not None]
@@ -171,5 +179,5 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity by null, because JSON has neither."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

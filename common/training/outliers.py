@@ -1,8 +1,7 @@
-"""Steps whose loss or gradient norm stands out from the steps before: limits known before a step,
-and the history they come from.
+"""Outliers: steps whose loss or gradient norm stands out from earlier steps.
 
-After SkipStepOptimizer of OLMo-core, with one difference: only values above the mean count, a small
-loss harms nobody.
+The limits follow from a history and are known before a step. This is SkipStepOptimizer of OLMo-core
+with one difference: only values above the mean count, since a small loss does no harm.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ from common.training.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest loss and gradient norm of a step that is none; float32 values, so that a device
-    decides as the host does.
+    """Maximum loss and gradient norm of a step that is not an outlier.
+
+    They are float32 values, so that a device decides like the host.
     """
 
     loss: float = math.inf
     grad_norm: float = math.inf
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Never by values that are not finite: those are for the loss scale."""
+        """Return whether a finite value is above its limit. Other values are left to the loss
+        scale.
+        """
         return (
             math.isfinite(loss)
             and math.isfinite(grad_norm)
@@ -39,8 +41,9 @@ NO_LIMITS = Limits()
 
 
 def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
-    """Mean plus ``outlier_deviations`` sample deviations of the history; none when it is off or
-    half a window has not passed.
+    """Return the mean plus ``outlier_deviations`` sample deviations of the history.
+
+    There are no limits while the check is off or the history is below half a window.
     """
     if not config.outlier_deviations or len(state.losses) < config.outlier_window // 2:
         return NO_LIMITS
@@ -53,14 +56,13 @@ def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
 def record_outlier(
     state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool
 ) -> bool:
-    """Warn when the step just done is an outlier, and add it to the history unless it was not
-    finite.
+    """Warn if the last step is an outlier, and add it to the history if it was finite.
 
-    Outliers enter too, as in OLMo-core: the limits then follow a lasting change of level within a
-    few steps, where a history without them would skip for ever. The price is that one spike widens
+    Outliers are added too, as in OLMo-core. The limits then follow a lasting change of level within
+    a few steps. A history without outliers would skip forever. The price is that one spike widens
     the limits as long as it stays in the window.
     """
-    # what a checkpoint remembers would be old news when it is switched on again
+    # drop the history, which would be outdated when the check is turned on again
     if not config.outlier_deviations:
         state.losses, state.grad_norms = [], []
         return False
@@ -86,9 +88,9 @@ def record_outlier(
 
 
 def _limit(values: list[float], deviations: float) -> float:
-    # fsum rounds once: the same limit on every machine, in whatever way it adds
+    # fsum rounds once, so the limit does not depend on the machine or the order of the sum
     mean = math.fsum(values) / len(values)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    if deviation == 0.0:  # values that never changed say nothing about how far is far
+    if deviation == 0.0:  # constant values give no scale for a deviation
         return math.inf
     return float(np.float32(min(mean + deviations * deviation, float(np.finfo(np.float32).max))))

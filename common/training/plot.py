@@ -1,4 +1,4 @@
-"""Curves of one run or several as a PNG, from their ``metrics.jsonl``."""
+"""Curves of one or more runs as a PNG, from their ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {
     "peak_memory": "peak memory (bytes)",
 }
 _WITH_VALIDATION = {"loss": "validation_loss"}
-"""Drawn into the same panel, as dots."""
+"""Metrics with a validation that is drawn into the same panel, as dots."""
 
 
 def plot_loss(folder: Path) -> Path:
@@ -64,11 +64,11 @@ def plot_runs(
     metrics: Sequence[str] = ("loss", "tokens_per_second"),
     smoothing: int = 0,
 ) -> None:
-    """Draw the runs into ``output``, one panel a metric, one colour a run: the moving average, its
-    values behind it, validations as dots.
+    """Draw the runs into ``output``, with one panel a metric and one colour a run.
 
-    smoothing: rows that are averaged; a fiftieth of a run when 0. Raises DataError (no metrics),
-    ConfigError and StorageError (output).
+    Each curve is the moving average, over faint single values, with dots for validations.
+    smoothing: rows that are averaged; 0 stands for a fiftieth of a run. Raises DataError (no
+    metrics), ConfigError and StorageError (output).
     """
     if output.suffix != ".png":
         raise ConfigError(f"--output {output}: expected a name that ends with .png")
@@ -149,7 +149,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path where that tells them apart, else the whole."""
+    """Return the last part of each path if these differ, else the whole paths."""
     last = [folder.resolve().name for folder in folders]
     names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
     if len(set(names)) < len(names):
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def open_pyplot() -> Any:
-    """Return matplotlib's pyplot for files, without a screen."""
+    """Return matplotlib's pyplot, set up to draw files without a screen."""
     import matplotlib
 
     matplotlib.use("Agg")

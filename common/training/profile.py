@@ -1,4 +1,6 @@
-"""Which steps are traced, and where the trace goes; a backend's ``profile.py`` does the tracing."""
+"""Choice of the steps to trace, and of the trace's file. A backend's ``profile.py`` does the
+tracing.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from common.parallel.resolved_run import TrainingRun
 from common.training.state import TrainState
 
 Trace = Callable[[Path], AbstractContextManager[None]]
-"""Traces what happens in the context and writes it to the file."""
+"""Function that traces the steps within its context and writes the trace to a file."""
 
 
 class ProfileWindow:
-    """Opens a trace before step profile.start and ends it after profile.stop, or with the run.
+    """Trace that begins before step profile.start and ends after profile.stop or with the run.
 
-    The loop calls ``begin`` before and ``end`` after the steps that it asks an engine for, and
+    The loop calls ``begin`` before and ``end`` after the steps that it requests from an engine, and
     stops at ``boundaries``.
     """
 
     def __init__(
         self, config: TrainingRun, state: TrainState, trace: Trace, *, rank: int = 0
     ) -> None:
-        """Raises ConfigError when the window lies beyond the run's end."""
+        """Create a window. Raises ConfigError if it lies beyond the run's end."""
         self._trace = trace
         self._open = ExitStack()
         self._rank = rank
@@ -50,11 +52,11 @@ class ProfileWindow:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Steps after which something begins or ends."""
+        """Return the steps after which a trace begins or ends."""
         return (self._steps[0] - 1, self._steps[-1]) if self._steps else ()
 
     def begin(self, step: int) -> None:
-        """``step`` is the next one."""
+        """Start the trace if ``step``, the next one, is the first of the window."""
         if self._steps and step == self._steps[0]:
             path = self._folder / f"steps_{step}_{self._steps[-1]}_rank_{self._rank}.json.gz"
             LOG.info(
@@ -65,7 +67,7 @@ class ProfileWindow:
                 self._open.enter_context(self._trace(path))
 
     def end(self, step: int) -> None:
-        """``step`` is done."""
+        """End the trace if ``step``, just done, is the last of the window."""
         if self._steps and step == self._steps[-1]:
             with _warning_only():
                 self._open.close()
@@ -85,8 +87,9 @@ class ProfileWindow:
 
 @contextmanager
 def _warning_only() -> Iterator[None]:
-    """A trace that fails, by a full disk or a driver without a profiler, does not end the training,
-    whatever it raises.
+    """Turn any error of the trace into a warning.
+
+    A full disk or a driver without a profiler must not end the training.
     """
     try:
         yield

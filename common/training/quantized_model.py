@@ -1,4 +1,4 @@
-"""What the backends' quantized models share: when scales are measured, taken in and handed out."""
+"""Common part of the backends' quantized models: when scales are measured, loaded and set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.training.checkpoint_reader import CheckpointReader
 
 
 class QuantizedModel(ABC):
-    """The scales of a model whose layers round, the same on every rank."""
+    """Scales of a model whose layers round, equal on every rank."""
 
     def __init__(self, config: ResolvedRun, world: WorldBase) -> None:
         settings = config.quantization
@@ -26,20 +26,20 @@ class QuantizedModel(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Forget the maxima of the step before."""
+        """Forget the maxima of the previous step."""
 
     @abstractmethod
     def _maximum(self, layer: str) -> float:
-        """Return the largest absolute number that has entered a layer in this step; 0 for a layer
-        of another rank.
+        """Return the largest absolute input of a layer in this step; 0 for a layer of another
+        rank.
         """
 
     @abstractmethod
     def _set_scales(self) -> None:
-        """Hand the scales to the layers of this rank."""
+        """Pass the scales to the layers of this rank."""
 
     def end_step(self) -> None:
-        """Take in the maxima of all ranks, unless one is not finite. Every rank calls it."""
+        """Record the maxima of all ranks, unless one is not finite. Every rank calls it."""
         if not self._averages:
             return
         ranks = self._world.gather([self._maximum(layer) for layer in self.scales.layers])
@@ -48,13 +48,14 @@ class QuantizedModel(ABC):
             self._set_scales()
 
     def load(self, reader: CheckpointReader) -> None:
-        """Take the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
         reader.load_scales(self.scales)
         self._set_scales()
 
     def calibrate(self, run: Callable[[], object]) -> None:
-        """Measure the scales where none are known, on what ``run`` computes. Weights are rounded
-        meanwhile, activations are not.
+        """Measure missing scales on the computation of ``run``.
+
+        Meanwhile weights are rounded, but activations are not.
         """
         if self._averages and not self.scales.is_known:
             self.begin_step()

@@ -1,9 +1,9 @@
-"""What a run says of its steps and validations, in the words of logging.style; ``metrics.jsonl`` is
-the same in all of them.
+"""Log lines of steps and validations, in the style of logging.style.
 
-Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX, MindFormers, OneFlow or
-GPT2-Chinese read these lines too, so they follow those systems' format strings character by
-character, and come without a time in front where theirs do.
+``metrics.jsonl`` is the same in every style. Scripts that read the logs of Megatron-DeepSpeed,
+PaddleFleetX, MindFormers, OneFlow or GPT2-Chinese can read these lines. The lines follow the format
+strings of those systems character by character. They have a time in front only where those systems
+write one.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from common.training.metrics import flops_per_token
 Row = dict[str, Any]
 
 WAIT_WORTH_A_WORD = 0.05
-"""Share of a step spent waiting for data above which the line says so."""
+"""Share of a step spent waiting for data above which the line reports it."""
+
+SLOW_FIRST_STEP = 10.0
+"""Seconds of a first step from which on the log names its time."""
 
 RECENT_STEPS = 100
-"""Steps whose median time predicts the time left."""
+"""Number of steps whose median time predicts the time left."""
 
 
 class Report:
-    """Our own words. A subclass for each other style."""
+    """Report in this project's own style. Other styles are subclasses."""
 
     prefix = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     line_for_every_skip = True
-    """Whatever the interval."""
+    """Whether a skipped step gets a line at any interval."""
 
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
-        """``samples_per_epoch``: 0 when unknown; all steps are then of one epoch."""
+        """Create a report. samples_per_epoch: 0 if unknown; all steps then belong to one epoch."""
         steps, batch = config.train.max_steps, config.train.global_batch_size
         self.config = config
         self.last_step = steps
@@ -51,14 +54,16 @@ class Report:
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def step(self, row: Row) -> None:
-        """Log a step when its turn has come; lines that average do so over the steps since the line
-        before.
+        """Log a step if a line is due. Lines with averages cover the steps since the previous
+        line.
         """
         self._steps_seen += 1
+        if self._steps_seen == 1 and row["step_time"] >= SLOW_FIRST_STEP:
+            LOG.info(f"first step: {row['step_time']:.0f} s, with compilation and warm-up")
         # the first call of the engine compiles and fills caches
         if self._steps_seen > self.config.train.sink_size:
             self._times.append(row["step_time"])
-        if self._rows:  # of older rows only what is averaged is kept
+        if self._rows:  # keep only the averaged values of older rows
             self._rows[-1] = {
                 name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")
             }
@@ -83,7 +88,7 @@ class Report:
             LOG.info(line)
 
     def step_lines(self, rows: list[Row]) -> list[str]:
-        """``rows``: the steps since the last line, one at least."""
+        """Return the lines for ``rows``, the steps since the last line (at least one)."""
         row = rows[-1]
         parts = [
             f"step {row['step']}/{self.last_step}",
@@ -108,8 +113,9 @@ class Report:
         return [" | ".join(parts)]
 
     def seconds_left(self, step: int) -> float | None:
-        """Time for the remaining steps at the median speed of recent ones, without validations and
-        saves. None before the second step and after the last.
+        """Return the time for the remaining steps at the median speed of recent ones.
+
+        Validations and saves are not included. None before the second step and after the last.
         """
         if not self._times or step >= self.last_step:
             return None
@@ -123,16 +129,16 @@ class Report:
         ]
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
-        """Both from 0."""
+        """Return the epoch and the step within it, both from 0."""
         return (step - 1) // self.steps_per_epoch, (step - 1) % self.steps_per_epoch
 
 
 class MegatronReport(Report):
-    """Megatron-DeepSpeed's ``training_log`` and ``evaluate_and_print_results``, and the pipeline
-    engine's ``steps:`` line.
+    """Style of Megatron-DeepSpeed: ``training_log``, ``evaluate_and_print_results`` and ``steps:``
+    of its pipeline engine.
 
-    The ModelZoo scripts take the words 10 of the lines with samples/sec and 15 of those with
-    validation loss, so nothing may come before.
+    The ModelZoo scripts read word 10 of lines with samples/sec and word 15 of lines with validation
+    loss. So nothing may be written in front of them.
     """
 
     prefix = logging.Formatter("%(message)s")
@@ -183,8 +189,8 @@ class MegatronReport(Report):
 
 
 class FleetXReport(Report):
-    """PaddleFleetX's line of 2022-07 (the later ones leave out some of its parts), and its
-    ``[eval]`` line.
+    """Style of PaddleFleetX: its line of 2022-07 and its ``[eval]`` line. Later versions omit some
+    parts.
     """
 
     prefix = logging.Formatter("[%(asctime)s] [%(levelname)8s] - %(message)s")
@@ -215,7 +221,7 @@ class FleetXReport(Report):
 
 
 class MindFormersReport(Report):
-    """The loss monitor of MindFormers r0.3, and the evaluation line of MindSpore's."""
+    """Style of MindFormers r0.3's loss monitor, with the evaluation line of MindSpore's."""
 
     prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
     line_for_every_skip = False
@@ -223,7 +229,7 @@ class MindFormersReport(Report):
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
         self._epoch = (-1, 0.0, 0)
-        """Its number, and the sum and the number of its losses, of those that this process saw."""
+        """Number of the epoch, and the sum and count of its losses that this process saw."""
 
     def step(self, row: Row) -> None:
         number, total, count = self._epoch
@@ -252,10 +258,10 @@ class MindFormersReport(Report):
 
 
 class OneFlowReport(Report):
-    """The table of OneFlow-Benchmark's ``Metric``, its default ``--metric-print-format``.
+    """Table of OneFlow-Benchmark's ``Metric``, its default ``--metric-print-format``.
 
-    Its ``print`` puts nothing in front. Throughput is in samples a second, latency in seconds a
-    step; both and the loss are means over the steps since the line before.
+    Its ``print`` puts nothing in front of a line. Throughput is in samples a second and latency in
+    seconds a step. Both and the loss are means over the steps since the previous line.
     """
 
     prefix = logging.Formatter("%(message)s")
@@ -280,7 +286,7 @@ class OneFlowReport(Report):
         return [self._line(each) for each in lines]
 
     def values(self, rows: list[Row]) -> dict[str, int | float]:
-        """Return the columns, in their order."""
+        """Return the values of the columns, in order."""
         row, seconds = rows[-1], _mean(rows, "step_time")
         advanced = [each for each in rows if not each["skipped"]] or rows
         return {
@@ -293,7 +299,9 @@ class OneFlowReport(Report):
         }
 
     def validation_lines(self, row: Row) -> list[str]:
-        """OneFlow has no validation: our words, and the next table has a title again."""
+        """Return our own line, since OneFlow has no validation. The next table has a title
+        again.
+        """
         self._titled = False
         return super().validation_lines(row)
 
@@ -302,7 +310,7 @@ class OneFlowReport(Report):
 
 
 class OneFlowPlainReport(OneFlowReport):
-    """The same values on one line, ``--metric-print-format normal``."""
+    """Values of the table on one line, ``--metric-print-format normal``."""
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         return [
@@ -314,8 +322,10 @@ class OneFlowPlainReport(OneFlowReport):
 
 
 class GPT2ChineseReport(Report):
-    """The lines that GPT2-Chinese's train.py and eval.py print. Windows of the whole corpus are
-    shuffled together here, so that an epoch has one piece, and its steps count on through it.
+    """Lines that GPT2-Chinese's train.py and eval.py print.
+
+    Windows of the whole corpus are shuffled together here. So an epoch has one piece, and its steps
+    are counted through it.
     """
 
     prefix = logging.Formatter("%(message)s")
@@ -326,13 +336,16 @@ class GPT2ChineseReport(Report):
         self._samples = samples_per_epoch or self.last_step * self.batch
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
-        """Both from 0; the last step of an epoch is the one after which its model is written."""
+        """Return the epoch and its step, both from 0. The model is written after the last step of
+        an epoch.
+        """
         epoch = epochs_done(step - 1, self.batch, self._samples)
         return epoch, step - 1 - epoch * self._samples // self.batch
 
     def step_lines(self, rows: list[Row]) -> list[str]:
-        """The loss is the mean of the steps since the line before, as train.py's is meant to be:
-        it divides the first sum by one step too many.
+        """Return a line with the mean loss of the steps since the previous line.
+
+        train.py intends the same, but divides its first sum by one step too many.
         """
         epoch, step = self.epoch_and_step(rows[-1]["step"])
         loss = _mean([row for row in rows if not row["skipped"]] or rows, "loss")
@@ -363,7 +376,7 @@ def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:
 
 
 def use_style(config: ResolvedRun) -> None:
-    """From now on what stands in front of every line of the log is that of logging.style."""
+    """Use the prefix of logging.style for every further line of the log."""
     for handler in LOG.handlers:
         handler.setFormatter(STYLES[config.logging.style].prefix)
 

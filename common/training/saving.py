@@ -1,6 +1,4 @@
-"""When a checkpoint is written: never of a run that diverges, whose weights must not take the place
-of good ones.
-"""
+"""Choice of the steps to save. Weights of a diverging run must not replace good ones."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.state import TrainState
 
 SANE_LOSS = 10.0
-"""A loss up to so many times that of a uniform guess, ln(vocabulary), shows that the weights before
-the step were good.
+"""Limit of a sane loss, as a multiple of a uniform guess's, ln(vocabulary).
+
+A loss up to this limit shows that the weights before the step were good.
 """
 
 
 class Saver:
-    """Saves through ``writer`` what ``take`` returns. Tell it every step.
+    """Saver that passes the result of ``take`` to ``writer``. It must be told every step.
 
-    Weights are those after a step, and the loss of the next step, or a validation, is the first
-    that they give. So: nothing is saved after a step whose loss is not finite, nor where every step
-    since the last save was skipped; and the newest checkpoint whose weights gave a sane loss is not
-    pruned, whatever comes after it.
+    Weights are those after a step. The next step or a validation gives their first loss. So nothing
+    is saved after a step whose loss is not finite, or if every step since the last save was
+    skipped. The newest checkpoint whose weights gave a sane loss is never pruned.
     """
 
     def __init__(
@@ -36,13 +34,15 @@ class Saver:
         vocabulary: int,
         saved_step: int | None,
     ) -> None:
-        """saved_step: of the checkpoint in the run's own folder from which it goes on."""
+        """Create a saver. saved_step: step of the checkpoint in the run's own folder from which it
+        resumes.
+        """
         self.saved_step = saved_step
         self._writer, self._take = writer, take
         self._most = SANE_LOSS * math.log(max(vocabulary, 3))
         self._loss = 0.0
         self._validation = (-1, 0.0)
-        """Step and loss."""
+        """Step and loss of the last validation."""
         self._learnt = False
         """Whether a step since the last save changed the weights."""
         self._told = False
@@ -51,19 +51,19 @@ class Saver:
             writer.resume(saved_step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Take note of a step that was made."""
+        """Record a step that was made."""
         self._learnt |= not row["skipped"]
         self._loss = row["loss"]
         self._judge(row["step"] - 1, self._loss)
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """Take note of a validation."""
+        """Record a validation."""
         self._validation = row["step"], row["validation_loss"]
         self._judge(*self._validation)
 
     def loss_of(self, step: int) -> float:
-        """Return the loss of a validation after ``step``, the last one that was made; else the loss
-        of the step itself.
+        """Return the loss of the last validation after ``step``, else the loss of the step
+        itself.
         """
         return self._validation[1] if self._validation[0] == step else self._loss
 
@@ -72,7 +72,7 @@ class Saver:
             self._writer.confirm(step)
 
     def why_not(self) -> str:
-        """Return why the weights are not to be saved; empty where they are."""
+        """Return why the weights must not be saved; empty if they may be."""
         if not math.isfinite(self._loss):
             return f"the loss is {self._loss}"
         if not self._learnt:
@@ -80,7 +80,7 @@ class Saver:
         return ""
 
     def save_unless_diverging(self, state: TrainState) -> None:
-        """Save, or say once why not and postpone it."""
+        """Save; otherwise log the reason once and postpone the save."""
         reason = self.why_not()
         if reason:
             if not self._told:
@@ -93,7 +93,7 @@ class Saver:
         self._save(state)
 
     def save_last(self, state: TrainState) -> None:
-        """Save the end of a run whose last loss is finite: no later step will judge its weights."""
+        """Save the end of a run if its last loss is finite. No later step will test its weights."""
         self._judge(state.step, self.loss_of(state.step))
         self._save(state)
 

@@ -8,9 +8,9 @@ from common.config.resolved import TimedOptimizer
 
 
 def learning_rate(optimizer: TimedOptimizer, step: int) -> float:
-    """Learning rate of optimizer step ``step`` (the first is 1).
+    """Return the learning rate of an optimizer step; the first step is 1.
 
-    Linear warm-up reaches the peak at ``warmup_steps``; the decay reaches ``min_learning_rate`` at
+    Linear warm-up reaches the peak at ``warmup_steps``. The decay reaches ``min_learning_rate`` at
     ``decay_steps`` and stays there.
     """
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate

@@ -1,16 +1,14 @@
-"""A training run on one rank, the same on both backends: what the ranks agree on, then all
-steps.
-"""
+"""Training run on one rank, for both backends: agreement of the ranks, then all steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import run_folder
 from common.config.load import flatten
-from common.device import Device
+from common.device import Device, resident_bytes
 from common.log import LOG
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.world import WorldBase
@@ -18,29 +16,33 @@ from common.training.agreement import check_everywhere
 from common.training.checkpoint_writer import CheckpointWriter
 from common.training.data import TrainingData
 from common.training.engine import Engine
-from common.training.loop import Run, train as train_loop
+from common.training.loop import train as train_loop
+from common.training.memory import record_memory
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow, Trace
 from common.training.start import Start, record_start, where_to_start
 from common.training.state import TrainState
+from common.training.steps import Run
 from common.training.summary import announce, finish
 from common.training.trackers import Trackers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What all ranks know before an engine is made. Rank 0 holds the run folder."""
+    """State that all ranks agree on before an engine is created. Rank 0 holds the run folder."""
 
     config: TrainingRun
     data: TrainingData
     world: WorldBase
     start: Start
     holders: list[str]
-    """What each rank reads in the lock of the run folder: see ``run_folder.keeper``."""
+    """Text that each rank reads in the lock of the run folder: see ``run_folder.keeper``."""
+    resident_at_start: int = field(default_factory=resident_bytes)
+    """Memory of this process in bytes before an engine is created."""
 
     @property
     def manifest_extra(self) -> dict[str, Any]:
-        """Plain data about the run's data, kept in every checkpoint's manifest."""
+        """Return plain data about the run's data, kept in every checkpoint's manifest."""
         return {
             "tokenizer": self.data.tokenizer_record,
             "data": self.data.fingerprint,
@@ -48,7 +50,7 @@ class Session:
         }
 
     def train(self, engine: Engine, device: Device, trace: Trace) -> None:
-        """Train from the agreed start to the last step; see ``loop.train`` for what it raises."""
+        """Train from the agreed start to the last step. Raises the errors of ``loop.train``."""
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
@@ -78,7 +80,7 @@ class Session:
                 ),
                 active=is_first,
             ) as metrics,
-            self.data.training_batches(state) as batches,
+            self.data.training_batches(state, engine.prepare_batch) as batches,
             profile,
         ):
             run = Run(
@@ -94,15 +96,23 @@ class Session:
                 peak_memory=device.peak_memory,
                 profile=profile,
                 max_over_ranks=self.world.all_reduce_max,
+                start_max=self.world.start_max,
             )
             summary = train_loop(run, state)
+        record_memory(
+            folder,
+            self.world,
+            device,
+            state_bytes=engine.state_bytes(),
+            resident_at_start=self.resident_at_start,
+        )
         if is_first:
             finish(config, state, summary, peak_memory=device.peak_memory())
 
     def _require_equal_ranks(self, engine: Engine, state: TrainState) -> None:
-        """Raise ConfigError where ranks differ in what must be the same before the first step.
+        """Raise ConfigError if ranks differ in values that must be equal before the first step.
 
-        ZeRO gives every rank other weights, so that their norms say nothing.
+        With ZeRO every rank holds other weights, so their norms are not compared.
         """
         if not self.config.parallel.zero_stage:
             norms = {"norm of the weights": engine.norm_of_weights()}
@@ -125,7 +135,7 @@ def agree_on_start(config: TrainingRun, data: TrainingData, world: WorldBase) ->
     holders = world.gather(run_folder.holder(folder))
     if len(set(holders)) > 1 and world.rank == 0:
         LOG.warning(
-            f"output_dir={folder} is another folder on some hosts: share it, or they cannot take"
-            " the run up again"
+            f"output_dir={folder} is another folder on some hosts: share it, or they cannot resume"
+            " the run"
         )
     return Session(config=config, data=data, world=world, start=start, holders=holders)

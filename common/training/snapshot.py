@@ -1,8 +1,7 @@
-"""What an engine puts into a checkpoint, the same for both backends, so that either opens the
-other's.
+"""Content of an engine's checkpoint, equal for both backends, so that either opens the other's.
 
-Files hold float32 and the true vocabulary. Rows that pad the embedding are cut off before, and put
-back as zeros after.
+Files hold float32 and the true vocabulary. Rows that pad the embedding are cut off when saving, and
+restored as zeros when loading.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """An engine's state apart from its tensors."""
+    """State of an engine without its tensors."""
 
     optimizer_steps: int
-    """Updates made: Adam's bias correction counts them, skipped steps not."""
+    """Number of updates made, which Adam's bias correction needs. Skipped steps do not count."""
     loss_scale: dict[str, Any]
     rng: dict[str, Any]
-    """Generator states by backend; a run from the other framework begins new dropout masks."""
+    """Generator states by backend. A run that changes the framework starts new dropout masks."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """Scales of activations, see ``common.quantization.scheme.ActivationScales``."""
 
@@ -58,8 +57,8 @@ def make_snapshot(
 ) -> Snapshot:
     """Return a snapshot of weights by name and moments by NAME.exp_avg and so on.
 
-    Both are on the host, cut to the true vocabulary, copied or lent. extra: more of the manifest.
-    part: which rectangles of the tensors these are, where several ranks write.
+    Both are on the host, cut to the true vocabulary, and copied or lent. extra: further entries of
+    the manifest. part: the rectangles of these tensors, if several ranks write.
     """
     manifest = {
         "state": state.to_dict(),
@@ -84,7 +83,7 @@ def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
 
 
 def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
-    """Cut them off a part of a parameter."""
+    """Cut off the rows that pad the vocabulary, in a slice of a parameter."""
     return (
         replace(
             piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))

@@ -1,5 +1,5 @@
-"""Where a run begins: which checkpoint it resumes, loads or begins from, and whether that fits the
-config.
+"""Start of a run: choice of the checkpoint to resume, load or start from, and check that it
+fits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from common.training.snapshot import OPTIMIZER_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins: a checkpoint to resume, weights to start from, or neither."""
+    """Start of a run: a checkpoint to resume, weights to start from, or neither."""
 
     resume: Path | None = None
     weights: Path | None = None
 
     def in_folder(self, folder: Path) -> bool:
-        """True when a checkpoint of this very run is resumed."""
+        """Return whether a checkpoint of this run itself is resumed."""
         return (
             self.resume is not None
             and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
@@ -48,8 +48,8 @@ class Start:
 
 
 def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is made if need
-    be.
+    """Raise ConfigError unless checkpoints can be written into this folder, which is created if
+    needed.
     """
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def require_writable(checkpoints: Path) -> None:
 
 
 def where_to_start(config: ResolvedRun, data: TrainingData) -> Start:
-    """Obey checkpoint.resume and checkpoint.init_from.
+    """Apply checkpoint.resume and checkpoint.init_from.
 
-    Raises CheckpointError or ConfigError where that is not possible, or no checkpoint could be
+    Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be
     written.
     """
     start = _choose(config, data)
@@ -88,16 +88,16 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
         clean_up(folder / "checkpoints", "step_*")
     if config.checkpoint.load is not None:
         LOG.warning(
-            f"checkpoint.load={config.checkpoint.load} is for eval and predict, and training does"
-            " not begin there: to go on from it say checkpoint.resume, to begin with its weights"
-            " checkpoint.init_from"
+            f"checkpoint.load={config.checkpoint.load} is for eval and predict, not for"
+            " training; set checkpoint.resume to resume from it, or checkpoint.init_from to"
+            " begin with its weights"
         )
     resume = _checkpoint_to_resume(config.checkpoint.resume, folder)
     init_from = config.checkpoint.init_from
     if resume is not None and _holds_weights_alone(resume, config):
         LOG.warning(
-            f"checkpoint.resume={resume}: holds weights alone, without where a run stood; it is"
-            " taken for checkpoint.init_from"
+            f"checkpoint.resume={resume}: holds only weights, not the state of a run; it is"
+            " used as checkpoint.init_from"
         )
         init_from, resume = str(resume), find_checkpoint(folder)
     for key, path in (("checkpoint.resume", resume), ("checkpoint.init_from", init_from)):
@@ -108,7 +108,7 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             "checkpoint.resume",
             config,
             data.tokenizer_record,
-            anew=config.checkpoint.resume == "auto",
+            may_move=config.checkpoint.resume == "auto",
         )
         _log_changes(manifest, config, data)
         return Start(resume=resume)
@@ -121,21 +121,21 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
 
 
 def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> None:
-    """Raise ConfigError where a run would begin with weights of 8 bits."""
+    """Raise ConfigError if a run would start from 8-bit weights."""
     found = None if path is None else find_checkpoint(Path(path))
     if found is None or not holds_integers(found):
         return
     manifest = manifest_of(found, config.model, checksums=False)
     source = manifest.get("exported_from") or manifest.get("converted_from", {}).get("path")
     raise ConfigError(
-        f"{key}={path}: its weights are of 8 bits, which eval and predict take and training does"
-        f" not; give what they were made of ({source}), or make float32 of them: python"
+        f"{key}={path}: its weights have 8 bits, which eval and predict accept, but not training;"
+        f" give the weights they were made from ({source}), or convert them to float32: python"
         f" tools/convert_weight.py --to torch_gpt2 --input {path} --output FOLDER"
     )
 
 
 def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
-    """Return the checkpoint that checkpoint.resume asks for; None to begin anew."""
+    """Return the checkpoint that checkpoint.resume asks for; None to start over."""
     if wish == "auto":
         return find_checkpoint(folder)
     if wish == "latest":
@@ -151,8 +151,9 @@ def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
 
 
 def require_weights(where: Path, why: str) -> Path:
-    """Return the checkpoint at ``where``, or the path itself where another system's weights lie
-    there. Raises NoCheckpointError where neither does.
+    """Return the checkpoint at ``where``, or ``where`` itself if it holds another system's weights.
+
+    Raises NoCheckpointError if there is neither.
     """
     found = find_checkpoint(where)
     return found or (where if is_foreign(where) else require_checkpoint(where, why))
@@ -165,7 +166,7 @@ def _holds_weights_alone(path: Path, config: ResolvedRun) -> bool:
 def record_start(config: ResolvedRun, start: Start) -> None:
     """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
 
-    A run sent back to an older checkpoint must not return to the newer one when it is killed.
+    A run that was sent back to an older checkpoint must not return to the newer one after a kill.
     """
     folder = Path(config.output_dir)
     if start.resume is not None and start.in_folder(folder):
@@ -174,10 +175,10 @@ def record_start(config: ResolvedRun, start: Start) -> None:
 
 
 def checkpoint_to_use(config: ResolvedRun) -> Path:
-    """Return checkpoint.load, else the run folder's newest checkpoint, else checkpoint.init_from:
-    checkpoints of ours, or weights of another system.
+    """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else
+    checkpoint.init_from.
 
-    Raises CheckpointError.
+    It is a checkpoint of ours, or weights of another system. Raises CheckpointError.
     """
     settings = config.checkpoint
     if settings.load is not None:
@@ -189,10 +190,11 @@ def checkpoint_to_use(config: ResolvedRun) -> Path:
 
 
 def with_trained_vocabulary(config: ResolvedRun) -> ResolvedRun:
-    """Return the config with model.vocab_size as it stands, where the checkpoint to use has it too.
+    """Return the config with a vocab_multiple that keeps model.vocab_size, if the checkpoint has
+    this size.
 
-    A run without a tokenizer trains a padded table whole. A tokenizer that is given later would
-    take that size for the padded one of its own vocabulary.
+    A run without a tokenizer trains all rows of a padded table. A tokenizer that is given later
+    would take that size for the padded size of its own vocabulary.
     """
     size = config.model.vocab_size
     if size % config.model.vocab_multiple:
@@ -209,14 +211,14 @@ def weights_to_use(
 ) -> Path:
     """Return the checkpoint to evaluate, generate with or export.
 
-    Raises CheckpointError unless its tokenizer and its model are those of the config.
+    Raises CheckpointError unless it has the tokenizer and the model of the config.
     """
     checkpoint = checkpoint_to_use(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "latest", "never") and config.checkpoint.load is None:
         LOG.warning(
             f"checkpoint.resume={resume} is for training; the weights are those of {checkpoint};"
-            f" to take the others say checkpoint.load={resume}"
+            f" to use the others, set checkpoint.load={resume}"
         )
     _read_fitting(checkpoint, "checkpoint.load", config, tokenizer, export=export)
     return checkpoint
@@ -228,12 +230,12 @@ def _read_fitting(
     config: ResolvedRun,
     tokenizer: dict[str, Any] | None,
     *,
-    anew: bool = False,
+    may_move: bool = False,
     export: bool = False,
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint of the config's model and this tokenizer.
 
-    key: the override that takes another checkpoint. anew, export: see ``require_same_model``.
+    key: the override that takes another checkpoint. may_move, export: see ``require_same_model``.
     Raises CheckpointError.
     """
     manifest = (
@@ -246,7 +248,7 @@ def _read_fitting(
         name = next(name for name, why in left_out.items() if why == reason)
         LOG.info(f"{checkpoint}: left out: {f'{count} x' if count > 1 else f'{name},'} {reason}")
     _check_tokenizer(manifest, tokenizer, checkpoint)
-    require_same_model(manifest, config, checkpoint, anew=anew, export=export)
+    require_same_model(manifest, config, checkpoint, may_move=may_move, export=export)
     return manifest
 
 
@@ -254,8 +256,8 @@ def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingDa
     """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
-            "the data, its split, the window or the seed has changed since the checkpoint: the"
-            " order of samples is a new one"
+            "the data, its split, the window or the seed has changed since the checkpoint, so"
+            " the order of samples changes too"
         )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}

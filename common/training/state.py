@@ -1,4 +1,4 @@
-"""Where a run stands, apart from its tensors."""
+"""Position of a run, apart from its tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """Saved with every checkpoint. What is read next follows from ``consumed_samples`` alone."""
+    """State saved with every checkpoint. The next samples follow only from ``consumed_samples``."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
@@ -18,19 +18,21 @@ class TrainState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
-    """Of the last finite steps, oldest first, logging.outlier_window at most; empty where outliers
-    are not looked for.
+    """Losses of the last finite steps, oldest first, at most logging.outlier_window.
+
+    Empty if outliers are not looked for.
     """
     grad_norms: list[float] = field(default_factory=list)
-    """Of the same steps."""
+    """Gradient norms of these steps."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Raises KeyError, TypeError or ValueError for what is no state. What older checkpoints do
-        not know is empty.
+        """Create a state. Raises KeyError, TypeError or ValueError for an invalid state.
+
+        Fields missing from older checkpoints are empty.
         """
         state = cls(
             **{

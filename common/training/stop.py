@@ -1,5 +1,6 @@
-"""A clean stop: SIGTERM and SIGINT are noted, and obeyed by the loop at the next step boundary; and
-a clean end of the process.
+"""Clean stop and clean end of a process.
+
+SIGTERM and SIGINT are recorded, and the loop stops at the next step boundary.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class StopSignal:
     """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process
     at once.
 
-    Not in a rank of our launcher, which may get the launcher's SIGTERM beside that of a scheduler;
-    the launcher kills with SIGKILL. A shell script starts a job in its background with SIGINT
-    ignored. It stays ignored, as during the start.
+    In a rank of our launcher a second signal is ignored: it may be the launcher's SIGTERM beside
+    that of a scheduler. The launcher kills with SIGKILL. A shell script starts a background job
+    with SIGINT ignored; it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -55,12 +56,12 @@ class StopSignal:
 
 
 def receive_interrupts() -> None:
-    """Take SIGINT in a thread that hands it to Python's handler, for a framework that replaces the
-    process's own.
+    """Receive SIGINT in a thread that passes it to Python's handler, for a framework that replaces
+    this handler.
 
-    MindSpore does so at every call of a compiled function, and turns Ctrl-C into SIGTERM. The
-    handler runs when the main thread is back in Python; a second SIGINT ends the process at once,
-    wherever that is. Call it before the framework starts threads, which must inherit the mask.
+    MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The
+    handler runs when the main thread is back in Python. A second SIGINT ends the process at once,
+    wherever it is. Call this before the framework starts threads, which must inherit the mask.
     """
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         return
@@ -74,18 +75,19 @@ def receive_interrupts() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """``sys.exit``; but a rank of MindSpore on a CPU that our launcher has started leaves without
-    MindSpore's exit handlers.
+    """End the process like ``sys.exit``, with two exceptions.
 
-    These take leave of its scheduler, and ended three of about twenty starts of four ranks with
-    signal 11 when all was done. Our launcher ends the scheduler after the ranks; msrun's would wait
-    for them to take leave. A rank of torch that ends after an error, while its group is open,
-    leaves without destructors: gloo's could abort the process when another rank has gone.
+    A MindSpore rank on a CPU that our launcher has started leaves without MindSpore's exit
+    handlers. They sign off from its scheduler, and ended three of about twenty starts of four ranks
+    with signal 11 after all work was done. Our launcher ends the scheduler after the ranks; msrun's
+    scheduler would wait for the ranks to sign off.
+    A torch rank that ends after an error, while its group is open, leaves without destructors.
+    Those of gloo could abort the process when another rank has gone.
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
     for stream in (sys.stdout, sys.stderr):
-        # without a reader, closed, or not there
+        # the output has no reader, is closed or does not exist
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     end_at_interrupts()
@@ -103,9 +105,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End the process without exit handlers and destructors, once what it has said is out."""
+    """Flush the output, and end the process without exit handlers and destructors."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # without a reader, or closed
+        with suppress(OSError, ValueError):  # the output has no reader or is closed
             stream.flush()
     os._exit(code)

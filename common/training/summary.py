@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last one."""
+"""Summary of a run before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def announce(
     LOG.info(
         f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
     )
-    for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # rank 0's alone
+    for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
         LOG.warning(remark)
     if data.no_validation is not None:
         LOG.warning(f"no validation: {data.no_validation}")
@@ -64,14 +64,15 @@ def announce(
 def finish(
     config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int
 ) -> None:
-    """Log the summary after the last step, and draw the plot."""
+    """Log the summary at the end, and draw the plot."""
     folder = Path(config.output_dir)
     if config.logging.plot:
         try:
             plot_loss(folder)
         except OSError as error:
             LOG.warning(f"no plot: {error}")
-    parts = [f"finished: step {state.step}, {state.consumed_samples:,} samples"]
+    end = "finished" if state.step >= config.train.max_steps else "ended early"
+    parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
     if "loss" in summary:
         parts.append(f"loss {summary['loss']:.4f}")
     if "validation_loss" in summary:
@@ -87,7 +88,7 @@ def finish(
     LOG.info("; ".join(parts))
     try:
         checkpoint = find_checkpoint(folder)
-    except CheckpointError as error:  # all is written by now
+    except CheckpointError as error:  # all saves are done here
         LOG.warning(str(error))
         checkpoint = None
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")

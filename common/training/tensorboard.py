@@ -1,5 +1,5 @@
-"""TensorBoard event files, written in the training thread: a disk that fills up ends the events,
-not the run.
+"""TensorBoard event files, written in the training thread. A full disk ends the events, not the
+run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 class EventFile:
-    """Scalars by step for TensorBoard, without torch. What comes after ``step`` replaces older
-    events.
+    """Scalars by step for TensorBoard, without torch. New events replace older ones after
+    ``step``.
     """
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
@@ -64,6 +64,6 @@ class EventFile:
     def _give_up(self, error: OSError) -> None:
         LOG.warning(f"TensorBoard events end here: {error}; metrics.jsonl has every step")
         with suppress(OSError, AttributeError):
-            # else it fails again, with noise, when it is collected
+            # otherwise it fails again, with a traceback, when it is collected
             self._writer._py_recordio_writer.close()
         self._writer = None

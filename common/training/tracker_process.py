@@ -1,14 +1,13 @@
 """Follow the ``metrics.jsonl`` of a run into the store of one tracker, until the run ends.
 
-``python -m common.training.tracker_process NAME`` reads one JSON line from its standard input
-(folder, project, config) and takes the end of that input for the end of the run, also of a killed
-one. It needs no package but the tracker's own.
-
-The store is ``trackers/NAME`` of the run folder, offline unless the tracker's own variable says
-otherwise. ``trackers/NAME.json`` says after a clean end which run it holds, and the part of
-``metrics.jsonl`` it has. Where that part is still the beginning of the file, the tracker's run is
-continued. Otherwise steps are done again or its end is unknown: then the store is moved aside, and
-a new one gets every row.
+``python -m common.training.tracker_process NAME`` reads one JSON line from its standard input:
+folder, project, config. The input ends with the run, even if the run is killed. The process needs
+only the tracker's own package.
+The store is ``trackers/NAME`` of the run folder. It is offline unless the tracker's own variable
+says otherwise. After a clean end, ``trackers/NAME.json`` records the tracker's run and the part of
+``metrics.jsonl`` in it.
+If that part is still the beginning of the file, the tracker's run is continued. Otherwise steps
+were repeated or the end is unknown: the store is moved aside, and a new one gets every row.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ QUIET = {
 """Variables that keep a package from reporting on itself, unless the user sets them."""
 
 Row = tuple[int, dict[str, float]]
-"""A step and its figures."""
+"""Step and figures."""
 
 
 class Store(Protocol):
     run: str
-    """Its name of the run, by which it is continued."""
+    """The tracker's name of the run, by which it is continued."""
 
     def log(self, rows: list[Row]) -> None: ...
 
@@ -54,7 +53,7 @@ class Store(Protocol):
 
 
 class WandB:
-    """``wandb``: a folder offline-run-* for each start, which ``wandb sync`` uploads as one run."""
+    """W&B: a folder offline-run-* for each start, which ``wandb sync`` uploads as one run."""
 
     def __init__(self, folder: Path, job: dict[str, Any], run: str | None) -> None:
         import wandb
@@ -80,7 +79,7 @@ class WandB:
 
 
 class SwanLab:
-    """``swanlab``: a folder run-* for each start, which ``swanlab sync`` uploads."""
+    """SwanLab: a folder run-* for each start, which ``swanlab sync`` uploads."""
 
     def __init__(self, folder: Path, job: dict[str, Any], run: str | None) -> None:
         import swanlab
@@ -105,7 +104,7 @@ class SwanLab:
 
 
 class MLflow:
-    """``mlflow``: one SQLite file, which ``mlflow ui --backend-store-uri`` opens."""
+    """MLflow: one SQLite file, which ``mlflow ui --backend-store-uri`` opens."""
 
     def __init__(self, folder: Path, job: dict[str, Any], run: str | None) -> None:
         from mlflow import MlflowClient
@@ -155,8 +154,9 @@ STORES: dict[str, Callable[[Path, dict[str, Any], str | None], Store]] = {
 
 
 def figures_of(line: bytes) -> Row | None:
-    """Return the step and the numbers of a row of metrics.jsonl: no text, no null, and 0 or 1 for
-    false and true. None for a line that is no row.
+    """Return the step and the numbers of a row of metrics.jsonl, without text, null and booleans.
+
+    None for a line that is not a row.
     """
     try:
         row = parse_json_line(line)
@@ -200,8 +200,10 @@ def main() -> None:
 
 
 def _continued(record: Path, metrics: Any, read: Any) -> str | None:
-    """Return the tracker's run where it has the beginning of ``metrics``, which is then behind the
-    position in it and in the hash ``read``; None where a new one is needed.
+    """Return the tracker's run if it holds the beginning of ``metrics``; None if a new run is
+    needed.
+
+    For a continued run, the position in ``metrics`` and the hash ``read`` are then after that part.
     """
     with suppress(OSError, MalformedError, KeyError, TypeError, ValueError):
         state = parse_json_line(record.read_bytes())
@@ -221,7 +223,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def _new_lines(metrics: Any, pipe: Any) -> Iterator[list[bytes]]:
-    """Whole lines as they come, until the run has ended and all are read."""
+    """Yield whole lines as they arrive, until the run has ended and all are read."""
     over = False
     while True:
         lines: list[bytes] = []
@@ -236,7 +238,7 @@ def _new_lines(metrics: Any, pipe: Any) -> Iterator[list[bytes]]:
             return
         elif select.select([pipe], [], [], SECONDS_BETWEEN_READS)[0]:
             over = True
-            signal.alarm(SECONDS_AFTER_THE_RUN)  # its end, should the store hang
+            signal.alarm(SECONDS_AFTER_THE_RUN)  # limits the wait if the store hangs
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -257,4 +259,4 @@ if __name__ == "__main__":
             reason = f"{fault}; docs/trackers.md says how to install it"
         sys.stderr.write(f"{reason}\n")
         sys.stderr.flush()
-        os._exit(1)  # what the package would do at exit may hang, and speaks after this line
+        os._exit(1)  # exit handlers of the package may hang, and print after this line

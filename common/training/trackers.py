@@ -1,8 +1,8 @@
-"""Trackers of experiments beside a run: W&B, MLflow and SwanLab, each in a process of its own that
-reads ``metrics.jsonl`` (``tracker_process.py``).
+"""Experiment trackers beside a run: W&B, MLflow and SwanLab.
 
-The run itself only starts them and waits a little at its end. What fails in them, hangs or is slow
-costs a warning.
+Each runs in its own process that reads ``metrics.jsonl`` (``tracker_process.py``). The run only
+starts them and waits briefly at its end. A tracker that fails, hangs or is slow costs only a
+warning.
 """
 
 from __future__ import annotations
@@ -23,27 +23,34 @@ from common.paths import ROOT
 from common.processes.process_tree import in_words
 
 SECONDS_TO_FINISH = 30.0
-"""How long the end of a run waits for all trackers together."""
+"""Seconds that the end of a run waits for all trackers together."""
 PYTHON = "GPT2_TRACKER_PYTHON"
-"""Variable with the Python of the environment that holds the trackers' packages. One that asks for
-another protobuf than the framework cannot be installed beside it.
+"""Variable with the Python of the environment that holds the trackers' packages.
+
+A package that needs another protobuf than the framework cannot be installed beside it.
 """
 
 
 class Trackers:
-    """The processes of ``names``. They begin with the first row, and end within their limit."""
+    """Processes of the trackers in ``names``. They begin with the first row, and end within a time
+    limit.
+    """
 
     def __init__(
         self, folder: Path, names: Sequence[str], *, project: str, config: dict[str, Any]
     ) -> None:
-        """folder: of the run, which holds metrics.jsonl. config: what is recorded of the run."""
+        """Create trackers. folder: run folder, which holds metrics.jsonl. config: settings to
+        record.
+        """
         self._names = tuple(name for name in dict.fromkeys(names) if name != "tensorboard")
         self._folder = folder.absolute()
         self._job = {"folder": str(self._folder), "project": project, "config": config}
         self._running: dict[str, subprocess.Popen[bytes]] | None = None
 
     def follow(self) -> None:
-        """Start them unless they run, and warn of each that has ended. Call it after each row."""
+        """Start the trackers unless they run, and warn of each that has ended. Call it after each
+        row.
+        """
         if self._running is None:
             self._running = {}
             for name in self._names:
@@ -53,7 +60,7 @@ class Trackers:
                 self._give_up(name, self._why(name, process.returncode))
 
     def close(self) -> None:
-        """Let them read the rest and finish; one that takes longer than the limit is killed."""
+        """Let the trackers read the rest and finish, and kill those that exceed the limit."""
         running, self._running = self._running or {}, {}
         deadline = time.monotonic() + SECONDS_TO_FINISH
         for process in running.values():
@@ -86,7 +93,7 @@ class Trackers:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C is the run's
+                    start_new_session=True,  # Ctrl-C is for the run
                 )
             assert process.stdin is not None
             self._running[name] = process
@@ -97,7 +104,7 @@ class Trackers:
 
     def _give_up(self, name: str, reason: str) -> None:
         LOG.warning(
-            f"tracker {name} is off: {reason}; the run goes on, metrics.jsonl has every step"
+            f"tracker {name} is off: {reason}; the run continues, metrics.jsonl has every step"
             f" (log: {self._log(name)})"
         )
         process = (self._running or {}).pop(name, None)
@@ -108,7 +115,9 @@ class Trackers:
         return self._folder / "trackers" / f"{name}.log"
 
     def _why(self, name: str, code: int) -> str:
-        """Return the last line of its log where it ended by a fault of its own (code 1)."""
+        """Return the last line of a tracker's log if it reported an error (code 1), else how it
+        ended.
+        """
         if code == 1:
             with suppress(OSError):
                 text = self._log(name).read_text(encoding="utf-8", errors="replace")
@@ -117,7 +126,7 @@ class Trackers:
 
 
 def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipe, by which a tracker knows the end of the run."""
+    """Close the pipe, which tells a tracker that the run has ended."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()

@@ -1,8 +1,8 @@
 """Communication between the ranks of a group: within compiled graphs, and on the host between them.
 
-A CPU has AllReduce alone in any group, as a sum of float32 or float16; the rest is made of it. With
-``native`` the primitives of Ascend are used, written from MindSpore's documentation and not run
-here.
+A CPU has only AllReduce in any group, as a sum of float32 or float16. All else is built from it.
+With ``native`` the primitives of Ascend are used. They are written from MindSpore's documentation
+and have not been run here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """name: by which MindSpore knows it. rank: this one's place among the ``size`` members."""
+    """Group of ranks. name: its name in MindSpore. rank: index of this rank among the ``size``
+    members.
+    """
 
     name: str
     rank: int
@@ -30,8 +32,9 @@ class Group:
 
 
 def make_group(ranks: Sequence[int], rank: int, world_size: int, *, native: bool) -> Group:
-    """Of equally spaced ranks, among them this one. Every member must call it, in the same order of
-    groups.
+    """Create a group of equally spaced ranks that includes this rank.
+
+    Every member must call it, in the same order of groups.
     """
     if len(ranks) == world_size:
         name = GlobalComm.WORLD_COMM_GROUP
@@ -42,12 +45,12 @@ def make_group(ranks: Sequence[int], rank: int, world_size: int, *, native: bool
 
 
 def all_reduce(group: Group) -> Any:
-    """Tensor -> its sum over the group, the same bits on every rank."""
+    """Return an operator that sums a tensor over the group, with the same bits on every rank."""
     return ops.AllReduce(ops.ReduceOp.SUM, group.name)
 
 
 class AllGather(nn.Cell):
-    """(n, ...) of each rank -> (size x n, ...), by rank."""
+    """Gather (n, ...) of each rank into (size x n, ...), by rank."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class AllGather(nn.Cell):
 
 
 class ReduceScatter(nn.Cell):
-    """(size x n, ...) on each rank -> this rank's (n, ...) of the sum."""
+    """Return this rank's (n, ...) of the sum of (size x n, ...) over the ranks."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -84,29 +87,31 @@ class ReduceScatter(nn.Cell):
 
 
 def prepare_messages(world_size: int) -> None:
-    """Call once on every rank, before the first ``send`` or ``receive``: on a CPU they look up a
-    group of Ascend's name, or hang.
+    """Prepare ``send`` and ``receive``. Call it once on every rank before the first of them.
+
+    Otherwise, on a CPU, they look up a group with Ascend's name, or hang.
     """
     if GlobalComm.WORLD_COMM_GROUP != "hccl_world_group":
         create_group("hccl_world_group", list(range(world_size)))
 
 
 def send(x: Tensor, rank: int) -> Any:
-    """To a rank of the world, without waiting for it. Returns a handle to wait for, None where x
-    has been copied away.
+    """Send to a rank of the world without waiting.
+
+    Returns a handle to wait for, or None if x has been copied.
     """
     return distributed.isend(x, rank, group=GlobalComm.WORLD_COMM_GROUP)
 
 
 def receive(shape: tuple[int, ...], dtype: ms.Type, rank: int) -> Tensor:
-    """What that rank of the world sends next, waited for."""
+    """Wait for the next message of a rank of the world."""
     x = ops.zeros(shape, dtype)
     distributed.recv(x, rank, group=GlobalComm.WORLD_COMM_GROUP)
     return x
 
 
 def exchange(group: Group, data: bytes) -> list[bytes]:
-    """The bytes of all ranks, by rank: each a float32, so that a sum carries them."""
+    """Return the bytes of all ranks, by rank. Each byte travels as a float32 in a sum."""
     lengths = exchange_numbers(group, len(data))
     rows = np.zeros((group.size, max(lengths)), np.float32)
     rows[group.rank, : len(data)] = np.frombuffer(data, np.uint8)
@@ -117,7 +122,7 @@ def exchange(group: Group, data: bytes) -> list[bytes]:
 
 
 def exchange_numbers(group: Group, number: int) -> list[int]:
-    """The numbers of all ranks, by rank."""
+    """Return the numbers of all ranks, by rank."""
     assert 0 <= number < 2**24, "float32 counts no further"
     numbers = np.zeros(group.size, np.float32)
     numbers[group.rank] = number

@@ -1,5 +1,6 @@
-"""Replicas of the model: gradients summed over them, and with ZeRO stage 1 the optimizer's state
-split over them.
+"""Replicas of the model: gradients summed over them, and ZeRO stage 1.
+
+With ZeRO the optimizer's state is split over the replicas.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from mindformers_gpt2.parallel.world import World
 
 
 class DataParallel(nn.Cell):
-    """Gradients are summed, not averaged: each micro batch is divided by the global batch. They
-    travel in one message.
+    """Sum of gradients over the replicas, in one message.
 
-    Split, each rank updates its share of the rows of every parameter; shares are equal, zeros fill
-    up the last ones.
+    They are not averaged: each micro batch is divided by the global batch. With ZeRO each rank
+    updates its share of the rows of every parameter. Shares are equal, and zeros pad the last ones.
     """
 
     def __init__(
         self, config: ResolvedRun, world: World, shapes: Sequence[tuple[int, ...]]
     ) -> None:
-        """shapes: of the gradients, in their order."""
+        """Create the sum. shapes: of the gradients, in their order."""
         super().__init__()
         group = world.groups.get(GroupKind.DATA)
         self.splits = group is not None and config.parallel.zero_stage > 0
@@ -39,8 +39,8 @@ class DataParallel(nn.Cell):
         self.all_gather = AllGather(group) if group is not None and self.splits else None
         self.sum_dtype = DTYPES[config.precision.reduction]
         self.sizes = tuple(math.prod(self.share_of(shape)) for shape in shapes)
-        # Primitives and HyperMap: loops, and the functions of ops, would take longer to compile
-        # than all the rest of the update.
+        # Use primitives and HyperMap. Loops and the functions of ops would take longer to compile
+        # than the rest of the update.
         self.cast, self.reshape, self.concat, self.split = (
             ops.Cast(),
             ops.Reshape(),
@@ -49,7 +49,7 @@ class DataParallel(nn.Cell):
         )
 
     def construct(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Their sums over the replicas, or this rank's shares of them."""
+        """Return the sums over the replicas, or this rank's shares of them."""
         if self.combine is None:
             return gradients
         summed = self.combine(self.concat(ops.HyperMap()(self._line, gradients)))
@@ -59,7 +59,9 @@ class DataParallel(nn.Cell):
         return shares
 
     def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """All parameters whole, from everyone's shares. ``parameters`` lend their shapes."""
+        """Return whole parameters from the shares of all ranks. ``parameters`` give only their
+        shapes.
+        """
         assert self.all_gather is not None
         gathered = self.all_gather(self.concat(ops.HyperMap()(self._flat, shares)))
         whole: Sequence[Tensor] = ops.HyperMap()(
@@ -68,11 +70,11 @@ class DataParallel(nn.Cell):
         return whole
 
     def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a rank's share."""
+        """Return the shape of a rank's share."""
         return (-(-shape[0] // self.ranks), *shape[1:])
 
     def _line(self, gradient: Tensor) -> Tensor:
-        """(ranks, elements of a share), in the type in which it is summed."""
+        """Return (ranks, elements of a share), in the type in which it is summed."""
         missing = -gradient.shape[0] % self.ranks
         if missing:
             gradient = ops.concat(

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
+from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import owns
 from common.parallel.topology import GroupKind
@@ -26,9 +27,9 @@ from mindformers_gpt2.parallel.world import World
 
 
 def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> list[GPT2]:
-    """Return what this rank holds of the model, one stage, with weights not yet filled in.
+    """Return this rank's part of the model, one stage, without weights.
 
-    It is cut while it has no memory, so that a rank never holds more than its own.
+    It is cut before it has memory, so that a rank never holds more than its own.
     """
     topology = world.topology
     with no_init_parameters():
@@ -39,6 +40,7 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
             keep_stage(model, world.at.pipeline, topology)
         if topology.tensor > 1:
             split_model(model, world.groups[GroupKind.TENSOR])
+    model.cross_entropy.rows_at_once = loss_rows(config, device.total_memory())
     model.init_parameters_data()
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
@@ -49,8 +51,10 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
 def own_dropout_keys(
     config: ResolvedRun, world: World, step: int, number: int
 ) -> NDArray[np.uint32]:
-    """Of a micro batch of this rank, for the layers that it holds: those of one process for the
-    same samples, but for the heads, of which each tensor-parallel rank has others.
+    """Return the dropout keys of a micro batch, for the layers of this rank.
+
+    They equal those of one process for the same samples. Only keys of attention heads differ, since
+    each tensor-parallel rank has its own heads.
     """
     at, accumulation = world.at, config.train.accumulation_steps
     keys = dropout_keys(config, step, at.data * accumulation + number, at.tensor)
@@ -69,12 +73,13 @@ class GradientSync(nn.Cell):
         *,
         has_loss: bool,
     ) -> None:
-        """shapes: of this rank's parameters. has_loss: whether its loss counts; others may have the
-        same, or none.
+        """Create the reductions. shapes: of this rank's parameters.
+
+        has_loss: whether its loss counts. Other ranks may have the same loss, or none.
         """
         super().__init__()
         self.owns = partial(owns, config.parallel, world.topology, world.at)
-        """Whether this rank speaks for its part of a parameter; others may hold the same."""
+        """Whether this rank represents its part of a parameter, which other ranks may hold too."""
         assert world.everyone is not None
         self.data_parallel = DataParallel(config, world, list(shapes.values()))
         self.everyone = all_reduce(world.everyone)
@@ -88,8 +93,10 @@ class GradientSync(nn.Cell):
     def construct(
         self, loss: Tensor, gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """The mean loss of the global batch, the norm of the gradients of all ranks, each element
-        counted once, and the gradients with which this rank updates.
+        """Return the mean loss of the global batch, the global gradient norm, and this rank's
+        gradients.
+
+        The norm counts each element once. The gradients are those with which this rank updates.
         """
         summed = self.data_parallel(gradients)
         if self.between_copies is not None:
@@ -102,8 +109,8 @@ class GradientSync(nn.Cell):
                 self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,)),
             )
         )
-        # MindSpore keeps messages in order only where one needs the other, and the line above may
-        # be a constant
+        # MindSpore keeps the order of messages only if one depends on the other. The line above may
+        # be a constant.
         both = self.everyone(ops.depend(both, each))
         return both[0], ops.sqrt(both[1]), summed
 

@@ -1,8 +1,7 @@
-"""Pipeline parallel: the layers of a stage, and the order in which the micro batches of a step go
-through it (GPipe, 1F1B).
+"""Pipeline parallel: the layers of a stage, and the order of the micro batches (GPipe, 1F1B).
 
-Stages are compiled; between them the host sends and receives. Each keeps of a micro batch its input
-alone, and does the forward pass again for the gradients.
+Stages are compiled, and the host sends and receives between them. A stage keeps only the input of a
+micro batch, and repeats the forward pass for the gradients.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import forget_maxima
 
 Keys = tuple[Tensor, ...]
-"""Of the dropouts of a micro batch on this stage; empty where nothing drops."""
+"""Keys of the dropouts of a micro batch on this stage; empty without dropout."""
 
 
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
-    """Leave of a model what one stage holds, under the names that it has in the whole.
+    """Reduce a model to the layers of one stage, under their names in the whole model.
 
-    It takes and gives hidden states where token ids, or what the head needs, are another stage's.
-    Graph mode compiles the methods of a class, so a later stage gets a class with another
+    It takes hidden states unless it has the embedding, and returns hidden states unless it has the
+    head. Graph mode compiles the methods of a class, so a later stage gets a class with another
     ``begin``.
     """
     names = {parameter.name: parameter for parameter in model.get_parameters()}
     model.h = nn.CellList(
         [model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)]
     )
-    for name, parameter in names.items():  # the list has numbered them anew
+    for name, parameter in names.items():  # the list has renumbered the layers
         parameter.name = name
     first, last = stage == 0, stage == topology.stages - 1
     if not first:
@@ -62,8 +61,9 @@ class _Unchanged(nn.Cell):
 
 
 class Pipeline:
-    """The stage of this rank, and how a step goes through it. All pipeline ranks give ``step`` and
-    ``evaluate`` the same batch.
+    """Stage of this rank, and the schedule of a step.
+
+    All pipeline ranks pass the same batch to ``step`` and ``evaluate``.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class Pipeline:
     def step(
         self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys]
     ) -> tuple[Tensor, ...]:
-        """The loss, 0 where the head is not, and the gradients of this stage's weights, summed over
-        the micro batches (ids, targets).
+        """Return the loss (0 without the head) and the gradients of this stage's weights.
+
+        Both are summed over the micro batches (ids, targets).
         """
         if self._new:
             self._compile(*batch[0], keys(0))
@@ -134,7 +135,7 @@ class Pipeline:
         return summed if self.has_loss else (Tensor(0.0, ms.float32), *summed)
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of one batch of any size, 0 where the head is not."""
+        """Return the sum of the losses of one batch of any size, 0 without the head."""
         if ids.shape not in self._evaluated:
             self._compile_evaluation(ids, targets)
             self._evaluated.add(ids.shape)
@@ -147,8 +148,9 @@ class Pipeline:
         return Tensor(0.0, ms.float32)
 
     def _compile(self, ids: Tensor, targets: Tensor, keys: Keys) -> None:
-        """All stages at once, before the first message: whoever waits for one may give up after
-        half a minute.
+        """Compile all stages at once, before the first message.
+
+        A rank that waits for a message may give up after half a minute.
         """
         hidden = ops.zeros((*ids.shape, self._width), self._dtype)
         x = ids if self._before is None else hidden
@@ -159,7 +161,7 @@ class Pipeline:
         self._meet()
 
     def _compile_evaluation(self, ids: Tensor, targets: Tensor) -> None:
-        """The same for batches of one shape."""
+        """Compile the evaluation for batches of one shape."""
         x = ids if self._before is None else ops.zeros((*ids.shape, self._width), self._dtype)
         if self._loss_sum is None:
             self._forward(x)
@@ -168,5 +170,5 @@ class Pipeline:
         forget_maxima(self._model)
 
     def _receive(self, ids: Tensor, rank: int) -> Tensor:
-        """Hidden states of these ids, or their gradient."""
+        """Return the hidden states of these ids, or their gradient."""
         return receive((*ids.shape, self._width), self._dtype, rank)

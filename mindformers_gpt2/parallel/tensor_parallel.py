@@ -1,7 +1,7 @@
-"""Tensor parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section 3).
+"""Tensor parallel, applied to a model from outside (Megatron-LM, arXiv 1909.08053 section 3).
 
-Between the split regions every rank of the group has all activations (B, T, C). A region is entered
-once and left once: its input is copied, its partial results are summed.
+Between the split regions every rank of the group has all activations (B, T, C). At the entry of a
+region its input is copied. At the exit its partial results are summed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mindformers_gpt2.parallel.collectives import Group, all_reduce
 
 
 class Enter(nn.Cell):
-    """Into a region whose weights are split: the gradient is the sum of those that the ranks have
-    found.
+    """Entry of a region whose weights are split. Its gradient is the sum of the ranks'
+    gradients.
     """
 
     def __init__(self, group: Group) -> None:
@@ -33,7 +33,7 @@ class Enter(nn.Cell):
 
 
 class Leave(nn.Cell):
-    """Out of it: the sum of the ranks' partial results."""
+    """Exit of a region: the sum of the ranks' partial results."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -47,8 +47,10 @@ class Leave(nn.Cell):
 
 
 class RowLinear(Linear):
-    """Weight (out, in / group): the results are summed over the group before the bias, which every
-    rank has whole, is added.
+    """Linear layer with weights (out, in / group). Results are summed over the group before the
+    bias is added.
+
+    Every rank has the whole bias.
     """
 
     leave: Leave
@@ -62,8 +64,9 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(Embedding):
-    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has
-    all.
+    """Embedding with the rows of this rank's tokens.
+
+    Tokens of other ranks give zero, and the sum over the group has all rows.
     """
 
     leave: Leave
@@ -78,16 +81,16 @@ class VocabularyEmbedding(Embedding):
 
 
 def split_model(model: GPT2, group: Group) -> None:
-    """Replace each parameter of a model without memory by this rank's part, and join the regions by
-    communication.
+    """Replace each parameter of a model without memory by this rank's part, and connect the
+    regions.
 
-    Hooks enter the regions. Inside them a Cell gets another class, since a hook behind it would see
-    its result with the bias, and a new Cell would have to be named, typed and marked as the one in
-    its place.
+    Hooks enter the regions. Inside them a Cell gets another class, for two reasons. A hook after it
+    would see its result with the bias. A new Cell would need the name, type and marks of the old
+    one.
     """
     for _, cell in list(model.cells_and_names()):
         for part, parameter in list(cell.parameters_and_names(expand=False)):
-            # that of its place in the whole model, of which this may be a stage
+            # the name in the whole model, of which this may be a stage
             name = parameter.name
             setattr(cell, part, empty(name, local_shape(name, tuple(parameter.shape), group.size)))
             if part == "weight" and isinstance(cell, Linear):

@@ -1,4 +1,4 @@
-"""The processes of a run: the groups they form, and what they agree on."""
+"""Processes of a run: their groups, and communication for agreement."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ _LOST = re.compile(
     r" failed|heartbeat|scheduler|hccl",
     re.IGNORECASE,
 )
-"""What MindSpore 2.10 says when another rank has gone, or has let it wait for half a minute."""
+"""Messages of MindSpore 2.10 when another rank has gone, or did not answer within half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldBase):
     groups: Mapping[GroupKind, Group] = field(default_factory=dict)
-    """Those of several ranks to which this one belongs."""
+    """Groups of several ranks that this rank belongs to, by kind."""
     everyone: Group | None = None
     barrier: TcpBarrier | None = None
-    """Where this device's messages give up after a time."""
+    """Barrier of all ranks, for devices whose messages time out."""
 
     def meet(self) -> None:
-        """Wait for all ranks, where it is needed, so that none comes too late for the others'
-        patience.
+        """Wait for all ranks if needed, so that no rank exceeds the time limit of another's
+        message.
         """
         if self.barrier is not None:
             self.barrier.wait()
 
     def leave(self) -> None:
-        """Wait for all ranks. Not by a message: on a CPU those of a rank fail when another has gone
-        that is done with them.
+        """Wait for all ranks before the end.
+
+        This is not a collective: on a CPU, a collective fails if a peer has already exited.
         """
         if self.barrier is not None:
             self.barrier.wait()
@@ -77,8 +78,8 @@ class World(WorldBase):
 
 @contextmanager
 def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -> Iterator[World]:
-    """Meet the other processes; nothing to do where there is one. Raises RunError when they cannot
-    be reached, also later on.
+    """Connect to the other processes, if there are any. Raises RunError if they cannot be reached,
+    also later.
     """
     if process.world_size == 1:
         yield World()
@@ -112,7 +113,7 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             topology=topology,
             groups=_make_groups(topology, process.rank, native=device.native_collectives),
             everyone=everyone,
-            # a little longer than the launcher waits, which knows better whom to blame
+            # a little longer than the launcher waits, which can better tell which rank has failed
             barrier=_barrier(everyone, config.runtime.stall_limit + 30)
             if not device.native_collectives
             else None,
@@ -130,7 +131,7 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
 
 
 _barriers: dict[str, TcpBarrier] = {}
-"""A process meets the others once, however many runs it makes."""
+"""Barriers by group, kept because a process connects to the others only once for all its runs."""
 
 
 def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
@@ -148,14 +149,14 @@ def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
 
 
 def serve_as_scheduler() -> None:
-    """Of the process with MS_ROLE=MS_SCHED: bring the ranks together. It is done, at the end of the
-    process, when they are.
+    """Serve as the scheduler by which ranks connect, with MS_ROLE=MS_SCHED. Returns when all ranks
+    have ended.
     """
     init()
 
 
 def _make_groups(topology: Topology, rank: int, *, native: bool) -> dict[GroupKind, Group]:
-    """MindSpore wants to hear of a group from its members alone."""
+    """Create the groups of this rank, since MindSpore lets only members create a group."""
     found = {}
     for kind in _KINDS:
         ranks = topology.group(kind, rank)

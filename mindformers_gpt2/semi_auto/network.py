@@ -1,9 +1,9 @@
-"""The training step as one graph that MindSpore's compiler splits over Ascends, by the plan of
-common/parallel/operator_plan.py.
+"""Training step as one graph that MindSpore's compiler splits over Ascends.
 
-The model's layers are used as they are; strategies, stages, recomputation and fusion are put on
-them from outside. Written from MindSpore's documentation and held against its compiler's front-end
-(tests/mindformers_gpt2/front_end); not run on an Ascend.
+The plan is common/parallel/operator_plan.py. The model's layers are used unchanged: strategies,
+stages, recomputation and fusion are applied from outside. This is written from MindSpore's
+documentation and compared with its compiler's front end (tests/mindformers_gpt2/front_end). It has
+not been run on an Ascend.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mindformers_gpt2.optimizer import (
     squares,
 )
 
-# Added to the logits of the rows that pad the vocabulary. Not -inf, which times the zeros of a
-# one-hot row is no number.
+# Added to the logits of the rows that pad the vocabulary. Finite, because -inf times a zero of a
+# one-hot row is NaN.
 _NEVER = -1e30
 
 
 class SplitDropout(nn.Cell):
-    """MindSpore's own dropout, whose masks the compiler draws alike where ranks hold the same and
-    differently where they do not.
+    """MindSpore's own dropout. Its masks are equal on ranks that hold the same data, else
+    different.
 
-    Its generator is the device's and is in no checkpoint: a run that is taken up again draws other
+    Its generator belongs to the device and is not in a checkpoint, so a resumed run draws other
     masks.
     """
 
@@ -52,14 +52,14 @@ class SplitDropout(nn.Cell):
         self.native = ops.Dropout(keep_prob=1.0 - rate)
 
     def construct(self, x: Tensor, key: Any) -> Tensor:
-        """key: None drops nothing."""
+        """Apply the dropout. key: None drops nothing."""
         if key is None or self.rate == 0.0:
             return x
         return self.native(x)[0]
 
 
 class TokenEmbedding(nn.Cell):
-    """(B, T) token ids -> (B T, C), what the first block takes."""
+    """Map token ids (B, T) to the input of the first block, (B T, C)."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__(auto_prefix=False)
@@ -69,8 +69,8 @@ class TokenEmbedding(nn.Cell):
         self.compute_dtype, self.size = model.compute_dtype, model.config.hidden_size
 
     def construct(self, ids: Tensor, key: Any) -> Tensor:
-        # called as cells the two would be graphs of their own, and the compiler looks for the first
-        # stage's parameters in this one
+        # Do not call the two as cells: they would become separate graphs. The compiler looks for
+        # the first stage's parameters in this graph.
         x = self.add(
             self.wte.gather(self.wte.weight, ids, 0),
             self.wpe.gather(self.wpe.weight, self.positions, 0),
@@ -97,7 +97,10 @@ class SplitLoss(nn.Cell):
         self.sum, self.total = ops.ReduceSum(), ops.ReduceSum()
 
     def construct(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (N, vocab_rows) float32, targets (N,) int32 -> float32 scalar, nats."""
+        """Return the summed loss in nats, a float32 scalar.
+
+        logits: (N, vocab_rows) float32. targets: (N,) int32.
+        """
         logits = self.mask(logits, self.padding)
         logits = self.subtract(logits, ops.stop_gradient(self.largest(logits, 1)))
         log_sum = self.log(self.sum(self.exp(logits), 1))
@@ -108,8 +111,8 @@ class SplitLoss(nn.Cell):
 
 
 class LossHead(nn.Cell):
-    """The final layer norm, the tied head and the loss: a micro batch's part of the mean loss of
-    the global batch.
+    """Final layer norm, tied head and loss: a micro batch's part of the global batch's mean
+    loss.
     """
 
     def __init__(self, model: GPT2, vocab_rows: int, predicted: int) -> None:
@@ -126,8 +129,9 @@ class LossHead(nn.Cell):
 
 
 class TrainingGraph(nn.Cell):
-    """(ids, targets), (B, T) int32 each, of all data-parallel ranks -> their part of the mean loss
-    of the global batch.
+    """Map (ids, targets), (B, T) int32 each, to their part of the mean loss of the global batch.
+
+    The batch is that of all data-parallel ranks.
     """
 
     def __init__(self, model: GPT2, config: ResolvedRun) -> None:
@@ -158,7 +162,7 @@ class TrainingGraph(nn.Cell):
 
 
 def apply_plan(network: TrainingGraph, config: ResolvedRun) -> None:
-    """Tell each operator how it is split."""
+    """Set the split of each operator."""
     for name, strategy in operator_strategies(config).items():
         for primitive in _primitives(network, name):
             primitive.shard(
@@ -167,8 +171,10 @@ def apply_plan(network: TrainingGraph, config: ResolvedRun) -> None:
 
 
 def _set_stages(network: TrainingGraph, config: ResolvedRun) -> None:
-    """Tell cells their pipeline stage, and parameters with which others their gradients are
-    communicated and whether ZeRO splits them.
+    """Set the pipeline stage of cells, and the communication of parameters.
+
+    For each parameter this is the group whose gradients travel together, and whether ZeRO splits
+    it.
     """
     if config.parallel.pipeline_stage > 1:
         network.embed.pipeline_stage = stage_of("embed", config)
@@ -182,7 +188,7 @@ def _set_stages(network: TrainingGraph, config: ResolvedRun) -> None:
 
 
 def _primitives(network: TrainingGraph, name: str) -> Iterator[Any]:
-    """The operators that a name of the plan stands for."""
+    """Yield the operators for a name of the plan."""
     if name.startswith("h.*."):
         for block in network.h:
             yield _find(block, name.removeprefix("h.*."))
@@ -207,17 +213,17 @@ def _find(cell: nn.Cell, path: str) -> Any:
 
 
 def build_network(config: ResolvedRun) -> TrainingGraph:
-    """The model with its plan, weights not yet filled in: call within the context of
-    ``semi_auto_settings``, or they are made whole.
+    """Return the model with its plan, without weights.
 
-    Parameters are float32 whatever ``precision.parameters``: what an operator takes is rounded to
-    the type of the computation, as the rounded copies that one device holds are, and the compiler
-    communicates it so.
+    Call it within the context of ``semi_auto_settings``; otherwise the parameters are created
+    whole. Parameters are float32 whatever ``precision.parameters`` says. Operators round their
+    inputs to the type of the computation, like the rounded copies on one device. The compiler also
+    communicates in that type.
     """
     model = GPT2(config.model, config.precision, config.vocab_rows, native=True)
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
         cell.dropout = SplitDropout(cell.dropout.rate)
-        cell.dropout.native.recompute(False)  # drawn again, a mask would be another
+        cell.dropout.native.recompute(False)  # recomputation would draw another mask
     network = TrainingGraph(model, config)
     if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (
         None,
@@ -242,14 +248,16 @@ def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
         elif train.recompute == "full" and not config.model.hidden_dropout:
             block.recompute(**switches)
         elif train.recompute == "full":
-            # Without the dropouts between: where an activation is whole on several ranks the
+            # Leave out the dropouts in between: where an activation is whole on several ranks the
             # compiler puts operators of its own in their place, and would draw their masks again.
             for cell in (block.ln_1, block.attn, block.ln_2, block.mlp):
                 cell.recompute(**switches)
 
 
 class SplitMaster(MasterWeights):
-    """Moments are clones of the parameters, so that the compiler splits them as it splits those."""
+    """Optimizer whose moments are clones of the parameters, so that the compiler splits both
+    alike.
+    """
 
     def zeros_like(
         self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None
@@ -261,13 +269,14 @@ class SplitMaster(MasterWeights):
 
 
 class GradientNorm(nn.Cell):
-    """The norm and the loss of all ranks, from what one rank holds. The compiler leaves an update's
-    operators alone: they see a rank's part, so the squares are divided by the number of ranks that
-    hold the same and summed over all. The last stage knows the loss.
+    """Norm and loss of all ranks, computed from this rank's part.
 
-    Both go in one message, which waits for the gradients: of two, a rank could send either first,
-    and a stage without a loss would send its nothing before the hidden states that the last stage
-    waits for.
+    The compiler does not split an update's operators, so they see a rank's part. Squares are
+    divided by the number of ranks that hold the same part, and then summed over all. The last stage
+    knows the loss.
+    Both travel in one message, which waits for the gradients. With two messages, a rank could send
+    either first. A stage without a loss would then send it before the hidden states that the last
+    stage waits for.
     """
 
     def __init__(self, names: list[str], config: ResolvedRun, rank: int) -> None:
@@ -290,7 +299,7 @@ class GradientNorm(nn.Cell):
 
 
 class TrainingStep(nn.Cell):
-    """A whole step: micro batches, gradients, update."""
+    """Whole step: micro batches, gradients and update."""
 
     def __init__(
         self, network: TrainingGraph, config: ResolvedRun, rank: int, loss_scale: DeviceLossScale
@@ -322,7 +331,7 @@ class TrainingStep(nn.Cell):
         self.rate = Parameter(Tensor(0.0, ms.float32), name="rate", requires_grad=False)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
         self.network = _in_micro_batches(network, config)
-        # of all stages: each rank's compiler takes its own out of them
+        # parameters of all stages, from which each rank's compiler takes its own
         self.weights = ParameterTuple(parameters)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulates = config.train.accumulation_steps > 1
@@ -354,16 +363,20 @@ class TrainingStep(nn.Cell):
 
 
 def build_step(network: TrainingGraph, config: ResolvedRun, rank: int) -> TrainingStep:
-    """The training step of a network, in the context of ``semi_auto_settings`` too."""
+    """Return the training step of a network. Call it in the context of ``semi_auto_settings``
+    too.
+    """
     step = TrainingStep(network, config, rank, DeviceLossScale(config.loss_scale))
     step.set_train()
     return step
 
 
 def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
-    """A parameter's gradient over all micro batches, and the sum set to zero for the next step. The
-    compiler adds to the sums and communicates them at the end; with a split optimizer the result is
-    the gradient itself, without one it is the sum.
+    """Return a parameter's gradient over all micro batches, and set the sum to zero for the next
+    step.
+
+    The compiler adds to the sums and communicates them at the end. With a split optimizer the
+    result is the gradient itself, otherwise the sum.
     """
     total = ops.depend(total, gradient)
     found = gradient * 1.0 if is_sharded else total * 1.0
@@ -371,7 +384,7 @@ def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
 
 
 def _in_micro_batches(network: TrainingGraph, config: ResolvedRun) -> nn.Cell:
-    """Their losses are summed, and so are the gradients."""
+    """Split the batch into micro batches, whose losses and gradients are summed."""
     parallel, accumulation = config.parallel, config.train.accumulation_steps
     if parallel.micro_batch_interleave_num > 1:
         network = nn.MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)

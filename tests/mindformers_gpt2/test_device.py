@@ -1,4 +1,4 @@
-"""What MindSpore or this machine cannot do is one message, before any graph is compiled."""
+"""One message names what MindSpore or this machine cannot do, before any graph is compiled."""
 
 import os
 import subprocess
@@ -160,3 +160,41 @@ def test_the_context_in_mindspores_words() -> None:
         for name in mindspore_context(full)
         if not name.startswith(("enable_graph", "graph_kernel"))
     )
+
+
+def test_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
+    with pytest.raises(ConfigError, match="may be of another function; unset it"):
+        open_device(make_config())
+
+
+@pytest.mark.campaign
+def test_mindspore_takes_cached_graphs_by_their_number(tmp_path: Path) -> None:
+    """Once this fails, the cache may be allowed."""
+    program = tmp_path / "graphs.py"
+    program.write_text("""
+import sys
+import numpy as np
+import mindspore as ms
+ms.set_context(enable_compile_cache=True, compile_cache_path=sys.argv[1])
+@ms.jit
+def double(x):
+    return x * 2
+@ms.jit
+def triple(x):
+    return x * 3
+functions = {"double": double, "triple": triple}
+x = ms.Tensor(np.ones(1, np.float32))
+print(*(f"{name}={functions[name](x).item():g}" for name in sys.argv[2:]))
+""")
+    found = [
+        subprocess.run(
+            [sys.executable, str(program), str(tmp_path / "cache"), *names],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout.split()
+        for names in (("double", "triple"), ("triple", "double"))
+    ]
+    assert found == [["double=2", "triple=3"], ["triple=2", "double=3"]]

@@ -93,7 +93,7 @@ def bits(results: list[StepResult]) -> list[tuple[Any, ...]]:
     ids=["dropout and recomputation", "float16 weights with a moving loss scale"],
 )
 def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Another engine that takes up a run of 8 steps after 4 does the other 4 bit for bit."""
+    """Another engine that resumes a run of 8 steps after 4 does the other 4 bit for bit."""
     config = make_config(train__deterministic=True, **changes)
     whole, state = make_engine(config), TrainState(step=4, consumed_samples=16)
     first = bits(whole.run(iter(batches(4)), 4))

@@ -77,7 +77,7 @@ def make_config(folder: Path, **changes: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """A checkpoint of torch, every weight then drawn anew so that no part is too small to be seen;
+    """A checkpoint of torch, every weight then drawn again so that no part is too small to be seen;
     MindSpore would refuse its path.
     """
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
@@ -174,8 +174,8 @@ print(json.dumps(answers))
 def test_a_process_without_this_project_generates_the_same_tokens(
     run_folder: Path, exported: Path, tmp_path: Path
 ) -> None:
-    """Three prompts at once, then one, then two: each equals what our own generation says of it
-    alone.
+    """Three prompts at once, then one, then two: each equals what our own generation gives for
+    that prompt.
     """
     config = make_config(run_folder)
     model = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
@@ -212,7 +212,7 @@ def test_a_process_without_this_project_generates_the_same_tokens(
 
 
 def test_load_model_runs_it(run_folder: Path, exported: Path, tmp_path: Path) -> None:
-    """As it runs the checkpoint on torch: greedy, beams, past the positions, and scores."""
+    """Runs as on torch: greedy, beams, past the positions, and scores."""
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [f"w{number}" for number in range(VOCABULARY - len(marks))]
     (tmp_path / "vocab.txt").write_text("\n".join([*marks, *words]))

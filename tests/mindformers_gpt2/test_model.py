@@ -52,7 +52,7 @@ def make_config(**changes: Any) -> RunConfig:
 
 
 def keep_by_numpy(count: int, key: np.ndarray, rate: float) -> np.ndarray:
-    """What the docstring of Dropout says, in numpy's wrapping arithmetic."""
+    """The formula in the docstring of Dropout, in numpy's wrapping arithmetic."""
     bits = np.arange(count, dtype=np.uint32) * key[1] + key[0]
     bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
     bits = (bits ^ (bits >> np.uint32(12))) * np.uint32(0x297A2D39)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_signal_stops_at_a_step_boundary_and_saves(
     tmp_path: Path, corpus_prefix: Path, number: signal.Signals
 ) -> None:
-    """Exit code 128 + n, what was done is saved, and the same command goes on from there."""
+    """Exit code 128 + n, finished steps are saved, and the same command resumes from there."""
     tree = yaml.safe_load(
         dump_config(
             make_config(

@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
+from tests.host_waits import counted
 from torch_gpt2.device import open_device, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
@@ -201,7 +203,7 @@ def test_a_memory_limit(config: Callable[..., RunConfig]) -> None:
 
 @pytest.mark.parametrize("name", BITWISE)
 def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str) -> None:
-    """The same kernels in the same order: a difference in a bit would be a difference in what is
+    """Equal kernels in equal order: a difference in a bit would be a difference in what is
     computed.
     """
     npu, cpu = (start(device, device, **BITWISE[name]) for device in ("npu", "cpu"))
@@ -233,6 +235,46 @@ def test_adamw(start: Start, config: Callable[..., RunConfig]) -> None:
     weight.sum().backward()
     with pytest.raises(RuntimeError, match="no fused optimizers"):  # the test is not blind
         torch.optim.AdamW([weight], fused=True).step()
+
+
+def test_no_step_waits_for_the_host(start: Start) -> None:
+    with counted() as waits:
+        start("run", "npu")
+    assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
+
+
+def test_the_counter_of_waits_sees_every_thread() -> None:
+    """Also in the threads of the backward pass."""
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            assert gradients[0].sum().item() == 3.0
+            return gradients[0]
+
+    device, x = select_device("npu"), torch.ones(3, device="npu", requires_grad=True)
+    with counted() as waits:
+        Reads.apply(x).sum().backward()
+        [found] = waits.steps[0].elements()
+        assert found.startswith("_local_scalar_dense waits for the device")
+        for act in (
+            lambda: torch.ones(3).to("npu"),
+            lambda: torch.ones(3).to("npu", non_blocking=True),  # not pinned
+            lambda: torch.empty(3).copy_(x.detach()),
+            lambda: torch.tensor([1.0], device="npu"),
+            lambda: x.detach().nonzero(),
+        ):
+            waits.steps.append(Counter())
+            act()
+            assert waits.steps[-1].total() == 1
+        waits.steps.append(Counter())
+        assert device.fetch(x.detach() * 2)() == [2.0] * 3
+        device.pin(torch.ones(3)).to("npu", non_blocking=True)
+        assert not waits.steps[-1]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

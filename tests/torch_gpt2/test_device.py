@@ -1,5 +1,9 @@
 """The device record on a CPU; accelerators where they are."""
 
+import importlib.util
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +11,7 @@ from common.cluster.environment import Process
 from common.config.load import build_config
 from common.device import device_index
 from common.errors import ConfigError, DeviceError
-from torch_gpt2.device import select_device
+from torch_gpt2.device import TorchDevice, select_device
 
 
 def test_cpu() -> None:
@@ -57,7 +61,7 @@ def test_first_accelerator() -> None:
 
 
 def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As srun --gpus-per-task=1 starts them; a device that the launcher named is taken at its
+    """Ranks as srun --gpus-per-task=1 starts them. A device that the launcher named is taken at its
     word.
     """
     chosen: list[int] = []
@@ -72,7 +76,7 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         select_device("cuda", index=3)
 
 
-def test_which_device_is_a_processs() -> None:
+def test_each_process_has_its_device() -> None:
     tree = {
         "output_dir": "out",
         "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
@@ -87,3 +91,22 @@ def test_which_device_is_a_processs() -> None:
         match=r"context\.device_id=2, but rank 9 was started for device 5; leave the key out",
     ):
         device_index(fixed, Process(rank=9, world_size=16, local_rank=1, device_id=5))
+
+
+def test_a_gpu_compiles_where_triton_and_a_c_compiler_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, npu = (
+        TorchDevice(kind=kind, index=0, name=kind, module=SimpleNamespace())
+        for kind in ("cuda", "npu")
+    )
+    found = {"triton": object(), "gcc": "/usr/bin/gcc"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
+    monkeypatch.setattr(shutil, "which", lambda name: found.get(name))
+    monkeypatch.delenv("CC", raising=False)
+    assert gpu.compiles and not npu.compiles and not select_device("cpu").compiles
+    del found["gcc"]
+    assert not gpu.compiles
+    monkeypatch.setenv("CC", "gcc-12")
+    found["gcc-12"] = "/usr/bin/gcc-12"
+    assert gpu.compiles
+    del found["triton"]
+    assert not gpu.compiles

@@ -46,7 +46,7 @@ def make_config(**parallel: Any) -> RunConfig:
 
 
 def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
-    """Of two forward passes of this rank's layers: whether an element was kept, (elements,); of
+    """For two forward passes of this rank's layers: whether an element was kept, (elements,); of
     attention, how far the weights kept by each query of each head are from their mean, in standard
     deviations of a single key.
     """

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_config, resolve_length
+from common.training.engine import StepResult
 from common.training.outliers import Limits
 from common.training.schedule import learning_rate
 from common.training.start import Start
@@ -20,7 +23,7 @@ from common.training.state import TrainState
 from common.weights.names import decays
 from tests.config_overrides import changed
 from tests.reference import hugging_face_model, hugging_face_names
-from torch_gpt2.device import select_device
+from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.loss import cross_entropy_sum
 
@@ -272,7 +275,7 @@ def test_gradients_of_low_precision_weights_are_summed_in_the_reduction_type(
 ) -> None:
     kinds = {"parameters": "bfloat16", "compute": "bfloat16", "reduction": reduction}
     engine = make_engine(make_config(precision=kinds, train__micro_batch_size=2))
-    engine._accumulate_gradients(token_batches(engine.config)[0], 1.0)
+    engine._accumulate_gradients(token_batches(engine.config)[0], torch.ones(()))
     assert {
         parameter.grad.dtype
         for parameter in engine.model.parameters()
@@ -299,10 +302,47 @@ def test_the_tied_table_sums_the_gradients_of_its_two_uses_in_float32() -> None:
             gradient.float()
             for gradient in torch.autograd.grad(loss, [engine.model.wte.weight, head])
         )
-    engine._accumulate_gradients(tokens.numpy(), 1.0)
+    engine._accumulate_gradients(tokens.numpy(), torch.ones(()))
     torch.testing.assert_close(
         engine.master.take_gradients()["wte.weight"], expected, rtol=1e-6, atol=1e-8
     )
+
+
+class CountRoundings(TorchDispatchMode):
+    """Casts of the MLP's first weight (96, 32) below float32."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.count += out.dtype != torch.float32 and out.shape == (96, 32)
+        return out
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_are_rounded_once_a_step_with_the_same_bits(
+    precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(precision=precision, train__recompute=recompute, model__ffn_hidden_size=96)
+    assert config.rounds_weights_once
+    found = []
+    for once in (True, False):
+        if not once:
+            monkeypatch.setattr(ResolvedRun, "rounds_weights_once", False)
+        engine = make_engine(config.model_copy())  # which computes the property again
+        with CountRoundings() as roundings:
+            results = run(engine, token_batches(config))
+        # else by three micro batches and two layers
+        again = STEPS * 3 * 2 * (2 if recompute == "full" else 1)
+        assert roundings.count == (0 if once else again)
+        found.append((results, {name: w.clone() for name, w in engine.local_weights().items()}))
+    (first, weights), (second, others) = found
+    assert first == second
+    assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
 def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
@@ -355,6 +395,115 @@ def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
     )
     assert (engine.loss_scale.value, engine.step) == (2 * 65536.0, 2)
     assert not engine.run(batches, 1, Limits(loss=result.loss + 1, grad_norm=10.0))[0].skipped
+
+
+@pytest.fixture
+def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a device that the host does not wait for: all but pinned memory."""
+    monkeypatch.setattr(TorchDevice, "runs_ahead", True)
+
+
+def steps_of(engine: Engine, batches: list[np.ndarray]) -> list[StepResult]:
+    feed = iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in batches])
+    results = [result for _ in batches for result in engine.run(feed, 1)]
+    return results + engine.finish()
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer__clip_grad": 1.0, "optimizer__weight_decay": 0.1},
+    "sgd without momentum": {"optimizer__momentum": 0.0, "optimizer__clip_grad": 1.0},
+    "adamw, fused": {"optimizer": {"name": "adamw", "learning_rate": 0.01}},
+    "adamw": {"optimizer": {"name": "adamw", "learning_rate": 0.01}},
+    "adam": {"optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_the_device_takes_or_skips(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with steps that overflow, also the first, equals one that the host decides. A skipped
+    step changes neither weights nor moments nor the number of updates.
+    """
+    # squares of float32 overflow at 2^128, so norms of rows do at 2^64
+    config = make_config(
+        **OPTIMIZERS[name], loss_scale={"mode": "dynamic", "initial": 2.0**68, "window": 2}
+    )
+    if "fused" not in name:
+        monkeypatch.setattr(TorchDevice, "fused_optimizer", False)
+    expected = make_engine(config)
+    rows = steps_of(expected, token_batches(config))
+    request.getfixturevalue("runs_ahead")
+    engine = make_engine(config)
+    found = steps_of(engine, token_batches(config))
+    skipped = [row.skipped for row in rows]
+    assert [row.skipped for row in found] == skipped
+    assert skipped[0] and 1 < sum(skipped) < STEPS - 2
+    assert [row.loss_scale for row in found] == [row.loss_scale for row in rows]
+    for key in ("loss", "grad_norm"):  # factors are rounded to float32 once more
+        one, other = ([getattr(row, key) for row in each] for each in (found, rows))
+        assert one == pytest.approx(other, rel=1e-6)
+    for key, tensor in expected.master.tensors.items():
+        # Adam makes steps of what rounding leaves of the gradients of key biases, which are 0
+        torch.testing.assert_close(engine.master.tensors[key], tensor, rtol=1e-5, atol=2e-5)
+
+    def everything() -> list[torch.Tensor]:
+        state = [value for part in engine.optimizer.state.values() for value in part.values()]
+        return [
+            each.clone()
+            for each in (*engine.master.tensors.values(), *engine.model.parameters(), *state)
+            if torch.is_tensor(each)
+        ]
+
+    before = everything()
+    engine.loss_scale.value = 2.0**68
+    engine._device_scale.write(engine.loss_scale)
+    [result] = steps_of(engine, token_batches(config)[:1])
+    assert result.skipped and result.loss_scale == 2.0**68
+    assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+    assert engine.loss_scale.value == 2.0**67 == engine._device_scale.value.item()
+
+
+@pytest.mark.usefixtures("runs_ahead")
+def test_results_come_when_the_next_step_has_been_started() -> None:
+    engine = make_engine(make_config())
+    feed = iter(
+        [
+            Batch(tokens=tokens, consumed_samples=0, sample_hash="")
+            for tokens in token_batches(engine.config)
+        ]
+    )
+    assert engine.run(feed, 1) == [] == engine.run(feed, 0)
+    assert len(engine.run(feed, 1)) == 1
+    assert len(engine.run(feed, 3)) == 3
+    assert len(engine.finish()) == 1 and engine.finish() == []
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw, fused"])
+def test_no_step_waits_on_a_gpu(name: str) -> None:
+    """CUDA's own check: an operator that waits for the device raises an error. It ignores events,
+    by which results are awaited.
+    """
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    config = make_config(**OPTIMIZERS[name])
+    engine = Engine(config, select_device("cuda"))
+    engine.begin(Start())
+    feed = iter(
+        [
+            engine.prepare_batch(Batch(tokens=tokens, consumed_samples=0, sample_hash=""))
+            for tokens in token_batches(config)
+        ]
+    )
+    losses = [result.loss for result in engine.run(feed, 3)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [result.loss for result in engine.run(feed, STEPS - 3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses += [result.loss for result in engine.finish()]
+    expected, _ = run(make_engine(config), token_batches(config))
+    assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_compiled_steps_equal_eager_ones() -> None:

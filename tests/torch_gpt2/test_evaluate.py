@@ -95,7 +95,7 @@ def test_text_equals_the_guides_loop(
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_the_head_sees_the_scored_positions_alone(
+def test_the_head_sees_only_the_scored_positions(
     model: GPT2, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     seen, logits = [], model.logits
@@ -109,8 +109,8 @@ def test_the_head_sees_the_scored_positions_alone(
 def test_rows_of_any_length_equal_unpadded_ones(
     model: GPT2, reference: GPT2LMHeadModel, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
-    """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would go
-    on, or almost.
+    """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would
+    continue, or almost.
     """
     monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", rows_at_once)
     generator = np.random.default_rng(0)

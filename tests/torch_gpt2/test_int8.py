@@ -1,4 +1,4 @@
-"""Weights of 8 bits: the folder as safetensors alone reads it, the products against numpy's, the
+"""Weights of 8 bits: the folder as plain safetensors reads it, the products against numpy's, the
 model against transformers' with rounded inputs, and what is refused.
 """
 
@@ -103,8 +103,8 @@ def test_a_product_is_that_of_integers_in_numpy(
     np.testing.assert_array_equal(layer(torch.from_numpy(x)).numpy(), expected)
 
 
-def test_safetensors_alone_reads_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    """By its documented names; export writes the same file; converted back it is float32."""
+def test_plain_safetensors_reads_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Read by its documented names. Export writes the same file; converted back it is float32."""
     found, floats = (load_file(folders[kind] / "model.safetensors") for kind in ("int8", "float32"))
     for name, weight in floats.items():
         if weight.ndim == 1 or name == "wpe.weight":
@@ -193,7 +193,7 @@ def _other_shape(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_bias, r"c_fc.bias \[128\] is of 8 bits; expected"),
+        (_bias, r"c_fc.bias \[128\] has 8 bits; expected"),
         (_other_shape, r"c_fc.weight is \[128, 31\], the model's is \[128, 32\]"),
         (_without, "lacks h.0.mlp.c_fc.weight_scale"),
         (_short, r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]"),
@@ -223,10 +223,10 @@ def test_broken_scales_are_refused(
 @pytest.mark.parametrize("key", ["resume", "init_from"])
 def test_training_refuses_8_bits(folders: dict[str, Path], tmp_path: Path, key: str) -> None:
     config = config_at(tmp_path, checkpoint={key: str(folders["int8"])})
-    with pytest.raises(ConfigError, match=rf"checkpoint.{key}=.*of 8 bits.*--to torch_gpt2"):
+    with pytest.raises(ConfigError, match=rf"checkpoint.{key}=.*have 8 bits.*--to torch_gpt2"):
         where_to_start(config, None)  # type: ignore[arg-type]
 
 
-def test_a_weight_that_is_no_number_is_refused() -> None:
+def test_a_weight_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(CheckpointError, match="w: holds numbers that are not finite"):
         to_integers("w", np.array([[1.0, np.nan]], np.float32), LayerScheme())

@@ -2,6 +2,7 @@
 figure here speaks of Ascend's own.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -42,7 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pipeline parallel": {"parallel__pipeline_stage": 2, **CLIPPED},
     "state split (ZeRO 1)": {"parallel__zero_stage": 1, **CLIPPED},
     "everything split (ZeRO 3)": {"parallel__zero_stage": 3, **CLIPPED},
+    "adamw, gradients split (ZeRO 2)": {
+        "parallel__zero_stage": 2,
+        "optimizer": {"learning_rate": 0.01, "schedule": "constant", "clip_grad": 2.0},
+    },
 }
+NATIVE = tuple(VARIANTS)
 if find_spec("deepspeed"):  # its ZeRO-3 does not end its first step on this device
     VARIANTS |= {
         "DeepSpeed": {"engine": "deepspeed", **CLIPPED},
@@ -111,6 +117,7 @@ def runs(
         2,
         [tree(folder / "npu" / name, corpus_prefix, **VARIANTS[name]) for name in VARIANTS],
         variables=variables,
+        watched="host_waits",
     )
     with sdpa_kernel(SDPBackend.MATH):  # the simulated NPU's only one
         for name, changes in VARIANTS.items():
@@ -150,6 +157,18 @@ def test_two_ranks_over_hccl_equal_one_process(runs: Path, name: str) -> None:
         assert [row.get(key) for row in two] == [
             value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)
         ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NATIVE)
+def test_no_step_waits_for_the_host(runs: Path, name: str) -> None:
+    """Nothing is read, copied with waiting, or sent between hosts. Step 1 fills memory, steps 4 and
+    8 end with validations.
+    """
+    for rank in range(2):
+        before, *steps = json.loads((runs / "npu" / name / f"watched_{rank}.json").read_text())
+        assert [number for number, found in enumerate(steps, 1) if found] in ([4, 8], [1, 4, 8])
+        assert before  # the counter sees the start of the run
 
 
 @pytest.fixture

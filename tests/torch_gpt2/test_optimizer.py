@@ -1,5 +1,7 @@
 """The norm over all gradients against float64, for sizes at which adding squares one by one in
 float32 loses digits.
+
+Loss scale and clip factor on the device are compared with those of the host.
 """
 
 import math
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_gpt2.optimizer import global_norm
+from common.config.schema import LossScaleConfig
+from common.training.loss_scale import LossScale, clip_factor as clip_factor_of_host
+from torch_gpt2.optimizer import DeviceLossScale, clip_factor, global_norm
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,37 @@ def test_the_norm_has_the_digits_of_float32(shapes: list[tuple[int, ...]]) -> No
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, 1500, 2047])
-def test_what_is_not_finite_shows(poison: float, place: int) -> None:
+def test_values_that_are_not_finite_show(poison: float, place: int) -> None:
     gradient = torch.ones(2048)
     gradient[place] = poison
     assert not math.isfinite(global_norm([torch.ones(3), gradient]).item())
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "none"])
+def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
+    """60 random verdicts, with a window, a hysteresis and a minimum that all act."""
+    config = LossScaleConfig(
+        mode=mode, initial=64.0, factor=3.0, window=3, hysteresis=2, minimum=2.0
+    )
+    host, device = LossScale(config), DeviceLossScale(config, torch.device("cpu"))
+    seen = set()
+    for finite in np.random.default_rng(5).random(60) < 0.6:
+        host.update(bool(finite))
+        device.update(torch.tensor(bool(finite)))
+        assert device.value.item() == host.value
+        assert (device.finite_steps.item(), device.overflows.item()) == (
+            host.finite_steps,
+            host.overflows,
+        )
+        seen.add(host.value)
+    if mode == "dynamic":
+        assert len(seen) > 3 and min(seen) == 2.0
+    else:
+        assert seen == {64.0 if mode == "static" else 1.0}
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.7, 1.0])
+def test_the_clip_factor_on_the_device_is_the_hosts(limit: float) -> None:
+    for norm in (*np.random.default_rng(0).lognormal(size=200), 0.0, math.inf):
+        found = clip_factor(torch.tensor(norm, dtype=torch.float64), limit).item()
+        assert found == clip_factor_of_host(norm, limit)

@@ -44,7 +44,7 @@ def ends(page: Any, word: str) -> None:
 
 
 def test_continuations_beside_each_other(page: Any, server: Server) -> None:
-    """By keyboard alone: the texts are the server's, and a token's probabilities are shown."""
+    """By keyboard only: the texts are the server's, and a token's probabilities are shown."""
     page.locator("h1", has_text="small").wait_for()
     page.fill("#prompt", "To be, or not")
     page.fill("#max_tokens", "12")

@@ -23,15 +23,14 @@ from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.parallel.sharding import local_shape  # noqa: E402
 from common.parallel.topology import GroupKind, Topology  # noqa: E402
-from common.planner.activations import LOSS_ROWS  # noqa: E402
 from common.planner.plan import make_plan  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from torch_gpt2.device import select_device  # noqa: E402
-from torch_gpt2.loss import ROWS_AT_ONCE  # noqa: E402
-from torch_gpt2.model import GPT2, Linear, set_recompute  # noqa: E402
-from torch_gpt2.parallel.data_parallel import DataParallel, data_mesh, shard_model  # noqa: E402
+from torch_gpt2.model import GPT2, Linear, round_linear_layers, set_recompute  # noqa: E402
+from torch_gpt2.parallel.data_parallel import DataParallel  # noqa: E402
 from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model  # noqa: E402
 from torch_gpt2.parallel.world import World  # noqa: E402
+from torch_gpt2.parallel.zero import data_mesh, shard_model  # noqa: E402
 
 HALF = {"parameters": "bfloat16", "compute": "bfloat16"}
 PRECISIONS: dict[str, Any] = {
@@ -65,7 +64,7 @@ def make(ranks: int = 1, **sections: Any) -> RunConfig:
 
 
 def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Tensor] = ()) -> int:
-    """Of the storages that autograd keeps of a run, each once, without parameters and
+    """Bytes of the storages that autograd keeps of a run, each once, without parameters and
     ``others``.
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *others)}
@@ -86,7 +85,7 @@ def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Ten
 
 
 def saved_bytes(config: RunConfig) -> int:
-    """Of the loss of one micro batch."""
+    """Bytes that autograd keeps of the loss of one micro batch."""
     model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
     model.to(getattr(torch, config.precision.parameters))
@@ -123,10 +122,6 @@ def test_dropout_keeps_a_mask_for_each_branch() -> None:
             - make_plan(without).stages[0].memory.activations
         )
         assert 4 * planned == on_cpu == 4 * masks * 3 * 40 * 48
-
-
-def test_the_losss_rows() -> None:
-    assert LOSS_ROWS == ROWS_AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -213,6 +208,8 @@ def test_activations_of_ranks_of_a_layout(precision: str, recompute: str, sequen
             Linear(96, 48),
         )
     set_recompute(model, recompute)
+    if config.rounds_weights_once:
+        round_linear_layers(model)
     parts = ranks if sequence else 1
 
     def region(part: nn.Module, x: Tensor) -> Tensor:
@@ -365,7 +362,7 @@ def four_ranks() -> Iterator[None]:
 def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str) -> None:
     """The engine's own FSDP2, also as two copies of two shards, with and without accumulation:
     bytes held, gathered, reduced. Parameters are gathered and copies summed once a step, blocks of
-    stage 3 alone for every pass.
+    stage 3 for every pass.
     """
     for micro_batches in (1, 3):
         train = {"accumulation_steps": micro_batches}

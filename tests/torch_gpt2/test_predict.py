@@ -132,7 +132,7 @@ def test_a_sliding_window_equals_a_loop_over_transformers(
 
 @pytest.mark.parametrize("least", [0, 3, 20])
 def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
-    """Rows that end early leave the others alone; the end does not come before min_new_tokens."""
+    """Rows that end early do not change the others; the end does not come before min_new_tokens."""
     end = ours(model, prompts())[0][5]
     expected = theirs(
         model, prompts(), eos_token_id=end, **({"min_new_tokens": least} if least else {})
@@ -145,7 +145,7 @@ def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
     }
 
 
-def test_a_sequence_depends_on_seed_prompt_and_number_alone(model: GPT2) -> None:
+def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
     """float32. Other batches, other neighbours of other lengths, more sequences: the same
     tokens.
     """
@@ -159,7 +159,7 @@ def test_a_sequence_depends_on_seed_prompt_and_number_alone(model: GPT2) -> None
 
 
 def test_the_last_position_is_used(model: GPT2) -> None:
-    """A full row goes on with its neighbours, whose tokens do not change."""
+    """A full row continues with its neighbours, whose tokens do not change."""
     ids = np.random.default_rng(0).integers(0, 101, 47).tolist()
     rows = [Prompt(text="", ids=ids, new_tokens=1), Prompt(text="", ids=[3], new_tokens=47)]
     found = list(

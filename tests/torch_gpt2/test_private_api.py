@@ -36,7 +36,7 @@ def test_a_private_interface_is_there(name: str) -> None:
         )
 
 
-def test_what_is_listed_is_what_is_used() -> None:
+def test_the_list_equals_the_use() -> None:
     for module in (of_kernels, of_pipelining, of_deepspeed):
         source = inspect.getsource(module)
         listing = source.index("}\n")

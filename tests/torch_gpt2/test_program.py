@@ -77,7 +77,7 @@ print(json.dumps(answers))
 """
 
 
-def test_torch_alone_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path) -> None:
+def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path) -> None:
     """In a process that has nothing of this project, for other batches and lengths than the traced
     ones, one and all positions among them.
     """
@@ -107,7 +107,7 @@ def test_torch_alone_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Pat
 def test_greedy_tokens_equal_those_of_transformers(
     oracle: tuple[GPT2LMHeadModel, Path], written: Path
 ) -> None:
-    """Of rows of different lengths, the longer one up to the last position."""
+    """Rows of different lengths, the longer one up to the last position."""
     net, source = oracle
     decoder = ExportedDecoder(open_program(written, source), POSITIONS, rows=2)
     random = np.random.default_rng(1)

@@ -69,7 +69,7 @@ def test_weights_by_channel_equal_torch() -> None:
 
 
 class PlainQuantizer:
-    """The same scheme in another form, over transformers' layers and torch's own kernels."""
+    """The scheme in another form, over transformers' layers and torch's own kernels."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         self.config = config
@@ -238,7 +238,7 @@ def test_bad_sections(section: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "changes", [{"engine": "deepspeed"}, {"parallel__strategy": "parameter_server"}]
 )
-def test_what_it_does_not_go_with(changes: dict[str, Any]) -> None:
+def test_settings_that_exclude_it_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="does not go with quantization-aware training"):
         make_config(quantization={}, **changes)
 
@@ -273,7 +273,7 @@ def test_sensitivity_is_the_loss_with_one_layer_rounded(
     assert found["validation_loss_with_skip"] == left != whole
     assert list(found["damage"].values()) == sorted(found["damage"].values(), reverse=True)
     assert (tmp_path / "eval" / "sensitivity.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ConfigError, match=r"there is none; add quantization=\{\} for 8 bits"):
+    with pytest.raises(ConfigError, match=r"which is missing; add quantization=\{\} for 8 bits"):
         loss("sensitivity")
 
 

@@ -209,7 +209,7 @@ def test_each_parameter_is_generates(
         assert not any("e" in text or "st" in text for text in streamed)
 
 
-def test_a_mixed_load_is_what_each_is_alone(server: Server) -> None:
+def test_a_mixed_load_equals_single_requests(server: Server) -> None:
     """Forty requests at once in four slots: lengths, seeds and settings of all kinds; half of the
     prompts begin alike, half of the answers are streams.
     """
@@ -308,7 +308,7 @@ def test_the_end_of_text_has_an_entry(server: Server) -> None:
 
 
 def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
-    """Of a stream and of a whole answer."""
+    """Tokens of a stream and of a whole answer."""
     for stream in (True, False):
         before = server.engine.counts.cancelled
         fields = {"prompt": "a", "max_tokens": 60, "n": 30, "stream": stream, "temperature": 0}
@@ -340,7 +340,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("status", "param", "fields"), REFUSED)
-def test_what_is_refused_names_the_field(
+def test_refusals_name_the_field(
     server: Server, status: int, param: str, fields: dict[str, Any]
 ) -> None:
     found, tree = server.post(**{"prompt": "a", **fields})
@@ -348,7 +348,7 @@ def test_what_is_refused_names_the_field(
     assert tree["error"]["type"] == "invalid_request_error" and param in tree["error"]["message"]
 
 
-def test_what_is_refused_before_the_body_is_read(server: Server) -> None:
+def test_requests_refused_before_the_body_is_read(server: Server) -> None:
     assert server.call("GET", "/nowhere")[0] == 404
     assert server.call("GET", "/v1/completions")[0] == 405
     status, _, body = server.call("POST", "/v1/chat/completions", b"{}")
@@ -403,7 +403,7 @@ def metrics(server: Server) -> dict[str, float]:
 def test_a_full_queue_and_an_engine_that_fails(
     tmp_path: Path, model: GPT2, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine does not run at first; then the queue's jobs end; then the model fails."""
+    """The engine does not run at first. Then the queue's jobs end; then the model fails."""
     serve = {"slots": 1, "max_waiting": 2}
     with Server(tmp_path, model, tokenizer, serve=serve) as server, ThreadPoolExecutor(2) as pool:
         fields = {"prompt": "a", "max_tokens": 3, "temperature": 0}

@@ -21,7 +21,7 @@ POSITIONS = 48
 
 
 @pytest.mark.parametrize("window", [None, POSITIONS, 20])
-def test_a_mixed_load_is_what_each_is_alone(window: int | None) -> None:
+def test_a_mixed_load_equals_single_requests(window: int | None) -> None:
     """24 sequences in four slots, float32."""
     model = make_model()
     given, device = prompts(101, None if window else POSITIONS), select_device("cpu")

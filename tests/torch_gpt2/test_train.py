@@ -149,7 +149,7 @@ def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> 
 def test_ten_and_ten_equal_twenty_with_skipped_outliers(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is skipped after the resume follows from the losses before it."""
+    """Steps skipped after the resume follow from the losses before it."""
     # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which
     # the second half starts
     settings = {"tensorboard": False, "plot": False, "outlier_deviations": 0.5, "outlier_window": 8}
@@ -434,7 +434,7 @@ def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> No
 
 
 @pytest.mark.parametrize("change", [{"model__num_heads": 4}, {"model__layer_norm_epsilon": 0.5}])
-def test_what_changes_the_function_but_no_shape_is_refused(
+def test_settings_that_change_the_function_but_no_shape_are_refused(
     start: Any, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     folder = start("run", steps=2)
@@ -507,7 +507,7 @@ def test_a_finished_run_of_another_folder_is_saved_here(start: Any) -> None:
     assert tensors_of(copy) == tensors_of(base)
 
 
-def test_weights_that_become_infinite_are_no_success(start: Any, tmp_path: Path) -> None:
+def test_weights_that_become_infinite_are_not_a_success(start: Any, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"the loss is (nan|inf)"):
         start(
             "run",
@@ -522,7 +522,7 @@ def test_weights_that_become_infinite_are_no_success(start: Any, tmp_path: Path)
     assert find_checkpoint(tmp_path / "run") is None
 
 
-def test_going_back_and_being_killed_goes_on_from_there(
+def test_going_back_and_being_killed_resumes_from_there(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = start("run", steps=8, checkpoint__interval=4, checkpoint__keep=0)

@@ -37,6 +37,7 @@ from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
+from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.deepspeed.pipeline import build_pipeline, grid_of, mark_split
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
@@ -44,6 +45,7 @@ from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer, parameter_groups
+from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 
@@ -65,17 +67,22 @@ class DeepSpeedEngine(BaseEngine):
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
         self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
-        self._deepspeed = _open_deepspeed(config, device, process)
+        self._deepspeed = open_deepspeed(config, device, process)
         layout = _without_zero(config)
         self._model = build_parts(layout, device, self.world)[0]
         self._parameters = dict(self._model.named_parameters())
         state = ZeroState if config.parallel.zero_stage else WholeState
         self._state: DeepSpeedState = state(self._parameters, layout, self.world)
         mark_split(self._model, layout, self.world)
+        loss_sum = (
+            compile_model([self._model], config)
+            if is_compiled(config, device)
+            else self._model.loss_sum
+        )
         self._module = (
             build_pipeline(self._deepspeed, self._model, self.world, self._state.scaled)
             if self._pipeline
-            else _MeanLossModule(self._model, config, self._state.scaled)
+            else _MeanLossModule(self._model, loss_sum, self._state.scaled)
         )
 
     def run(
@@ -143,6 +150,9 @@ class DeepSpeedEngine(BaseEngine):
 
     def norm_of_moments(self) -> float:
         return self._state.norm_of_moments()
+
+    def state_bytes(self) -> int:
+        return self._state.state_bytes()
 
     def _fill_weights(self, reader: CheckpointReader | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
@@ -242,7 +252,7 @@ class DeepSpeedEngine(BaseEngine):
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
-def _open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
+def open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
     """Import the package, and tell it the device and the processes."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -278,13 +288,11 @@ def _without_zero(config: TrainingRun) -> TrainingRun:
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(
-        self, model: GPT2, config: TrainingRun, scaled: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, model: GPT2, loss_sum: LossSum, scaled: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.model = model
         self._scaled = scaled
-        self._loss_sum = torch.compile(model.loss_sum) if config.train.compile else model.loss_sum
+        self._loss_sum = loss_sum
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         return self._scaled(self._loss_sum(ids, targets) / targets.numel())

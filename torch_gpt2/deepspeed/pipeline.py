@@ -21,7 +21,7 @@ from torch_gpt2.parallel.world import World
 
 
 def ranks_of(topology: Topology) -> Any:
-    """Return the three axes in DeepSpeed's words. It numbers the ranks as Topology does."""
+    """Return the three axes as DeepSpeed's topology, which numbers the ranks as Topology does."""
     module = importlib.import_module("deepspeed.runtime.pipe.topology")
     return module.PipeModelDataParallelTopology(
         num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data
@@ -29,16 +29,17 @@ def ranks_of(topology: Topology) -> Any:
 
 
 def grid_of(topology: Topology) -> Any:
-    """Return DeepSpeed's ``mpu``, the groups of a run without a pipeline."""
+    """Return DeepSpeed's ``mpu``: the groups of a run without a pipeline."""
     module = importlib.import_module("deepspeed.runtime.pipe.topology")
     with contextlib.redirect_stdout(io.StringIO()):
         return module.PipelineParallelGrid(topology=ranks_of(topology))
 
 
 def mark_split(stage: GPT2, config: ResolvedRun, world: World) -> None:
-    """Tell DeepSpeed which parameters are split over the tensor-parallel ranks: its norm counts the
-    others on the first of them alone. With sequence parallel sum the parts of their gradients,
-    which DeepSpeed does not do.
+    """Tell DeepSpeed which parameters are split over the tensor-parallel ranks.
+
+    Its norm counts the others only on the first of these ranks. With sequence parallelism, also sum
+    the parts of their gradients, which DeepSpeed does not do.
     """
 
     def summed(gradient: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def build_pipeline(
     """Return DeepSpeed's PipelineModule, in which each native stage is one layer.
 
     The first and the last stage each hold the token table, whose gradients DeepSpeed adds up.
-    scaled: applied to the mean loss of a micro batch.
+    scaled: function applied to the mean loss of a micro batch.
     """
     topology, place = world.topology, world.at.pipeline
 
@@ -90,8 +91,10 @@ def build_pipeline(
 
 
 def _with_gradient(weight: Tensor) -> Any:
-    """Return something whose ``grad`` is the weight's. DeepSpeed 0.19 sums ``grad`` over the two
-    stages. ZeRO-1 of float16 has moved it to ``grad_accum`` by then, and nothing would be summed.
+    """Return an object whose ``grad`` is the weight's gradient.
+
+    DeepSpeed 0.19 sums ``grad`` over the two stages. By then ZeRO-1 with float16 has moved the
+    gradient to ``grad_accum``, so nothing would be summed.
     """
     moved: Tensor | None = getattr(weight, "grad_accum", None)
     return weight if moved is None else SimpleNamespace(grad=moved)

@@ -1,8 +1,8 @@
-"""The private interfaces of DeepSpeed that this engine uses, all in this file.
+"""All private interfaces of DeepSpeed that this engine uses.
 
 They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20.
-``tests/torch_gpt2/test_private_api.py`` names one that is gone. ``PRIVATE`` says what each is for,
-and which public way would replace it.
+``tests/torch_gpt2/test_private_api.py`` names an interface that is gone. ``PRIVATE`` gives the
+purpose of each, and the public way that would replace it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ PRIVATE = {
     " parameters again; publicly none: safe_get_full_optimizer_state trusts the first link",
     f"deepspeed.runtime.bf16_optimizer.BF16_Optimizer.{_LINKING}": "likewise",
 }
-"""Name -> what it is used for, and what is public instead."""
+"""Purpose of each name, and its public replacement."""
 
 
 def forget_groups(deepspeed: Any) -> None:
-    """Drop what DeepSpeed remembers of process groups that an earlier run of this process has
-    left.
-    """
+    """Drop the process groups that an earlier run of this process has left in DeepSpeed."""
     deepspeed.comm.comm.cdb = None
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
 
 
 def leave_out_shared_memory(deepspeed: Any) -> None:
-    """Do not compile the faster all-reduce for CPUs."""
+    """Prevent the compilation of the faster all-reduce for CPUs."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def allow_float16(deepspeed: Any) -> None:
-    """Let DeepSpeed take float16 on any CPU, as torch does. It would ask for one that multiplies
-    float16 in hardware.
+    """Let DeepSpeed accept float16 on any CPU, as torch does.
+
+    By default it requires a CPU that multiplies float16 in hardware.
     """
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
 def link_moments(optimizer: Any) -> None:
-    """Let the optimizers of ZeRO 1 and 2 look for moments once more.
+    """Let the optimizers of ZeRO 1 and 2 link moments to parameters again.
 
-    They look once, after the first of the parameter groups has made its first step, and must do so
-    again when the other has too. An optimizer that does not look is left alone.
+    They do so once, after the first parameter group has made its first step. It must be repeated
+    when the other group has stepped too. Other optimizers are not changed.
     """
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False

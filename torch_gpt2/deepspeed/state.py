@@ -1,7 +1,7 @@
 """Weights and moments of a rank under DeepSpeed, read and written by our names.
 
 Without ZeRO a rank holds the parameters of its layout whole, and steps as the native engine does.
-With ZeRO DeepSpeed cuts them over the data-parallel ranks, and gathers them when asked.
+With ZeRO, DeepSpeed splits them over the data-parallel ranks and gathers them on request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from common.training.snapshot import STATE_NAMES, padded_rows, true_slice
 from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
-from torch_gpt2.optimizer import MasterWeights, global_norm, scale_gradients, sum_in_float32
+from torch_gpt2.optimizer import (
+    MasterWeights,
+    global_norm,
+    held_bytes,
+    scale_gradients,
+    sum_in_float32,
+)
 from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.world import World
 
@@ -33,35 +39,39 @@ Array = NDArray[np.float32]
 
 
 class DeepSpeedState(ABC):
-    """The tensors that one rank's optimizer updates. It is made before DeepSpeed has the
-    parameters, and attached afterwards.
+    """Tensors that one rank's optimizer updates.
+
+    It is created before DeepSpeed has the parameters, and attached to its engine afterwards.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
     ) -> None:
-        """layout: the run without ZeRO, since DeepSpeed gathers the parameters that it has cut."""
+        """Create a state. layout: the run without ZeRO, since DeepSpeed gathers the parameters that
+        it has split.
+        """
         self.tensors: dict[str, Tensor] = dict(parameters)
         """The tensors that the optimizer is given."""
         self.config = layout
+        self._parameters = list(parameters.values())
         self.pieces = slices_of_rank(layout, world.topology, world.at, parameters)
         self._sync = GradientSync(layout, world)
 
     @property
     def is_split(self) -> bool:
-        """True where ranks hold different parts of the weights, so that each writes its own."""
+        """Whether ranks hold different parts of the weights, so that each writes its own."""
         return not self._sync.alone
 
     def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
-        """Take DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
+        """Attach DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
         self._engine, self._basic = engine, engine.basic_optimizer
 
     @abstractmethod
     def begin_step(self, scale: float) -> None:
-        """Take the scale of the loss of the next step."""
+        """Set the loss scale of the next step."""
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss itself, whose gradient is scaled here where DeepSpeed does not do it."""
+        """Return the loss itself, with its gradient scaled if DeepSpeed does not scale it."""
         return loss
 
     @abstractmethod
@@ -70,7 +80,7 @@ class DeepSpeedState(ABC):
 
     @abstractmethod
     def fill(self, reader: CheckpointReader | None) -> None:
-        """Take the weights of a checkpoint, or the initial ones, before DeepSpeed has the
+        """Load the weights of a checkpoint, or the initial ones, before DeepSpeed has the
         parameters.
         """
 
@@ -85,12 +95,12 @@ class DeepSpeedState(ABC):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the moments that the optimizer keeps once it has made a step."""
+        """Names of the moments that the optimizer keeps after its first step."""
         optimizer = self.config.optimizer
         return STATE_NAMES[optimizer.name] if optimizer.name != "sgd" or optimizer.momentum else ()
 
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
-        """Fill moments after the optimizer's first step; before it DeepSpeed has no place for
+        """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for
         them.
         """
         for name, part, array in values:
@@ -114,8 +124,17 @@ class DeepSpeedState(ABC):
         ]
         return global_norm(found).item() if found else 0.0
 
+    def state_bytes(self) -> int:
+        """Return the bytes of this rank's weights, of their copies and of the moments."""
+        states, groups = self._basic.state.values(), self._basic.param_groups
+        found = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        # in stage 3 the groups are empty between steps
+        copies = [*self._basic.state, *(each for group in groups for each in group["params"])]
+        weights = [getattr(each, "ds_tensor", each) for each in self._parameters]
+        return held_bytes([*weights, *copies, *found])
+
     def owned(self) -> dict[str, Any]:
-        """The pieces that this rank writes, without the rows that pad the vocabulary."""
+        """Return the pieces that this rank writes, without the rows that pad the vocabulary."""
         return {
             name: true_slice(name, piece, self.config.model)
             for name, piece in self.pieces.items()
@@ -143,7 +162,7 @@ class DeepSpeedState(ABC):
         return found
 
     def _values(self, reader: CheckpointReader | None) -> Iterable[tuple[str, Tensor]]:
-        """Yield this rank's pieces of the weights of a checkpoint, or of the initial ones."""
+        """Yield this rank's pieces of a checkpoint's weights, or of the initial ones."""
         config, shapes = self.config, padded_shapes(self.config)
         arrays = (
             reader.weights(config.model, self.pieces)
@@ -178,9 +197,9 @@ class DeepSpeedState(ABC):
 class WholeState(DeepSpeedState):
     """State without ZeRO, where DeepSpeed steps with the bare optimizer.
 
-    DeepSpeed alone would know of no loss scale, apply gradients that are not finite, and clip no
-    float32 gradients in a pipeline. It would sum gradients of half precision below float32. So its
-    optimizer gets float32 tensors, and hooks around the step do the rest.
+    Left to itself, DeepSpeed would ignore the loss scale and apply gradients that are not finite.
+    It would not clip float32 gradients in a pipeline, and would sum half-precision gradients in
+    that precision. So its optimizer gets float32 tensors, and hooks around the step do the rest.
     """
 
     def __init__(
@@ -210,9 +229,11 @@ class WholeState(DeepSpeedState):
         return self._norm
 
     def _unscale_and_clip(self) -> None:
-        """Finish the gradients that DeepSpeed has summed. The norm counts each element once."""
+        """Unscale and clip the gradients that DeepSpeed has summed. The norm counts each element
+        once.
+        """
         gradients = self.master.take_gradients()
-        self._norm = self._sync.norm(gradients) / self._scale
+        self._norm = self._sync.norm(gradients).item() / self._scale
         limit = self.config.optimizer.clip_grad
         scale_gradients(list(gradients.values()), clip_factor(self._norm, limit) / self._scale)
         if not math.isfinite(self._norm):
@@ -274,7 +295,9 @@ class ZeroState(DeepSpeedState):
         super().attach(engine, reader)
         self._optimizer = engine.optimizer
         self._utils = importlib.import_module("deepspeed.utils")
-        if self.config.precision.parameters != "float32":  # DeepSpeed's copies are of rounded ones
+        if (
+            self.config.precision.parameters != "float32"
+        ):  # DeepSpeed's copies were made from rounded weights
             for name, values in self._values(reader):
                 self._utils.safe_set_full_fp32_param(self.tensors[name], self._there(name, values))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind
@@ -15,20 +16,20 @@ from common.weights.names import EMBEDDING
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2, set_recompute
 from torch_gpt2.optimizer import global_norm
-from torch_gpt2.parallel.data_parallel import data_mesh, shard_model, sum_over
+from torch_gpt2.parallel.data_parallel import sum_over
 from torch_gpt2.parallel.pipeline_parallel import keep_stage
 from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model
 from torch_gpt2.parallel.world import World
 
 
 def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[GPT2]:
-    """What this rank holds of the model, with weights not yet filled in: one part, or one for each
-    of its pipeline stages.
+    """Return this rank's parts of the model, one for each of its pipeline stages, without weights.
 
-    Parts are cut while they have no memory, so that a rank never holds more than its own.
+    Parts are cut before they have memory, so that a rank never holds more than its own.
     """
     topology = world.topology
-    mesh = data_mesh(config, world, device) if config.parallel.zero_stage else None
+    zero = import_module("torch_gpt2.parallel.zero") if config.parallel.zero_stage else None
+    mesh = zero.data_mesh(config, world, device) if zero else None
     parts = []
     for stage in topology.stages_of(world.at.pipeline):
         with torch.device("meta"):
@@ -38,8 +39,9 @@ def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[
         if topology.tensor > 1:
             split_model(model, tensor_group(config, world), device)
         set_recompute(model, config.train.recompute)
-        if mesh is not None:
-            shard_model(model, config, mesh)
+        model.loss_rows = loss_rows(config, device.total_memory())
+        if zero:
+            zero.shard_model(model, config, mesh)
         else:
             model.to(DTYPES[config.precision.parameters])
         parts.append(model.to_empty(device=device.torch_device))
@@ -59,8 +61,9 @@ def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
 
 
 def seed_offset(config: ResolvedRun, world: World) -> int:
-    """Ranks with the same offset draw the same dropout masks: those of a tensor group, unless each
-    has its own part of the sequence.
+    """Return the offset of the dropout seed. Ranks with the same offset draw the same masks.
+
+    These are the ranks of a tensor group, unless each has its own part of the sequence.
     """
     return world.rank if config.parallel.sequence_parallel else world.rank - world.at.tensor
 
@@ -77,10 +80,10 @@ class GradientSync:
             and world.topology.tensor == world.topology.pipeline == 1
         )
         self.owns = partial(owns, config.parallel, world.topology, world.at)
-        """Whether this rank speaks for its part of a parameter; others may hold the same."""
+        """Whether this rank represents its part of a parameter, which other ranks may hold too."""
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
-        """Sum, in place, what ranks of the tensor and embedding groups hold in parts."""
+        """Sum, in place, the partial gradients of the tensor and embedding groups."""
         if self._sequence:
             parts = [
                 gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED
@@ -89,10 +92,12 @@ class GradientSync:
         if self._copies_of_embedding is not None and EMBEDDING in gradients:
             sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
 
-    def norm(self, gradients: dict[str, Tensor]) -> float:
-        """Euclidean norm over the gradients of all ranks, each element counted once."""
+    def norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Euclidean norm over the gradients of all ranks, each element counted once; float64
+        scalar.
+        """
         mine = [
             gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()
         ]
-        squared = float(global_norm(mine).double().square()) if mine else 0.0
-        return math.sqrt(self._world.sum(squared)[0])
+        own = global_norm(mine) if mine else next(iter(gradients.values())).new_zeros(())
+        return self._world.total(own, power=2).sqrt()

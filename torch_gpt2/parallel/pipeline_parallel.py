@@ -1,47 +1,42 @@
-"""Pipeline parallel: the layers of a stage, and torch.distributed.pipelining's schedules over the
-micro batches of a step.
+"""Pipeline parallel: the layers of a stage, and the schedules for the micro batches of a step.
+
+The schedules are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
-from torch_gpt2.parallel.private_api import FrugalStage
 from torch_gpt2.parallel.world import World
 
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
 }
 
 
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
-    """Leave of a model what one stage holds, under the names that it has in the whole. Its forward
-    takes and gives hidden states where token ids, or what the head needs, are another stage's.
+    """Reduce a model to the layers of one stage, under their names in the whole model.
+
+    Its forward takes hidden states unless it has the embedding, and returns hidden states unless it
+    has the head.
     """
     layers = topology.layers_of_stage(stage, model.config.num_layers)
     for name, _ in list(model.h.named_children()):
         if int(name) not in layers:
-            delattr(model.h, name)  # del model.h[i] would number the others anew
+            delattr(model.h, name)  # del model.h[i] would renumber the others
     first, last = stage == 0, stage == topology.stages - 1
     if not first:
         del model.wpe
@@ -57,8 +52,9 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 class Pipeline:
-    """All stages of this rank, and how a step goes through them. All pipeline ranks give ``step``
-    and ``evaluate`` the same batch.
+    """All stages of this rank, and the schedule of a step.
+
+    All pipeline ranks pass the same batch to ``step`` and ``evaluate``.
     """
 
     def __init__(
@@ -72,22 +68,26 @@ class Pipeline:
         self._config = config
         self.has_loss = self._count - 1 in self._parts
         micro_batches = config.train.accumulation_steps
+        # importing torch's pipelining takes half a second, and most layouts have no pipeline
+        pipelining = import_module("torch.distributed.pipelining")
+        frugal_stage = import_module("torch_gpt2.parallel.private_api").FrugalStage
         made = [
-            FrugalStage(part, index, self._count, self._device, group=self._group)
+            frugal_stage(part, index, self._count, self._device, group=self._group)
             for index, part in self._parts.items()
         ]
-        kind = _SCHEDULES[config.parallel.pipeline_schedule]
-        if kind is Schedule1F1B and micro_batches < world.topology.pipeline:  # too few to alternate
-            kind = ScheduleGPipe
-        one_stage = kind in (ScheduleGPipe, Schedule1F1B)
-        self._schedule = kind(
+        name = config.parallel.pipeline_schedule
+        if name == "1f1b" and micro_batches < world.topology.pipeline:
+            name = "gpipe"  # too few micro batches to alternate
+        one_stage = name in ("gpipe", "1f1b")
+        self._schedule = getattr(pipelining, _SCHEDULES[name])(
             made[0] if one_stage else made, micro_batches, loss_fn=self._loss, scale_grads=False
         )
         self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
 
     def step(self, ids: Tensor, targets: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
-        """Gradients of ``finish(sum of the losses)`` of all micro batches; that sum of what finish
-        returned, 0 where the head is not.
+        """Compute the gradients of ``finish(sum of the losses)`` of all micro batches.
+
+        Returns the sum of the results of ``finish``, or 0 without the head.
         """
         self._finish = finish
         losses: list[Tensor] = []
@@ -102,7 +102,7 @@ class Pipeline:
         return self._finish(self._parts[self._count - 1].loss_of(hidden, targets))
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of one batch of any size, 0 where the head is not."""
+        """Return the sum of the losses of one batch of any size, 0 without the head."""
         x = ids
         for index, part in sorted(self._parts.items()):
             if index > 0 and index - 1 not in self._parts:

@@ -1,7 +1,7 @@
-"""The private interfaces of torch.distributed.pipelining that this backend uses.
+"""Private interfaces of torch.distributed.pipelining that this backend uses.
 
-They were read in torch 2.13.0. The package accepts 2.11 to 2.13: a test names one that is gone.
-``PRIVATE`` says what each is for, and which public way would replace it.
+They were read in torch 2.13.0. The package accepts 2.11 to 2.13, and a test names an interface that
+is gone. ``PRIVATE`` gives the purpose of each, and the public way that would replace it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ PRIVATE = {
     "torch.distributed.pipelining.PipelineStage._retrieve_recv_grads": "the moment when gradients"
     " are used; publicly none",
 }
-"""Name -> what it is used for, and what is public instead."""
+"""Purpose of each name, and its public replacement."""
 
 
 class FrugalStage(PipelineStage):
-    """A stage that has a buffer for a message only while it is needed: until the pass that last
-    uses it ends.
+    """Stage that has a buffer for a message only until the last pass that uses it ends.
 
-    torch's has one for each micro batch of a step all the time. Here a buffer is otherwise on the
-    meta device, that is shape and type alone. The signatures are those of 2.13; what is passed on
-    is not looked at.
+    torch's stage always has a buffer for each micro batch of a step. Here an unused buffer is on
+    the meta device, with only shape and type. The signatures are those of 2.13; arguments are
+    passed on unread.
     """
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +45,7 @@ class FrugalStage(PipelineStage):
         return result
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        forget_maxima(self.submod)  # torch has tried the stage on memory that nobody filled
+        forget_maxima(self.submod)  # torch has run the stage once on uninitialized memory
         return _without_memory(super()._create_grad_recv_info(act_send_info))
 
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
@@ -76,14 +75,14 @@ class FrugalStage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            # the schedule keeps it to the end of the step, and its graph would keep what was
-            # received
+            # The schedule keeps the loss until the end of the step. Its graph would keep the
+            # received activations.
             loss.detach_()
 
 
 def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same messages with buffers on the meta device; those from outside the pipeline have
-    none.
+    """Return the messages with buffers on the meta device. Messages from outside the pipeline have
+    no buffer.
     """
     copies = tuple(copy.copy(message) for message in messages)
     for message in copies:

@@ -1,8 +1,7 @@
-"""Other ways for replicas to meet than DDP, for comparing them: a parameter server, and Horovod.
-See parallel.strategy.
+"""Alternatives to DDP, for comparison: a parameter server, and Horovod. See parallel.strategy.
 
-Each has what ``DataParallel`` has (torch_gpt2/parallel/data_parallel.py), and is right in every
-precision: the gradients and weights of ``MasterWeights`` travel in float32.
+Each has the methods of ``DataParallel`` (torch_gpt2/parallel/data_parallel.py). Each is correct in
+every precision: the gradients and weights of ``MasterWeights`` travel in float32.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from torch_gpt2.parallel.world import World
 
 
 class ParameterServer:
-    """Rank 0 gets the sum of all gradients, updates, and hands out the weights; the optimizer's
-    state is its alone.
+    """Rank 0 receives the sum of all gradients, updates the weights and sends them out.
+
+    Only rank 0 has the optimizer's state.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ParameterServer:
         return nullcontext()
 
     def sum_gradients(self, gradients: list[Tensor]) -> None:
-        """Only rank 0 has them afterwards."""
+        """Sum the gradients on rank 0. Only rank 0 has the sums afterwards."""
         for gradient in gradients:
             sent = gradient.to(self._dtype)
             dist.reduce(sent, 0)
@@ -50,7 +50,7 @@ class ParameterServer:
                 gradient.copy_(sent)
 
     def norm(self, own: Tensor) -> Tensor:
-        """Rank 0's, from which all decide alike whether the step is applied."""
+        """Return rank 0's norm, so that all ranks agree whether the step is applied."""
         dist.broadcast(own, 0)
         return own
 
@@ -63,8 +63,9 @@ class ParameterServer:
 
 
 class SingleProcessDataParallel(DataParallel):
-    """torch.nn.DataParallel: one process cuts each micro batch over all its devices, and device 0
-    keeps weights and state.
+    """torch.nn.DataParallel: one process splits each micro batch over all its devices.
+
+    Device 0 keeps weights and state.
     """
 
     def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: TorchDevice) -> None:
@@ -72,21 +73,16 @@ class SingleProcessDataParallel(DataParallel):
         replicas = nn.DataParallel(
             _ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None
         )
-        if len(replicas.device_ids) < 2:  # it would pass everything through, and say nothing
+        if len(replicas.device_ids) < 2:  # otherwise DataParallel would silently use one device
             raise ConfigError(
                 "parallel.strategy=parameter_server in one process needs several devices, found"
                 f" {device.count} x {device.name}; start several processes, or set strategy=ddp"
-            )
-        if config.train.compile:
-            raise ConfigError(
-                "train.compile=true: torch.nn.DataParallel copies the model anew in each step;"
-                " leave it out"
             )
         self.loss_sum = lambda ids, targets: replicas(ids, targets).sum()
 
 
 class Horovod:
-    """Sums over all ranks by Horovod's all-reduce."""
+    """Sum over all ranks by Horovod's all-reduce."""
 
     def __init__(
         self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]
@@ -129,7 +125,7 @@ class Horovod:
 
 
 class _ReplicaLoss(nn.Module):
-    """Its forward uses the replica's model, which a bound method would not."""
+    """Module whose forward uses the replica's model; a bound method would use the original."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__()
@@ -147,8 +143,9 @@ def replicate(
     device: TorchDevice,
     weights: Mapping[str, Tensor],
 ) -> DataParallel | ParameterServer | Horovod:
-    """What parallel.strategy asks for. ``weights``: the float32 tensors that the optimizer updates.
-    Raises ConfigError.
+    """Create the strategy that parallel.strategy names.
+
+    weights: the float32 tensors that the optimizer updates. Raises ConfigError.
     """
     if config.parallel.strategy == "horovod":
         return Horovod(loss_sum, config, world, weights)

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallel, put on a model from outside (Megatron-LM, arXiv 1909.08053 section
-3 and 2205.05198 section 4.2).
+"""Tensor and sequence parallel, applied to a model from outside.
 
-Between the split regions every rank of the group has all activations (B, T, C); with sequence
-parallel it has (B, T / group, C) there. A region is entered once and left once: its input is copied
-or gathered, its partial results are summed or summed and scattered.
+Sources: Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2. Between the split
+regions every rank of the group has all activations (B, T, C); with sequence parallel it has (B, T /
+group, C). At the entry of a region its input is copied or gathered. At the exit its partial results
+are summed, or summed and scattered.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from common.parallel.sharding import Role, local_shape, role_of
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
 from torch_gpt2.model import GPT2, Block, LayerNorm, Linear
+from torch_gpt2.parallel.world import gather_parts
 
-# torch 2.13 has new names for these two
-_gather_parts: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 has a new name for it
 _sum_parts: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorGroup:
-    """The ranks that share every layer, and this one's place among them."""
+    """Ranks that share every layer, and the index of this one among them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -38,21 +38,26 @@ class TensorGroup:
     sequence: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """Into a region whose weights are split: whole activations (B, T, C) on every rank."""
+        """Enter a region whose weights are split: return whole activations (B, T, C) on every
+        rank.
+        """
         function = _Gather if self.sequence else _Copy
         out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of it: the sum of the ranks' partial results, with sequence parallel this rank's part
-        of it.
+        """Leave a region: return the sum of the ranks' partial results.
+
+        With sequence parallel it is this rank's part of the sum.
         """
         function = _Scatter if self.sequence else _Sum
         out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
 
     def local_shard(self, positions: Tensor) -> Tensor:
-        """(T,) positions -> those whose activations this rank has between the regions."""
+        """Return the positions, out of (T,), whose activations this rank has between the
+        regions.
+        """
         return positions.chunk(self.size)[self.rank] if self.sequence else positions
 
 
@@ -106,14 +111,14 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(B, T / group, C) of each rank -> (B, T, C)."""
+    """Gather (B, T / group, C) of each rank into (B, T, C)."""
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _gather_parts(parts, x.contiguous(), group=group)
+    gather_parts(parts, x.contiguous(), group=group)
     return torch.cat(parts.chunk(group.size()), 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(B, T, C) on each rank -> this rank's (B, T / group, C) of the sum."""
+    """Return this rank's (B, T / group, C) of the sum of (B, T, C) over the ranks."""
     parts = torch.cat(x.chunk(group.size(), 1))
     out = parts.new_empty((x.shape[0], *parts.shape[1:]))
     _sum_parts(out, parts, group=group)
@@ -121,8 +126,10 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RowLinear(Linear):
-    """Weight (out, in / group): the results are summed over the group before the bias, which every
-    rank has whole, is added.
+    """Linear layer with weights (out, in / group). Results are summed over the group before the
+    bias is added.
+
+    Every rank has the whole bias.
     """
 
     def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
@@ -137,8 +144,9 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Rows of this rank's tokens; what the others have to look up is zero here, and the sum has
-    all.
+    """Embedding with the rows of this rank's tokens.
+
+    Tokens of other ranks give zero, and the sum over the group has all rows.
     """
 
     def __init__(self, whole: nn.Embedding, tensor: TensorGroup) -> None:
@@ -155,11 +163,10 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
-    """Replace each parameter of a model on the meta device by this rank's part, and join the
-    regions by communication.
+    """Replace each parameter of a model on the meta device by this rank's part, and connect the
+    regions.
 
-    Modules that compute in another way are built anew in the place of those of one process, under
-    the same names.
+    Modules that compute differently replace those of one process, under the same names.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and role_of(f"{name}.weight") is Role.ROW:
@@ -187,19 +194,24 @@ def _loss_of(tensor: TensorGroup) -> Any:
     def loss_of(self: GPT2, hidden: Tensor, targets: Tensor) -> Tensor:
         shard = VocabularyShard(group=tensor.group, first=tensor.rank * self.wte.num_embeddings)
         return cross_entropy_sum(
-            hidden.flatten(0, 1), self.wte.weight, targets.flatten(), self.config.vocab_size, shard
+            hidden.flatten(0, 1),
+            self.wte.weight,
+            targets.flatten(),
+            self.config.vocab_size,
+            shard,
+            rows=self.loss_rows,
         )
 
     return loss_of
 
 
 def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> None:
-    """Dropout of the heads, which are split, differs between the ranks; all else between the
-    regions must not.
+    """Draw different dropout masks for the heads of each rank, and equal masks elsewhere.
 
-    The generator of the heads is seeded by a draw from the CPU's, which all ranks of the group make
-    alike, and which recomputation repeats: it restores that generator before it runs a block again.
-    Compilation leaves this out: it would break at each of these lines.
+    The heads are split, but the activations between the regions are not. The heads' generator is
+    seeded by a draw from the CPU's generator, which is equal on all ranks of the group.
+    Recomputation restores that generator before it runs a block again, so it repeats the draw.
+    Compilation leaves this out: it would break the graph at each of these lines.
     """
     attend: Callable[..., Tensor] = attention.attend  # type: ignore[assignment]
 

@@ -76,7 +76,8 @@ def test_messages() -> None:
         plan_batch()
     with pytest.raises(
         ConfigError,
-        match=r"global_batch_size=10 is no multiple of micro batch x data parallel = 8.*choose 8 or"
+        match=r"global_batch_size=10 is not a multiple of micro batch x data parallel ="
+        r" 8.*choose 8 or"
         r" 16",
     ):
         plan_batch(global_batch=10, micro_batch=4, data_parallel=2)

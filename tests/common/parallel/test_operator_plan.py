@@ -65,7 +65,7 @@ def make_config(parallel: dict[str, Any], **changes: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_what_ranks_hold_tiles_every_parameter(layout: str) -> None:
+def test_pieces_of_ranks_tile_every_parameter(layout: str) -> None:
     config = make_config(LAYOUTS[layout])
     topology = config.topology
     some_split = False

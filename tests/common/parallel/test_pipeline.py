@@ -35,7 +35,7 @@ def layout(schedule: str, virtual: int, ranks: int) -> Topology:
 
 
 def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
-    """What torch's class would do on each rank; its constructor wants a running process group."""
+    """Actions of torch's class on each rank; its constructor wants a running process group."""
     schedules = pytest.importorskip(
         "torch.distributed.pipelining.schedules", reason="torch is not installed"
     )
@@ -166,7 +166,8 @@ def test_the_bubble_of_the_papers() -> None:
 def test_schedules_say_how_many_micro_batches_they_need() -> None:
     four = Topology(pipeline=4)
     assert (
-        schedule_error("1f1b", four, 3) == "1f1b needs at least 4 micro batches, one a stage, not 3"
+        schedule_error("1f1b", four, 3)
+        == "1f1b needs at least 4 micro batches, one per stage, not 3"
     )
     assert (
         schedule_error("interleaved_1f1b", four, 9)
@@ -218,10 +219,10 @@ def played(
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), PLAYED)
-def test_what_is_held_is_that_of_the_whole_order(
+def test_held_activations_equal_those_of_the_whole_order(
     schedule: str, virtual: int, ranks: int, micro_batches: int
 ) -> None:
-    """Of any sizes of the stages, at the same moment of those that hold equally much."""
+    """Find the largest stage for any sizes, and the same moment for stages of equal size."""
     topology = layout(schedule, virtual, ranks)
     if schedule_error(schedule, topology, micro_batches):
         return
@@ -234,7 +235,7 @@ def test_what_is_held_is_that_of_the_whole_order(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *SPLIT, "zbv_zero_bubble"])
-def test_what_is_held_takes_no_loop_over_micro_batches(schedule: str) -> None:
+def test_held_activations_need_no_loop_over_micro_batches(schedule: str) -> None:
     """More than some rounds bring nothing new; 127 x 129 micro batches go in 127 rounds of more
     than there are ranks.
     """

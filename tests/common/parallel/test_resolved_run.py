@@ -35,7 +35,7 @@ def test_it_carries_what_follows_from_it() -> None:
     assert run.topology is run.topology
 
 
-def test_a_copy_computes_anew() -> None:
+def test_a_copy_computes_again() -> None:
     run = resolve_config(written(), world_size=4)
     assert (run.vocab_rows, run.sizes.tokens, run.topology.data) == (256, 16, 2)
     copied = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch_size": 4})})

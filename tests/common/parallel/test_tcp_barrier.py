@@ -26,7 +26,7 @@ def barriers(size: int) -> list[TcpBarrier]:
     ("address", "bound"),
     [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")],
 )
-def test_of_one_host_nobody_else_can_call(address: str, bound: str) -> None:
+def test_other_hosts_cannot_call_a_run_of_one_host(address: str, bound: str) -> None:
     host = BarrierServer(address)
     with host._listener as listener:
         # a container may have no IPv6
@@ -34,7 +34,7 @@ def test_of_one_host_nobody_else_can_call(address: str, bound: str) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_nobody_goes_on_before_the_last_has_come(late: int) -> None:
+def test_nobody_continues_before_the_last_has_come(late: int) -> None:
     everyone, gone_on, may_come = barriers(3), [], threading.Event()
 
     def wait(rank: int) -> None:

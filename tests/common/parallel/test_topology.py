@@ -97,7 +97,7 @@ def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(
 
 
 def test_a_stage_is_a_contiguous_range_of_ranks() -> None:
-    """As MindSpore cuts them."""
+    """Groups of ranks as MindSpore cuts them."""
     topology = Topology(data=4, tensor=2, pipeline=4)
     assert [topology.coordinates(rank).pipeline for rank in range(32)] == sorted([0, 1, 2, 3] * 8)
 
@@ -214,7 +214,7 @@ def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages:
         ),
         (
             {"pipeline_stage": 2, "virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
-            "has 2 a rank; leave virtual_stages out",
+            "has 2 per rank; leave virtual_stages out",
         ),
         (
             {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},

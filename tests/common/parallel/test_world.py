@@ -1,4 +1,4 @@
-"""What ranks agree on, with values gathered from a list; who waits for whom at the end."""
+"""Agreement among ranks, with values gathered from a list, and the order in which they end."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,7 +41,7 @@ def test_numbers_of_all_ranks() -> None:
     assert Told().sum(0.5) == [0.5] and Told().all_reduce_max(3) == 3
 
 
-def test_what_rank_0_decides_holds_everywhere_and_so_does_its_error() -> None:
+def test_decisions_and_errors_of_rank_0_hold_everywhere() -> None:
     given: list[Any] = []
 
     def answer(own: Any) -> list[Any]:
@@ -78,7 +78,7 @@ def test_the_first_fact_that_differs_is_named() -> None:
 
 @pytest.mark.parametrize("error", [None, StopRequested(15, "stopped"), DivergedError("nan")])
 def test_nobody_leaves_before_the_others(error: GPT2Error | None) -> None:
-    """What all ranks meet at one step: a launcher would kill rank 0 in the middle of its save when
+    """Errors that all ranks meet at one step. A launcher would kill rank 0 in its save when
     another had left.
     """
     met: list[str] = []

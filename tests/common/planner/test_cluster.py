@@ -1,4 +1,4 @@
-"""What the plan says of a layout on servers, for layouts whose answer is plain to see."""
+"""The plan of a layout on servers, for layouts whose answer is plain to see."""
 
 import hashlib
 import subprocess

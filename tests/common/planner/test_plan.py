@@ -216,7 +216,9 @@ def test_parts_of_zero_are_rounded_up() -> None:
     config = small(data=7, engine="deepspeed", parallel={"zero_stage": 1})
     stage = make_plan(config).stages[0]
     assert stage.parameters % 7
-    assert 0 < 7 * (stage.memory.optimizer - steps_of_adam(config)) - 8 * stage.parameters < 7 * 8
+    # two moments and DeepSpeed's copy of float32 weights, which its ZeRO makes in every stage
+    own = stage.memory.optimizer - steps_of_adam(config)
+    assert 0 < 7 * own - 12 * stage.parameters < 7 * 12
     stage = make_plan(small(data=7, parallel={"zero_stage": 1})).stages[0]
     # 16 rows are 3 on a rank, 64 are 10
     per_layer = 4 * (3 * 16 + 3) + (10 * 16 + 10) + (3 * 64 + 3) + 4 * 3
@@ -289,7 +291,7 @@ def test_parameters_are_those_of_the_table_of_shapes() -> None:
     "parallel", [{"pipeline_stage": 10**6}, {"pipeline_stage": 2, "virtual_stages": 2**39}]
 )
 def test_more_stages_than_can_be_planned_are_refused(parallel: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"256 stages are the most here"):
+    with pytest.raises(ConfigError, match=r"256 stages are supported"):
         small(
             pipeline=2,
             model={"num_layers": 2**40},
@@ -299,7 +301,7 @@ def test_more_stages_than_can_be_planned_are_refused(parallel: dict[str, Any]) -
 
 def test_a_pipelines_memory_by_hand() -> None:
     """float32, 8 micro batches of 2 x 32 tokens of 16 numbers, everything recomputed: a block
-    leaves its input alone.
+    keeps only its input.
     """
     one, stages = 2 * 32 * 16 * 4, ("gpipe", "1f1b", "zbv_zero_bubble")
     for schedule, (first, last) in zip(stages, ((8, 8), (2, 1), (4, 4)), strict=True):
@@ -435,7 +437,7 @@ def test_text_of_a_device_and_of_a_schedule_that_does_not_run() -> None:
     lines = text(make_plan(config), config, device=require_accelerator("H100"))
     assert any(
         line.startswith(
-            "warning: 1f1b needs at least 4 micro batches, one a stage, not 2; change the accumu"
+            "warning: 1f1b needs at least 4 micro batches, one per stage, not 2; change the accumu"
         )
         for line in lines
     )

@@ -1,4 +1,4 @@
-"""What fits the memory, what cannot, and what is said when an allocation has failed."""
+"""Runs that fit the memory, runs that cannot, and the message of a failed allocation."""
 
 import errno
 import re
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.parallel.resolved_run import ResolvedRun
 from common.planner import room
 from common.planner.plan import make_plan
 from common.planner.room import asked_for, check_room, fits_machine, machine_memory, out_of_memory
@@ -18,7 +18,7 @@ from common.resolve.derive import resolve_config
 from tests.config_overrides import changed
 
 
-def config(**changes: Any) -> RunConfig:
+def config(world_size: int = 1, **changes: Any) -> ResolvedRun:
     tree: dict[str, Any] = {
         "output_dir": "out",
         "model": {
@@ -31,7 +31,7 @@ def config(**changes: Any) -> RunConfig:
         "train": {"max_steps": 10, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
     }
-    return resolve_config(build_config(changed(tree, changes)))
+    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
 
 
 def machine(folder: Path, kilobytes: int, cgroup: str | None = None) -> Path:
@@ -76,7 +76,7 @@ def test_weights_and_moments_are_certain_the_rest_is_a_warning(
     monkeypatch.setattr(room, "machine_memory", lambda: state - 1)
     with pytest.raises(
         ConfigError,
-        match=r"does not fit: a rank needs .* for weights and optimizer state alone, and this"
+        match=r"does not fit: a rank needs .* for its weights and optimizer state, but this"
         r" machine has",
     ):
         check_room(run, kind="cpu", device_memory=None, training=True)
@@ -101,7 +101,9 @@ def test_a_device_has_its_own_memory() -> None:
         {"model__num_layers": 2**40},
     ],
 )
-def test_what_no_machine_holds_is_refused_before_it_is_allocated(changes: dict[str, Any]) -> None:
+def test_runs_too_large_for_the_machine_are_refused_before_they_allocate(
+    changes: dict[str, Any],
+) -> None:
     with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
         check_room(config(**changes), kind="cpu", device_memory=None, training=True)
 
@@ -137,7 +139,7 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device"), None),
     ],
 )  # fmt: skip
-def test_what_was_asked_for(error: BaseException, asked: str | None) -> None:
+def test_the_requested_size_is_read_from_the_error(error: BaseException, asked: str | None) -> None:
     assert asked_for(error) is None if asked is None else asked in str(asked_for(error))
 
 
@@ -155,6 +157,29 @@ def test_one_message_with_the_plan_the_machine_and_a_way_out() -> None:
         assert part in message
     assert f"holds {make_plan(run).peak / 2**30:.2f} GiB at most" in message
     assert out_of_memory(ValueError("x"), run) is None
+
+
+def test_advice_says_how_much_each_key_frees() -> None:
+    """Compare with the plans of runs that were written that way."""
+    sizes = {
+        "model__hidden_size": 1024,
+        "model__num_layers": 12,
+        "model__num_heads": 16,
+        "model__seq_length": 1024,
+        "train__global_batch_size": 16,
+    }
+    run = config(2, train__micro_batch_size=8, **sizes)
+    message = out_of_memory(MemoryError(), run, training=True)
+    assert message is not None
+    for key, value, words in (
+        ("train__micro_batch_size", 4, "train.micro_batch_size (now 8) to 4"),
+        ("train__recompute", "full", "set train.recompute=full"),
+        ("parallel__zero_stage", 1, "parallel.zero_stage (now 0) to 1"),
+    ):
+        other = config(2, **{"train__micro_batch_size": 8, **sizes, key: value})
+        less = (make_plan(run).peak - make_plan(other).peak) / 2**30
+        assert less > 0.01
+        assert f"{words} (frees {less:,.2f} GiB)" in message
 
 
 def test_the_plan_says_when_this_machine_is_too_small(tmp_path: Path) -> None:

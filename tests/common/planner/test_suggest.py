@@ -12,6 +12,7 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.parallel.loss_rows import with_loss_rows
 from common.parallel.topology import Topology
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import (
@@ -63,7 +64,7 @@ def test_every_layout_is_suggested_or_refused() -> None:
     assert seconds[0] <= time_of(make_plan(tutorial), tutorial, ASCEND).total
 
 
-def test_what_is_suggested_fits_and_is_a_run() -> None:
+def test_suggestions_fit_and_are_runs() -> None:
     """The words of a suggestion, given to the file it came from, make the plan it shows."""
     config = preset("run_gpt2_13b", "backend=torch", "train.recompute_slice_activation=false")
     found = suggest(config, 16, require_accelerator("Ascend 910B2"))
@@ -79,7 +80,8 @@ def test_what_is_suggested_fits_and_is_a_run() -> None:
     again = preset(
         "run_gpt2_13b", "backend=torch", "train.recompute_slice_activation=false", *words
     )
-    assert make_plan(again) == found.fitting[0].plan
+    device = require_accelerator("Ascend 910B2")
+    assert make_plan(with_loss_rows(again, device.memory)) == found.fitting[0].plan
 
 
 def small(**sections: Any) -> RunConfig:
@@ -118,7 +120,7 @@ def test_reasons() -> None:
         6, 1, 1
     ].startswith("train.global_batch_size=4 is no")
     assert refused(small(train={"micro_batch_size": 1, "global_batch_size": 4}), 8)[4, 1, 2] == (
-        "1f1b needs at least 2 micro batches, one a stage, not 1"
+        "1f1b needs at least 2 micro batches, one per stage, not 1"
     )
     assert (1, 2, 1) not in refused(small(engine="deepspeed"), 2)
 
@@ -128,7 +130,7 @@ def test_nothing_fits() -> None:
     found = suggest(config, 8, ASCEND)
     assert found.fitting == ()
     text = describe_suggestions(found, 8, ASCEND)
-    assert "none fits; take more devices" in text
+    assert "none fits; use more devices" in text
     # 32 but for 6 %
     assert (
         "more than the 30.1 GiB of a device, whatever ZeRO and recomputation do" in text
@@ -138,7 +140,7 @@ def test_nothing_fits() -> None:
 
 def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
     """A model that fits as it is keeps whole state and recomputes nothing; DeepSpeed's pipeline has
-    ZeRO stages 0 and 1 alone.
+    only ZeRO stages 0 and 1.
     """
     for engine in ("native", "deepspeed"):
         for layout in suggest(small(engine=engine), 4, ASCEND).fitting:
@@ -185,7 +187,10 @@ def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
         candidate = _with_layout(
             config, topology, zero=zero, recompute=recompute, sequence=sequence
         )
-        if isinstance(candidate, str) or (plan := make_plan(candidate)).peak > (limit or 0):
+        if isinstance(candidate, str):
+            continue
+        candidate = with_loss_rows(candidate, ASCEND.memory)
+        if (plan := make_plan(candidate)).peak > (limit or 0):
             continue
         seconds = time_of(plan, candidate, ASCEND).total
         if best is None or seconds < best.seconds:

@@ -28,7 +28,8 @@ def config(device: str, device_id: int = 0) -> RunConfig:
 
 def test_the_cause_comes_first() -> None:
     message = (
-        r"^device=auto became cpu because no GPU or NPU is seen here .* refuses this: no bfloat16$"
+        r"^device=auto chose cpu because no GPU or NPU was found .* does not support this: no"
+        r" bfloat16$"
     )
     with (
         pytest.raises(DeviceError, match=message),

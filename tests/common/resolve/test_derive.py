@@ -70,7 +70,7 @@ def test_derived_values_are_filled_in() -> None:
         ),
         (
             {"optimizer__momentum": 0.9},
-            "optimizer.momentum=0.9 means nothing to optimizer.name=adamw",
+            "optimizer.momentum=0.9 has no effect with optimizer.name=adamw",
         ),
         (
             {"optimizer__min_learning_rate": 0.5},
@@ -78,7 +78,7 @@ def test_derived_values_are_filled_in() -> None:
         ),
         (
             {"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1},
-            "say the same thing twice",
+            "both set the warm-up",
         ),
         ({"parallel__data_parallel": 2}, "= 2 processes, but 1 are running"),
         (
@@ -154,7 +154,7 @@ HOST_FLOATS = {
     "predict__presence_penalty",
     "predict__frequency_penalty",
 }
-"""Those with narrower bounds of their own."""
+"""Numbers with narrower bounds of their own."""
 
 
 @pytest.mark.parametrize("name", [name for name, _ in every_float() if name not in HOST_FLOATS])
@@ -168,7 +168,7 @@ def test_floats_are_bounded_by_what_float32_holds(name: str, value: float) -> No
 @pytest.mark.parametrize(
     "value", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)]
 )
-def test_what_float32_holds_is_taken(value: float) -> None:
+def test_values_of_float32_are_accepted(value: float) -> None:
     assert config(optimizer__epsilon=value).optimizer.epsilon == value
     assert config(optimizer__weight_decay=0.0).optimizer.weight_decay == 0.0
 

@@ -118,29 +118,26 @@ def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
     [
         (
             {"train_batch_size": 64},
-            "train_batch_size=64, but from the run's config follows 24; set"
-            " train.global_batch_size",
+            "train_batch_size=64, but the run's config has 24; set train.global_batch_size",
         ),
         (
             {"zero_optimization": {"stage": 2}},
-            "zero_optimization.stage=2, but from the run's config follows 1; set"
-            " parallel.zero_stage",
+            "zero_optimization.stage=2, but the run's config has 1; set parallel.zero_stage",
         ),
         (
             {"bf16": {"enabled": True}},
-            "bf16.enabled=True, but from the run's config follows False; set precision.parameters",
+            "bf16.enabled=True, but the run's config has False; set precision.parameters",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "but from the run's config follows nothing of that name; set"
-            " deepspeed.offload_optimizer",
+            "but the run's config has no setting of that name; set deepspeed.offload_optimizer",
         ),
         (
             {"scheduler": {"type": "WarmupLR"}},
-            "scheduler has its place in this run's config (optimizer.schedule",
+            "scheduler is set in this run's config (optimizer.schedule",
         ),
-        ({"optimizer": {"type": "Adam"}}, "optimizer has its place in this run's config"),
-        ({"curriculum_learning": {}}, "curriculum_learning is not taken over by this version"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is set in this run's config"),
+        ({"curriculum_learning": {}}, "curriculum_learning is not supported by this version"),
         ("[]", "expected keys and values, found a list"),
         ("{", "not valid JSON"),
     ],
@@ -174,22 +171,22 @@ def test_the_modelzoos_file_with_a_static_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"loss_scale": 65536}, "loss_scale=65536, but from the run's config follows 0; set"
+        ({"loss_scale": 65536}, "loss_scale=65536, but the run's config has 0; set"
          " loss_scale.mode and loss_scale.initial"),
-        ({"initial_scale_power": 16}, "initial_scale_power=16, but from the run's config follows"
+        ({"initial_scale_power": 16}, "initial_scale_power=16, but the run's config has"
          " 12; set loss_scale.initial (2 to this power)"),
-        ({"loss_scale_window": 1000}, "loss_scale_window=1000, but from the run's config follows"
+        ({"loss_scale_window": 1000}, "loss_scale_window=1000, but the run's config has"
          " 500; set loss_scale.window"),
-        ({"hysteresis": 1}, "hysteresis=1, but from the run's config follows 2; set"
+        ({"hysteresis": 1}, "hysteresis=1, but the run's config has 2; set"
          " loss_scale.hysteresis"),
-        ({"min_loss_scale": 2}, "min_loss_scale=2, but from the run's config follows 1.0; set"
+        ({"min_loss_scale": 2}, "min_loss_scale=2, but the run's config has 1.0; set"
          " loss_scale.minimum"),
-        ({"consecutive_hysteresis": True}, "consecutive_hysteresis=True, but from the run's config"
-         " follows False; take it out of the file"),
-        ({"enabled": False}, "enabled=False, but from the run's config follows True; set"
+        ({"consecutive_hysteresis": True}, "consecutive_hysteresis=True, but the run's config"
+         " has False; remove it from the file"),
+        ({"enabled": False}, "enabled=False, but the run's config has True; set"
          " precision.parameters"),
-        ({"of_tomorrow": 1}, "of_tomorrow=1, but from the run's config follows nothing of that"
-         " name; take it out of the file"),
+        ({"of_tomorrow": 1}, "of_tomorrow=1, but the run's config has no setting of that name;"
+            " remove it from the file"),
     ],
 )  # fmt: skip
 def test_a_loss_scale_that_contradicts_is_refused(
@@ -203,7 +200,7 @@ def test_a_loss_scale_that_contradicts_is_refused(
 
 def test_a_clip_that_contradicts_is_refused(tmp_path: Path) -> None:
     file = own_file(tmp_path, {"gradient_clipping": 0.5})
-    with pytest.raises(ConfigError, match=r"follows 1.0; set optimizer.clip_grad"):
+    with pytest.raises(ConfigError, match=r"the run's config has 1.0; set optimizer.clip_grad"):
         resolved(deepspeed__config_file=file)
 
 
@@ -218,11 +215,11 @@ PIPELINE = {"parallel__pipeline_stage": 2}
     [
         (
             PIPELINE | {"parallel__zero_stage": 2},
-            ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "refuses it", MATRIX),
+            ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "rejects it", MATRIX),
         ),
         (
             PIPELINE | {"parallel__zero_stage": 3},
-            ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "refuses it", MATRIX),
+            ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "rejects it", MATRIX),
         ),
         (
             {"parallel__sequence_parallel": True},
@@ -265,7 +262,7 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         (
             {"engine": "native", "parallel": {"strategy": "parameter_server", "zero_stage": 1}},
             (
-                "parallel.strategy=parameter_server is data parallel alone, but"
+                "parallel.strategy=parameter_server is data parallelism only, but"
                 " parallel.zero_stage=1",
                 NATIVE,
             ),
@@ -283,8 +280,16 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE),
         ),
         (
-            {"engine": "native", "train__compile": True} | PIPELINE,
-            ("train.compile=true goes with data and tensor parallel", NATIVE),
+            {
+                "engine": "native",
+                "parallel": {
+                    "pipeline_stage": 2,
+                    "pipeline_schedule": "interleaved_zero_bubble",
+                },
+                "train__accumulation_steps": 4,
+                "train__compile": True,
+            },
+            ("train.compile=true with parallel.pipeline_schedule=interleaved_zero_bubble",),
         ),
         (
             {
@@ -309,7 +314,7 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         ),
     ],
 )
-def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
+def test_contradictions_are_refused(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**changes)
     for message in messages:
@@ -326,8 +331,15 @@ def test_what_does_not_go_together(changes: dict[str, Any], messages: tuple[str,
     ],
 )
 @pytest.mark.parametrize("parameters", ["float32", "float16"])
-def test_what_deepspeed_runs(parallel: dict[str, Any], parameters: str) -> None:
+def test_layouts_that_deepspeed_runs(parallel: dict[str, Any], parameters: str) -> None:
     resolved(parallel=parallel, precision={"parameters": parameters, "compute": parameters})
+
+
+def test_graphs_do_not_go_with_copies_of_the_model_in_one_process() -> None:
+    settings = {"engine": "native", "parallel__strategy": "parameter_server"}
+    with pytest.raises(ConfigError, match=r"train\.compile=true with parallel\.strategy=parameter"):
+        resolved(**settings, train__compile=True, world_size=1)
+    assert resolved(**settings, world_size=1).train.compile == "auto"
 
 
 MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
@@ -348,9 +360,7 @@ MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
         ),
     ],
 )
-def test_what_mindspore_does_not_run_is_refused_with_what_it_does(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_mindspore_refuses_layouts_and_lists_its_own(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**MINDSPORE, **changes)
     assert message in str(caught.value) and "backend=mindspore goes with" in str(caught.value)
@@ -366,13 +376,13 @@ def test_what_mindspore_does_not_run_is_refused_with_what_it_does(
         {"parallel": {"pipeline_stage": 2, "model_parallel": 2, "pipeline_schedule": "gpipe"}},
     ],
 )
-def test_what_mindspore_runs(changes: dict[str, Any]) -> None:
+def test_layouts_that_mindspore_runs(changes: dict[str, Any]) -> None:
     resolved(**MINDSPORE, **changes)
 
 
 @pytest.mark.parametrize("backend", ["torch", "mindspore"])
 def test_zero_has_no_effect_on_one_process(backend: str) -> None:
-    """As MindFormers' enable_parallel_optimizer, which its files for one device have."""
+    """MindFormers' files for one device have enable_parallel_optimizer too."""
     plain, split = (
         resolved(1, engine="native", backend=backend, parallel={"zero_stage": stage})
         for stage in (0, 1)

@@ -126,7 +126,7 @@ def test_names_of_mindformers(tmp_path: Path) -> None:
         load_config(path)
     path.write_text(text.replace("vocab_emb_dp: True", "expert_parallel: 2"))
     with pytest.raises(
-        ConfigError, match=r"parallel_config.expert_parallel=2: this version has 1 alone"
+        ConfigError, match=r"parallel_config.expert_parallel=2: this version supports only 1"
     ):
         load_config(path)
     path.write_text(text.replace("vocab_emb_dp", "vocab_emb_pd"))
@@ -155,7 +155,7 @@ def test_names_of_mindformers(tmp_path: Path) -> None:
     assert semi_auto_settings(config, 5)["strategy_ckpt_config"]["save_file"] == "s_5.ckpt"
 
 
-def test_who_splits_the_work() -> None:
+def test_the_mode_decides_the_splitter() -> None:
     several = resolved(parallel__model_parallel=2, device="auto")
     assert compiled_mode(several, "npu") and not compiled_mode(several, "cpu")
     assert not compiled_mode(resolved(world_size=1), "npu")
@@ -184,7 +184,7 @@ def test_who_splits_the_work() -> None:
         ({"device": "cpu", "parallel__enable_alltoall": True}, "parallel.enable_alltoall=True"),
         ({"device": "cpu", "train__mp_comm_recompute": False}, "train.mp_comm_recompute=False: only"
             " parallel.parallel_mode 1"),
-        ({"train__parallel_optimizer_comm_recompute": True}, "MindSpore 2.10 takes no notice"),
+        ({"train__parallel_optimizer_comm_recompute": True}, "MindSpore 2.10 ignores"),
         ({"parallel__pipeline_stage": 4, "train__accumulation_steps": 2}, "micro_batch_num=2 is"
             " below parallel.pipeline_stage=4"),
         ({"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "interleaved_1f1b"},
@@ -238,7 +238,7 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
     ):
         with pytest.raises(
             ConfigError,
-            match=r"^device=auto became cpu because no Ascend is seen here .*leave it out",
+            match=r"^device=auto chose cpu because no Ascend was found .*leave it out",
         ):
             check_here(resolved(device="auto", parallel__model_parallel=2, **refused), tmp_path)
     (tmp_path / "dev").mkdir()

@@ -36,7 +36,7 @@ class SingleProcessDataParallel(WorldBase):
 
 
 def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
-    """What each rank's check_everywhere has raised."""
+    """Errors that check_everywhere raised on each rank."""
     barrier, values = threading.Barrier(ranks), [None] * ranks
 
     def one(rank: int) -> BaseException | None:

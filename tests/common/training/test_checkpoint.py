@@ -237,7 +237,7 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
-def test_a_lost_latest_file_is_no_loss(tmp_path: Path) -> None:
+def test_a_lost_latest_file_loses_nothing(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, asynchronous=False)
     for step in (5, 10):
         writer.save(snapshot(step))
@@ -287,7 +287,7 @@ def part(step: int, rank: int) -> Snapshot:
 
 
 def save_parts(folder: Path, step: int) -> None:
-    """As the next start would, after what it finds."""
+    """Prune as the next start would, after what it finds."""
     writers = [CheckpointWriter(folder, active=rank == 0, patience=5) for rank in (0, 1)]
     for rank, writer in enumerate(writers):
         writer.save(part(step, rank))

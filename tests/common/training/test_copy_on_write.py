@@ -19,7 +19,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("read", range(5))
 def test_an_owner_may_change_his_memory_after_detaching(read: int) -> None:
-    """The reader has used ``read`` of four arrays when the owner wants to go on."""
+    """The reader has used ``read`` of four arrays when the owner wants to continue."""
     mine = arrays()
     lent = CopyOnWriteArrays(mine)
     assert [(name, array.shape) for name, array in lent.items()] == [

@@ -71,7 +71,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return tokenizer
 
 
-def test_what_fits_is_not_remarked(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
+def test_matching_data_gives_no_warning(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
     assert (
         open_data(make_config(pair, tmp_path))[0].remarks
         == ()
@@ -97,11 +97,11 @@ def test_more_rows_than_tokens(
 ) -> None:
     (remark,) = open_data(make_config(pair, tmp_path, vocab_size=1001))[0].remarks
     # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
-    assert "no token reaches 900 rows of the embedding, 80% of all parameters" in remark
+    assert "no token uses 900 rows of the embedding, 80% of all parameters" in remark
     start_log()
     open_tokenizer(make_config(pair, tmp_path, vocab_size=1001))
     LOG.handlers.clear()
-    assert "no token reaches 900 rows" in capsys.readouterr().out, "predict says so too"
+    assert "no token uses 900 rows" in capsys.readouterr().out, "predict says so too"
 
 
 def test_a_tokenizer_that_is_not_there_or_broken(
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_is_not_there_or_broken(
     (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
     assert (
         f"{tmp_path / 'none'} is not there" in remark
-        and "training does without it, predict does not" in remark
+        and "training does not need it, but predict does" in remark
     )
 
     def broken(*words: Any) -> None:
@@ -120,10 +120,10 @@ def test_a_tokenizer_that_is_not_there_or_broken(
     (remark,) = open_data(make_config(pair, tmp_path))[0].remarks
     assert "merges.txt: broken" in remark
     with_extension(pair, METADATA_EXTENSION).unlink()
-    with pytest.raises(TokenizerError):  # now it alone tells the vocabulary
+    with pytest.raises(TokenizerError):  # now only it tells the vocabulary
         open_data(make_config(pair, tmp_path))
     (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
-    assert "the data do not say their vocabulary" in remark
+    assert "the data does not record its vocabulary" in remark
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

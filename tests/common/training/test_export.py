@@ -163,7 +163,8 @@ sys.exit(code)
 
 
 def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Path) -> None:
-    """Of 101 MB; anonymous memory alone, since pages of the mapped files are the kernel's to give
+    """Weights of 101 MB. Only anonymous memory counts: pages of mapped files are the kernel's to
+    give
     away.
     """
     model = {

@@ -1,5 +1,5 @@
-"""Which checkpoint a run goes on from: a folder that cannot be looked into, or shows a run, is
-never begun anew.
+"""Choice of the checkpoint to resume from. A folder that cannot be looked into, or shows a run, is
+never started over.
 """
 
 import logging
@@ -54,7 +54,7 @@ def start(run: Path, **checkpoint: Any) -> Start:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """As a folder without permission, which stops nobody who is root."""
+    """Stand in for a folder without permission, which does not stop root."""
     look = os.scandir
 
     def scandir(path: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     refuse(monkeypatch, checkpoints)
     with pytest.raises(
         CheckpointError,
-        match=r"checkpoints: cannot be read: Permission denied; .* nothing was begun",
+        match=r"checkpoints: cannot be read: Permission denied; .* nothing was started",
     ):
         start(tmp_path, resume=resume)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     ]
 
 
-def test_links_that_lead_nowhere_are_no_empty_folder(tmp_path: Path) -> None:
+def test_links_that_lead_nowhere_are_not_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
     with pytest.raises(
         CheckpointError, match=r"checkpoints: cannot be read: Too many levels of symbolic links"
@@ -108,7 +108,7 @@ def test_the_only_checkpoint_has_lost_its_manifest(tmp_path: Path) -> None:
     for _ in ("with latest", "without"):
         with pytest.raises(
             CheckpointError,
-            match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to begin anew",
+            match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to start over",
         ):
             start(tmp_path)
         (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
@@ -168,8 +168,10 @@ def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
 
 
-def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
-    """So does one whose first save was cut off; another program's file named latest is no run."""
+def test_a_run_killed_before_its_first_save_starts_over(tmp_path: Path) -> None:
+    """So does one whose first save was cut off; another program's file named latest is not
+    a run.
+    """
     (tmp_path / "checkpoints" / ".step_00000005.tmp").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert start(tmp_path) == Start()
@@ -186,7 +188,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
     assert start(tmp_path).resume == tmp_path / "checkpoints" / "step_00000005"
 
 
-def test_what_a_run_has_neither_seen_nor_written_stays(tmp_path: Path) -> None:
+def test_checkpoints_that_a_run_has_not_seen_stay(tmp_path: Path) -> None:
     save(tmp_path, 1)
     writer = save(tmp_path, 10, keep=1)
     save(tmp_path / "elsewhere", 3, 7, 90)
@@ -214,7 +216,7 @@ def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
     assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [40, 50]
 
 
-def test_where_no_checkpoint_can_be_written_is_said_at_the_start(
+def test_unwritable_checkpoint_folders_are_named_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").mkdir()

@@ -91,7 +91,7 @@ def test_the_words_make_the_config_fit(
 
 
 def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
-    """As PaddleFleetX's of 50304 rows with a tokenizer of 50257, which a config of 50304 would be
+    """A table as PaddleFleetX's of 50304 rows with 50257 tokens, which a config of 50304 would be
     cut to.
     """
     model = {
@@ -108,7 +108,7 @@ def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
     assert config.model.vocab_size == 50304
 
 
-def test_another_window_is_no_other_model(tmp_path: Path) -> None:
+def test_another_window_is_not_another_model(tmp_path: Path) -> None:
     manifest = {"config": {"model": {**GPT2, "dropout": 0.5, "vocab_multiple": 64}}}
     words = [f"model.{key}={value}" for key, value in GPT2.items()]
     require_same_model(
@@ -119,7 +119,7 @@ def test_another_window_is_no_other_model(tmp_path: Path) -> None:
 def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run_2").mkdir()
-    message = fault_of(GPT2, config_of(tmp_path, []), anew=True)
+    message = fault_of(GPT2, config_of(tmp_path, []), may_move=True)
     assert message.startswith(
         "output/hf: holds another model than the config: num_layers is 12 there and 4 in the"
         " config, hidden_size"
@@ -149,6 +149,6 @@ def test_an_export_takes_the_vocabulary_of_the_checkpoint(tmp_path: Path) -> Non
 )
 def test_a_manifest_that_does_not_tell(tmp_path: Path, model: dict[str, Any]) -> None:
     assert re.search(
-        r"manifest\.json: does not tell model\.\w+ as a number",
+        r"manifest\.json: has no number for model\.\w+",
         fault_of(model, config_of(tmp_path, [])),
     )

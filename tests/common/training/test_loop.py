@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +17,12 @@ from common.resolve.derive import resolve_config, resolve_length
 from common.training.checkpoint import whole_checkpoints
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.engine import StepResult
-from common.training.loop import Run, perplexity, train
+from common.training.loop import perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
 from common.training.state import TrainState
+from common.training.steps import Agreements, Run
 from tests.config_overrides import changed
 
 
@@ -62,6 +63,33 @@ class FakeEngine:
         )
 
 
+class LateEngine(FakeEngine):
+    """Tells the result of a step when it is asked for the next one."""
+
+    def __init__(self, steps_per_run: int) -> None:
+        super().__init__(steps_per_run)
+        self.under_way: list[StepResult] = []
+
+    def run(
+        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
+    ) -> list[StepResult]:
+        *known, last = [*self.under_way, *super().run(batches, steps, limits)]
+        self.under_way = [last]
+        return known
+
+    def finish(self) -> list[StepResult]:
+        known, self.under_way = self.under_way, []
+        return known
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        assert not self.under_way
+        return super().evaluate(batches)
+
+    def snapshot(self, state: TrainState) -> Snapshot:
+        assert not self.under_way and self.step == state.step
+        return super().snapshot(state)
+
+
 def batches() -> Iterator[Batch]:
     step = 0
     while True:
@@ -73,7 +101,9 @@ def batches() -> Iterator[Batch]:
         )
 
 
-def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
+def run_loop(
+    folder: Path, steps_per_run: int, kind: type[FakeEngine] = FakeEngine, **changes: Any
+) -> FakeEngine:
     tree: dict[str, Any] = {
         "output_dir": str(folder),
         "model": {
@@ -89,7 +119,7 @@ def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
         "checkpoint": {"interval": 3},
     }
     config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
-    engine = FakeEngine(steps_per_run)
+    engine = kind(steps_per_run)
     state = TrainState()
     folder.mkdir(exist_ok=True)
     profile = ProfileWindow(config, state, lambda path: nullcontext())
@@ -106,13 +136,11 @@ def run_loop(folder: Path, steps_per_run: int, **changes: Any) -> FakeEngine:
             profile=profile,
         )
         summary = train(run, state)
-    assert (state.step, state.consumed_samples, state.sample_hash, state.skipped_steps) == (
-        10,
-        20,
-        "hash 10",
-        1,
-    )
-    assert summary["step"] == 10 and summary["validation_loss"] == 2.0
+    last = state.step
+    assert (state.consumed_samples, state.sample_hash) == (2 * last, f"hash {last}")
+    assert state.skipped_steps == (last >= 3) and summary["step"] == last
+    if not changes.keys() & {"train__exit_interval", "train__exit_minutes"}:
+        assert last == 10 and summary["validation_loss"] == 2.0
     return engine
 
 
@@ -133,6 +161,23 @@ def test_several_steps_at_once_never_cross_a_boundary(
         "09",
         "10",
     ]
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, LateEngine])
+@pytest.mark.parametrize("steps_per_run", [1, 100])
+def test_a_run_ends_at_a_step_with_a_checkpoint(
+    tmp_path: Path, kind: type[FakeEngine], steps_per_run: int
+) -> None:
+    """Results that come late end it no later."""
+    engine = run_loop(tmp_path, steps_per_run, kind, train__exit_interval=5)
+    assert engine.step == 5
+    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["03", "05"]
+
+
+def test_a_run_ends_after_minutes(tmp_path: Path) -> None:
+    """The first step takes longer than this."""
+    assert run_loop(tmp_path, 1, train__exit_minutes=1e-9).step == 1
+    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["01"]
 
 
 def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
@@ -159,12 +204,68 @@ def test_rows_hold_the_wait_for_data_and_the_memory(
             clock[0] += 0.25
             yield batch
 
-    monkeypatch.setattr("common.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        "common.training.steps.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
     monkeypatch.setitem(globals(), "batches", slow)
     run_loop(tmp_path, 2)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
     assert [row["data_wait"] for row in rows] == [0.25] * 10 == [row["step_time"] for row in rows]
     assert {row["peak_memory"] for row in rows} == {12345}
+
+
+@pytest.mark.parametrize("steps_per_run", [1, 2])
+def test_results_that_come_late_make_the_same_run(tmp_path: Path, steps_per_run: int) -> None:
+    """Rows, validations and checkpoints; nothing is under way when the loop looks at the model."""
+    settings = {
+        "profile": {"start": 5, "stop": 6},
+        "logging": {"outlier_deviations": 2.0, "outlier_window": 8},
+    }
+    runs = {
+        kind: run_loop(tmp_path / kind.__name__, steps_per_run, kind, **settings)
+        for kind in (FakeEngine, LateEngine)
+    }
+    timed = {"step_time", "data_wait", "validation_time", "mfu"}
+    timed |= {"tokens_per_second", "samples_per_second"}
+    one, other = (
+        [
+            {key: value for key, value in row.items() if key not in timed}
+            for row in read_metrics(tmp_path / kind.__name__ / "metrics.jsonl")
+        ]
+        for kind in runs
+    )
+    assert one == other and len(one) == 13
+    assert runs[FakeEngine].asked == runs[LateEngine].asked
+    names = [
+        [path.name for path in whole_checkpoints(tmp_path / kind.__name__ / "checkpoints")]
+        for kind in runs
+    ]
+    assert names[0] == names[1] and len(names[0]) == 4
+
+
+def test_limits_wait_for_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    window = {"outlier_deviations": 2.0, "outlier_window": 8}
+    limits = [
+        run_loop(
+            tmp_path / kind.__name__, 1, kind, logging=window, train__skip_outliers=True
+        ).limits
+        for kind in (FakeEngine, LateEngine)
+    ]
+    assert limits[0] == limits[1] and limits[0][-1] != NO_LIMITS
+
+
+def test_ranks_agree_as_late_as_results_come() -> None:
+    """A stop that another rank asks for in step 3 shows after step 4, whose results are awaited."""
+    asked: list[int] = []
+
+    def start_max(value: int) -> Callable[[], int]:
+        asked.append(value)
+        answer = 15 if len(asked) == 3 else value
+        return lambda: answer
+
+    agreements = Agreements(SimpleNamespace(start_max=start_max))  # type: ignore[arg-type]
+    assert [agreements.largest(0, under_way) for under_way in (1, 1, 1, 1)] == [0, 0, 0, 15]
+    assert agreements.largest(2, 0) == 2 and asked == [0, 0, 0, 0, 2]
 
 
 def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:

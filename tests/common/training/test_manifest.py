@@ -57,7 +57,7 @@ def record(step: int = 10) -> dict[str, Any]:
 
 
 def old(values: dict[str, Any]) -> bytes:
-    """As version 1 wrote it."""
+    """Manifest as version 1 wrote it."""
     return json.dumps({"format_version": 1, **values}, indent=1).encode()
 
 
@@ -216,7 +216,7 @@ def test_values_of_an_old_manifest_are_judged(
         read_manifest(tmp_path)
 
 
-def test_what_is_not_there_or_cannot_be_read(
+def test_missing_and_unreadable_inputs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_manifest(tmp_path, record())
@@ -253,5 +253,5 @@ def test_a_damaged_checkpoint_names_the_newest_whole_one_before_it(tmp_path: Pat
         read_or_name_older(tmp_path / "step_00000015", "checkpoint.resume")
     assert str(failure.value).endswith(
         "use another checkpoint: step_00000005 beside it is whole,"
-        f" checkpoint.resume={tmp_path / 'step_00000005'} takes it"
+        f" checkpoint.resume={tmp_path / 'step_00000005'} uses it"
     )

@@ -1,4 +1,4 @@
-"""Which steps a trace covers, with a trace that only notes."""
+"""Steps that a trace covers, with a trace that only takes notes."""
 
 import logging
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def make_config(**profile: int) -> RunConfig:
 
 
 def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list[str]:
-    """What happens in a run from ``done`` that ends after ``stop_after``."""
+    """Events of a run from ``done`` that ends after ``stop_after``."""
     events: list[str] = []
 
     @contextmanager

@@ -67,7 +67,7 @@ def make_row(step: int, **values: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """What the report of a config says of rows."""
+    """Lines that the report of a config prints for rows."""
 
     def say(
         config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800
@@ -303,14 +303,14 @@ def test_our_words(lines: Any) -> None:
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
 
 
-def test_without_a_peak_there_is_no_mfu(lines: Any) -> None:
+def test_without_a_peak_the_mfu_is_null(lines: Any) -> None:
     [line] = lines(make_config("gpt2"), [make_row(1, mfu=None)])
     assert "MFU" not in line
 
 
 def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     """Without the first step of the process, which compiles, and without validations; a resumed run
-    counts the rest alone.
+    counts only the rest.
     """
     config = make_config("gpt2", train__max_steps=1000, logging__hash_interval=0)
     validation = {
@@ -322,7 +322,8 @@ def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     }
     seconds = [60.0, 1.0, 2.0, 9.0]
     rows = [make_row(900 + n, step_time=time) for n, time in enumerate(seconds, 1)]
-    found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
+    first, *found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
+    assert first.endswith("first step: 60 s, with compilation and warm-up")
     times = [re.search(r"eta ([\d:]+)", line) for line in found]
     # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at
     # the end
@@ -387,7 +388,7 @@ def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: s
         ("gpt2-chinese", ""),
     ],
 )
-def test_what_stands_in_front_of_a_line(
+def test_prefix_of_a_line(
     lines: Any, capsys: pytest.CaptureFixture[str], style: str, prefix: str
 ) -> None:
     start_log()

@@ -1,4 +1,4 @@
-"""What the loop saves when a run diverges, is stopped in a validation, or loses its folder. An
+"""Saves of the loop when a run diverges, is stopped in a validation, or loses its folder. An
 engine of a few lines has the losses.
 """
 
@@ -23,13 +23,14 @@ from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.engine import StepResult
-from common.training.loop import Run, train
+from common.training.loop import train
 from common.training.loss_scale import LossScale
 from common.training.manifest import read_manifest
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.snapshot import EngineState, make_snapshot
 from common.training.state import TrainState
+from common.training.steps import Run
 from tests.config_overrides import changed
 
 NAN = math.nan
@@ -157,7 +158,7 @@ def saved(folder: Path) -> list[int]:
 
 
 def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
-    """The update of step 11 breaks the weights: from step 12 on there is no loss, and nothing
+    """The update of step 11 breaks the weights: from step 12 on the loss is not finite, and nothing
     learns from it.
     """
     with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
@@ -168,7 +169,7 @@ def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None
             train__max_skipped_steps=20,
         )
     assert saved(tmp_path) == [5, 10]
-    # with another rate it goes on from there, and has all its patience again
+    # with another rate it resumes from there, and has all its patience again
     assert start(tmp_path)["step"] == 20
     assert saved(tmp_path) == [15, 20]
 
@@ -228,13 +229,13 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(
         StopRequested,
-        match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto goes on",
+        match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto resumes it",
     ) as stopped:
         start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
-def test_a_last_validation_that_is_not_finite_is_no_success(
+def test_a_last_validation_that_is_not_finite_is_not_a_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -272,7 +273,7 @@ def test_a_stop_in_a_validation_is_made_up_for(tmp_path: Path, step: int, interv
     assert rows_of(tmp_path / "run") == before, "what was validated is not validated again"
 
 
-def test_a_stop_in_the_last_step_is_no_finished_run(tmp_path: Path) -> None:
+def test_a_stop_in_the_last_step_is_not_a_finished_run(tmp_path: Path) -> None:
     with pytest.raises(StopRequested, match="after step 20; saved in"):
         start(
             tmp_path, act=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None
@@ -320,7 +321,7 @@ def test_a_run_without_saves_notices_at_its_end(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_disk_that_does_not_answer_is_no_other_folder(
+def test_a_disk_that_does_not_answer_is_not_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_folder.owned_folder(tmp_path):

@@ -43,7 +43,7 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
     assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
 
 
-def test_what_is_ignored_from_the_start_stays_ignored() -> None:
+def test_signals_ignored_from_the_start_stay_ignored() -> None:
     """A job in the background of a shell script, which Ctrl-C on the terminal reaches too."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

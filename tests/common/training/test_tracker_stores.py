@@ -1,5 +1,5 @@
 """The trackers' own packages, offline: what their stores hold is read without them, or with the
-record types of their files alone, and held against metrics.jsonl.
+record types of their files only, and held against metrics.jsonl.
 
 Their packages are those of this Python or of ``GPT2_TRACKER_PYTHON``.
 """
@@ -129,7 +129,7 @@ def test_a_store_has_what_metrics_jsonl_has(name: str, tmp_path: Path) -> None:
 def test_a_full_disk_costs_no_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit of 8 KiB a file stands for the disk, in the tracker's processes alone."""
+    """A limit of 8 KiB a file stands for the disk, only in the tracker's processes."""
     require(name)
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/bash\nulimit -f 8\nexec "{PYTHON}" "$@"\n')

@@ -1,4 +1,4 @@
-"""What a tracker gets of a run, and that no fault of one reaches the run. A small package in place
+"""Records that a tracker gets of a run. No fault of one reaches the run. A small package in place
 of wandb writes down what it is told; ``test_tracker_stores.py`` has the real packages.
 """
 
@@ -92,7 +92,7 @@ def test_steps_that_are_done_again_replace_the_older_ones(told: Path) -> None:
     assert [path.name for path in (run / "trackers").glob("*.replaced-*")] == ["wandb.replaced-1"]
 
 
-def test_a_store_of_unknown_end_is_written_anew(told: Path) -> None:
+def test_a_store_of_unknown_end_is_written_again(told: Path) -> None:
     run = told.parent / "run"
     write(run, range(1, 5))
     (run / "trackers" / "wandb.json").unlink()  # as a tracker that was killed leaves it
@@ -169,12 +169,12 @@ def test_figures_of_a_row() -> None:
 
 
 def test_a_contradiction_is_refused() -> None:
-    with pytest.raises(ValueError, match="trackers holds tensorboard"):
+    with pytest.raises(ValueError, match="tensorboard=false contradicts tensorboard in trackers"):
         LoggingConfig(tensorboard=False, trackers=["tensorboard"])
 
 
 def test_the_process_needs_no_package() -> None:
-    """So that it runs in an environment that holds a tracker alone."""
+    """So that it runs in an environment that holds only a tracker."""
     program = "import common.training.tracker_process, sys; print('numpy' in sys.modules)"
     words = [sys.executable, "-S", "-c", program]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,12 +1,12 @@
 """One rank's training step through MindSpore's compiler up to the point where a device would be
-needed; what it made of it, as JSON.
+needed. Writes what the compiler made of it as JSON.
 
     python compile_rank.py CONFIG.json RANK FOLDER
 
-This process has one CPU, and the compiler splits graphs for Ascend alone. So it is told that the
+This process has one CPU, and the compiler splits graphs only for Ascend. So it is told that the
 target is Ascend and that there are as many ranks as the layout has: by writing into MindSpore's own
 memory, at places that are right for version 2.10.0 and no other. Nothing of this is part of the
-product, and a graph that compiles here is no proof that it runs on an Ascend.
+product, and a graph that compiles here does not prove that it runs on an Ascend.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from mindformers_gpt2.semi_auto.network import build_network, build_step
 
 LIBRARIES = Path(ms.__file__).parent / "lib"
 KEPT: list[Any] = []
-"""What MindSpore's memory points to now."""
+"""Target that MindSpore's memory points to now."""
 
 COLLECTIVES = re.compile(
     r"= (AllReduce|AllGather|ReduceScatter|AlltoAll\w*|Send|Receive|Broadcast"

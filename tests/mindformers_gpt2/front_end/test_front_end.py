@@ -1,11 +1,11 @@
-"""What MindSpore's compiler makes of the semi-automatic step, held against the layout's arithmetic:
+"""MindSpore's compiled semi-automatic step, compared with the layout's arithmetic:
 parts of parameters, stages, peers, and kind, group and number of every collective of forward and
 backward pass and update; nothing else may be communicated.
 
 The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are
-made to believe that the device is an Ascend. No kernel is built and nothing is executed: **this is
-no proof that the graph runs on an Ascend**, nor that its numbers are right. It depends on MindSpore
-2.10.0 to the byte, and is skipped with any other.
+made to believe that the device is an Ascend. No kernel is built and nothing is executed:
+**this is not a proof that the graph runs on an Ascend**, nor that its numbers are right. It depends
+on MindSpore 2.10.0 to the byte, and is skipped with any other.
 """
 
 import importlib.metadata
@@ -281,8 +281,8 @@ def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple
 
 
 def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Counter[Collective]:
-    """Of a step. Within blocks Megatron's: two sums forward and two backward, which sequence
-    parallel takes apart.
+    """Sums of a step. Within blocks they are Megatron's: two sums forward and two backward.
+    Sequence parallelism takes each apart.
     """
     topology, micro = config.topology, config.train.accumulation_steps
     stage = topology.data * topology.tensor
@@ -304,7 +304,7 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
         counts["AllReduce", tensor, "sum"] += 4 * layers * micro
     if topology.holds_embedding(rank):
         counts["AllReduce", tensor, "sum"] += 2 * micro
-    # the largest logit; the sum and the target's, forward and backward; the loss, forward and
+    # the largest logit, the sum and the target's, forward and backward, the loss, forward and
     # backward
     if topology.holds_head(rank):
         # The slopes of all micro batches' losses are equal: without a pipeline the compiler finds

@@ -151,7 +151,7 @@ def bits_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on_bit_for_bit(
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_bit(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
     """Three ranks, since two would sum alike in any order; dropout, since each rank draws masks of

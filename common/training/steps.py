@@ -1,0 +1,216 @@
+"""Steps of a run: requests to the engine, and rows of metrics, which may come one step later."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.dataset import Batch, Tokens
+from common.device import peak_resident_bytes
+from common.log import LOG
+from common.parallel.resolved_run import TrainingRun
+from common.processes.heartbeat import beat
+from common.training.checkpoint_writer import CheckpointWriter
+from common.training.engine import Engine, StepResult
+from common.training.epochs import epochs_done
+from common.training.metrics import MetricsWriter, flops_per_token
+from common.training.outliers import NO_LIMITS, limits_of, record_outlier
+from common.training.profile import ProfileWindow
+from common.training.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The fixed parts of a run."""
+
+    config: TrainingRun
+    engine: Engine
+    batches: Iterator[Batch]
+    validation: Callable[[], Iterable[Tokens]] | None
+    """Function that starts a pass over the validation windows."""
+    checkpoints: CheckpointWriter
+    metrics: MetricsWriter
+    peak_flops: float
+    """Peak FLOP/s of all devices together; 0 if unknown."""
+    resumed: bool = False
+    """Whether the run resumes a checkpoint of its own folder, which need not be saved again."""
+    samples_per_epoch: int = 0
+    """Samples of an epoch, for log lines that count epochs."""
+    peak_memory: Callable[[], int] = peak_resident_bytes
+    """Function that returns the peak memory in bytes."""
+    profile: ProfileWindow | None = None
+    max_over_ranks: Callable[[int], int] = int
+    """Function that returns the largest number of all ranks, so that they stop at the same step."""
+    start_max: Callable[[int], Callable[[], int]] | None = None
+    """Function that asks for it while the engine computes: see ``WorldBase.start_max``."""
+
+
+class Agreements:
+    """Agreement of the ranks after each step, read as late as the results of the steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._asked: deque[Callable[[], int]] = deque()
+
+    def largest(self, value: int, under_way: int) -> int:
+        """Start to find the largest value of all ranks, and wait for all answers but the last
+        ``under_way``. Return the largest of these answers; 0 if there is none.
+        """
+        run, found = self._run, 0
+        if run.start_max is not None:
+            self._asked.append(run.start_max(value))
+        else:
+            largest = run.max_over_ranks(value)
+            self._asked.append(lambda: largest)
+        while len(self._asked) > under_way:
+            found = max(found, self._asked.popleft()())
+        return found
+
+
+class Steps:
+    """The steps that the engine is asked for, and their rows of metrics."""
+
+    def __init__(self, run: Run, state: TrainState) -> None:
+        self._run, self._state = run, state
+        self._batches = _WatchedBatches(run.batches, state.step)
+        self._asked = state.step
+        self._since = 0.0
+        """Time of the last result, or of the first request after all were known."""
+        self._told = False
+
+    @property
+    def under_way(self) -> int:
+        """Steps whose results are not known."""
+        return self._asked - self._state.step
+
+    def take(self, *, wait: bool) -> Iterator[dict[str, Any]]:
+        """Ask for steps, at most up to the next one with an event, and yield the rows of those
+        whose results are known. wait: until all are known, as at an event.
+        """
+        run, state, config = self._run, self._state, self._run.config
+        distance = _steps_to_boundary(run, self._asked, config.train.max_steps)
+        count = min(run.engine.steps_per_run, distance)
+        if not self.under_way:
+            if run.profile is not None:
+                run.profile.begin(self._asked + 1)
+            self._since = time.perf_counter()
+        results = run.engine.run(
+            self._batches,
+            count,
+            limits_of(state, config.logging) if config.train.skip_outliers else NO_LIMITS,
+        )
+        self._asked += count
+        if self.under_way > len(results):
+            if config.train.skip_outliers and not self._told:
+                LOG.info(
+                    "train.skip_outliers=true: every step waits for the results of the one before,"
+                    " from which its limits follow"
+                )
+                self._told = True
+            if wait or count == distance or config.train.skip_outliers:
+                results += run.engine.finish()
+        yield from self._rows(results)
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Wait for the steps under way and yield their rows."""
+        if self.under_way:
+            yield from self._rows(self._run.engine.finish())
+
+    def _rows(self, results: list[StepResult]) -> Iterator[dict[str, Any]]:
+        if not results:
+            return
+        run, state, config = self._run, self._state, self._run.config
+        samples, now = config.train.global_batch_size, time.perf_counter()
+        seconds, self._since = (now - self._since) / len(results), now
+        if run.profile is not None and len(results) == self.under_way:
+            run.profile.end(self._asked)
+        speed = samples / seconds
+        memory = run.peak_memory()
+        read = [self._batches.read.popleft() for _ in results]
+        waited = sum(wait for _, wait in read) / len(results)
+        for result, (sample_hash, _) in zip(results, read, strict=True):
+            state.step += 1
+            state.consumed_samples += samples
+            state.sample_hash = sample_hash
+            state.skipped_steps += result.skipped
+            state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
+            outlier = record_outlier(
+                state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
+            )
+            yield {
+                "step": state.step,
+                "loss": result.loss,
+                "learning_rate": result.learning_rate,
+                "grad_norm": result.grad_norm,
+                "tokens_per_second": speed * config.model.seq_length,
+                "samples_per_second": speed,
+                "step_time": seconds,
+                "data_wait": waited,
+                "mfu": flops_per_token(config.model)
+                * speed
+                * config.model.seq_length
+                / run.peak_flops
+                if run.peak_flops
+                else None,
+                "peak_memory": memory,
+                "loss_scale": result.loss_scale,
+                "consumed_samples": state.consumed_samples,
+                "sample_hash": sample_hash,
+                "skipped": result.skipped,
+                "outlier": outlier,
+                "skipped_steps": state.skipped_steps,
+            }
+
+
+class _WatchedBatches:
+    """Batches on their way to the engine."""
+
+    def __init__(self, batches: Iterator[Batch], step: int) -> None:
+        self._batches = batches
+        self._step = step
+        self.read: deque[tuple[str, float]] = deque()
+        """Hashes of the batches whose results are not known, and the seconds of waiting."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        self._step += 1
+        beat(self._step, "reading data")
+        batch = next(self._batches)
+        beat(self._step, "computing")
+        self.read.append((batch.sample_hash, time.perf_counter() - start))
+        return batch
+
+
+def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
+    """Return the number of steps up to the next one with an event."""
+    config = run.config
+    intervals = (
+        config.validation.interval,
+        config.checkpoint.interval,
+        config.train.exit_interval,
+    )
+    stops = [
+        last_step,
+        *((step // n + 1) * n for n in intervals if n),
+        *_epoch_ends_after(run, step),
+        *(run.profile.boundaries if run.profile else ()),
+    ]
+    return min(stop for stop in stops if stop > step) - step
+
+
+def _epoch_ends_after(run: Run, step: int) -> list[int]:
+    """Return the step of the next end of an epoch, if weights are written there."""
+    samples, batch = run.samples_per_epoch, run.config.train.global_batch_size
+    if not (run.config.checkpoint.epoch_models and samples):
+        return []
+    return [(epochs_done(step, batch, samples) + 1) * samples // batch]
+
+
+def ends_epoch(run: Run, step: int) -> bool:
+    return _epoch_ends_after(run, step - 1) == [step]

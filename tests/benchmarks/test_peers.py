@@ -1,0 +1,165 @@
+"""Peers of a study compute what the toolkit computes, from the same weights on the same batches."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from benchmarks.peers.frame import main
+from benchmarks.peers.nanogpt_style import NanoGPTStyle
+from common.config.load import build_config, save_config
+from common.training.metrics import read_metrics
+from run_gpt2 import main as run_gpt2
+from tests.ranks import ROOT, free_port, rank_environment
+
+# float32 sums of the same terms in another order: within 2e-6 of the losses over six steps.
+# torch's clip adds squares in float32 on a CPU, so norms are further apart.
+LOSSES, NORMS = 2e-6, 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Restore the environment: a peer sets torch's variables, as its process ends with it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def make_config(folder: Path, corpus: Path, **sections: Any) -> Path:
+    """Three micro batches a rank, a clip that acts on every step, no dropout."""
+    tree = {
+        "output_dir": "set on the command line",
+        "device": "cpu",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "seq_length": 16,
+            "vocab_size": 101,
+            "dropout": 0.0,
+            "initializer_range": 0.1,
+        },
+        "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 12},
+        "optimizer": {
+            "learning_rate": 0.01,
+            "weight_decay": 0.1,
+            "epsilon": 1e-4,
+            "warmup_steps": 2,
+        },
+        "data": {"train": str(corpus), "split": "90,10,0"},
+        "validation": {"max_samples": 4},
+        "logging": {"tensorboard": False, "plot": False},
+        **sections,
+    }
+    path = folder / "peer.yaml"
+    save_config(build_config(tree), path)
+    return path
+
+
+def words_of(path: Path, folder: Path) -> list[str]:
+    return ["--config", str(path), "--run_mode", "train", f"output_dir={folder}"]
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    theirs, ours = (read_metrics(each / "metrics.jsonl") for each in (folder, reference))
+    assert len(theirs) == len(ours) == 7
+    for their, our in zip(theirs, ours, strict=True):
+        if "validation_loss" in our:
+            assert their["validation_loss"] == pytest.approx(our["validation_loss"], rel=LOSSES)
+            continue
+        for name in ("step", "learning_rate", "sample_hash", "consumed_samples"):
+            assert their[name] == our[name]
+        assert their["loss"] == pytest.approx(our["loss"], rel=LOSSES)
+        assert their["grad_norm"] == pytest.approx(our["grad_norm"], rel=NORMS)
+
+
+def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
+    path = make_config(tmp_path, corpus_prefix)
+    assert run_gpt2(words_of(path, tmp_path / "ours")) == 0
+    assert main(NanoGPTStyle, words_of(path, tmp_path / "peer")) == 0
+    assert_same(tmp_path / "peer", tmp_path / "ours")
+    assert not (tmp_path / "peer" / "checkpoints" / "latest").exists()
+    assert (tmp_path / "peer" / "memory.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"parallel": {"model_parallel": 2}}, "parallel.model_parallel=2"),
+        ({"precision": "fp16"}, "precision.compute=float16"),
+        ({"optimizer": {"name": "sgd", "learning_rate": 0.1}}, "optimizer.name=sgd"),
+    ],
+)
+def test_features_that_a_peer_lacks(
+    tmp_path: Path,
+    corpus_prefix: Path,
+    sections: dict[str, Any],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "parallel" in sections:
+        for name, value in rank_environment(0, 2, free_port()).items():
+            monkeypatch.setenv(name, value)
+    path = make_config(tmp_path, corpus_prefix, **sections)
+    assert main(NanoGPTStyle, words_of(path, tmp_path / "peer")) == 2
+    assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
+
+
+def run_peer(name: str, ranks: int, words: list[str]) -> tuple[list[int], str]:
+    """Start a peer's program as the launcher does, once a rank."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "peers" / f"{name}.py"), *words],
+            cwd=ROOT,
+            env=rank_environment(rank, ranks, port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        texts = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], "\n".join(texts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("peer", "package", "overrides"),
+    [
+        pytest.param("nanogpt_style", "transformers", [], marks=pytest.mark.campaign),
+        pytest.param(
+            "deepspeed", "deepspeed", ["parallel.zero_stage=2"], marks=pytest.mark.campaign
+        ),
+        ("transformers", "accelerate", []),
+    ],
+)
+def test_programs_of_two_ranks(
+    peer: str, package: str, overrides: list[str], tmp_path: Path, corpus_prefix: Path
+) -> None:
+    """A file that is called as a package must not hide it; without the package it says so."""
+    path = make_config(tmp_path, corpus_prefix)
+    words = [*words_of(path, tmp_path / "peer"), *overrides]
+    is_there = importlib.util.find_spec(package) is not None
+    codes, text = run_peer(peer, 2 if is_there else 1, words)
+    if not is_there:
+        assert codes == [2] and f"the package {package} is not installed" in text
+        return
+    assert codes == [0, 0], text
+    assert run_gpt2(words_of(path, tmp_path / "ours")) == 0
+    assert_same(tmp_path / "peer", tmp_path / "ours")

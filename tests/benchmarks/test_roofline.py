@@ -1,0 +1,51 @@
+"""Bytes and products of the compiled loss and blocks, held against closed forms."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.roofline import FEW, count_micro_batch, step_seconds
+from common.accelerators import GIB, require_accelerator
+from common.config.load import build_config
+from common.resolve.derive import resolve_config
+
+pytestmark = pytest.mark.long
+
+LAYERS, WIDTH, WINDOW, WINDOWS, ROWS = 4, 64, 1024, 4, 50_304
+
+
+def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
+    config = resolve_config(
+        build_config(
+            {
+                "output_dir": "out",
+                "precision": "bf16",
+                "model": {
+                    "num_layers": LAYERS,
+                    "hidden_size": WIDTH,
+                    "num_heads": 1,
+                    "seq_length": WINDOW,
+                    "vocab_size": 50257,
+                },
+                "train": {"max_steps": 1, "micro_batch_size": WINDOWS, "global_batch_size": 8},
+                "optimizer": {"learning_rate": 1e-3},
+            }
+        )
+    )
+    counts = count_micro_batch(config, 80 * GIB)
+    tokens = WINDOW * WINDOWS
+    # the sum of exponentials reads logits, the slope reads them and is written: 3 x 2 bytes; table
+    # and its gradient in float32, and activations, are a tenth of it
+    logits = tokens * ROWS * 2
+    assert 3 * logits < counts.bytes < 3.6 * logits
+    # forward, and two products for each backward
+    head, matrices = ROWS * WIDTH, 12 * WIDTH * WIDTH
+    assert counts.product_flops == 3 * 2 * tokens * (head + LAYERS * matrices)
+    attention = WINDOWS * WINDOW * WINDOW * WIDTH * LAYERS
+    assert (counts.attention_forward, counts.attention_backward) == (2 * attention, 5 * attention)
+
+    device = require_accelerator("H100")
+    step = step_seconds(config, counts, device)
+    assert step > 2 * counts.seconds(device, half=True) > 0, "two micro batches and the update"
+    assert step_seconds(config, counts, replace(device, bandwidth=1e30)) < step
+    assert FEW < LAYERS

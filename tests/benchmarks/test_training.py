@@ -1,0 +1,88 @@
+"""Rows of benchmarks/training.py, the studies that it runs, and the arguments of the whole."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.run import main, why_no_gpu
+from benchmarks.training import PREDICTED, rows_of
+from common.study.cells import expand
+from common.study.loading import load_definition
+from common.study.results import Machine, State
+from tests.common.study.synthetic import cell, measured, study
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+CPU, CUDA = FOLDER / "training_step.yaml", FOLDER / "training_step_cuda.yaml"
+H100 = Machine(host="a", cpu="b", cores=8, memory=2**36, accelerators=["NVIDIA H100 80GB HBM3"])
+
+
+@pytest.mark.parametrize(("path", "small"), [(CPU, False), (CPU, True), (CUDA, False)])
+def test_every_cell_of_the_study_can_start(path: Path, small: bool) -> None:
+    cells = expand(load_definition(path, small=small), path)
+    assert [each.refusal for each in cells if each.refusal] == []
+    programs = {each.cell.axes["program"] for each in cells}
+    assert programs >= {"transformers", "nanogpt_style", "torch"}
+    assert ("mindspore" in programs) is (path == CPU)
+    for each in cells:
+        baseline = next(other for other in cells if other.cell.id == each.cell.baseline)
+        mine, theirs = each.cell.axes, baseline.cell.axes
+        assert theirs == mine | {"program": "transformers"}, "eager beside eager"
+        assert each.config is not None and each.config.train.recompute == "none"
+    assert path != CUDA or {each.cell.id for each in cells} > set(PREDICTED)
+
+
+def test_a_row_compares_a_cell_with_transformers() -> None:
+    """A cell that failed says why, and one with other losses has no ratio."""
+    runs = {
+        "transformers": [measured(10_000.0), measured(10_200.0)],
+        "torch": [measured(20_000.0), measured(20_400.0)],
+        "nanogpt_style": [State.FAILED],
+        "scaled": [measured(speed, gradient_norm=[9.0] * 10) for speed in (30_000.0, 30_600.0)],
+    }
+    cells = [
+        cell(name, each, axes={"size": "a", "program": name}, baseline="transformers")
+        for name, each in runs.items()
+    ]
+    ours, failed, scaled = rows_of(study(cells))
+    what, own, peer, ratio, memory = ours
+    assert what == "training step, a"
+    assert own.startswith("torch 20,200 tokens/s (20,000 to 20,400)")
+    assert peer.startswith("transformers 10,100 tokens/s (10,000 to 10,200)")
+    assert ratio.startswith("2.00 (2.00 to 2.00 in 2)") and memory == "300 MiB and 300 MiB"
+    assert failed[1] == "nanogpt_style: failed: failed of nanogpt_style <here>"
+    assert failed[3] == ""
+    assert scaled[3] == "other losses"
+
+
+def test_predictions_stand_beside_the_speeds_of_an_h100() -> None:
+    name = "124m_b64-bf16-torch-compiled"
+    runs = [measured(PREDICTED[name] / 2)] * 2
+    found = study([cell(name, runs, axes={"program": "torch"})], machine=H100)
+    [(_, own, *_)] = rows_of(found)
+    assert own.endswith("0.50 of the 460,000 predicted")
+    [(_, own, *_)] = rows_of(found.model_copy(update={"machine": study([]).machine}))
+    assert "predicted" not in own
+
+
+def test_a_machine_without_a_gpu_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not why_no_gpu():
+        pytest.skip("this machine has a GPU")
+    assert main(["--device", "cuda", "--output_dir", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: --device cuda: torch ") and said.err.count("\n") == 1
+    assert said.out == "" and not (tmp_path / "none").exists()
+
+
+def test_the_plan_names_every_part_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", str(tmp_path), "--output_dir", str(tmp_path / "none")]
+    assert main(["--plan", "--device", "cuda", "--only", "model=124m_b64", *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"left out: preprocessing: {tmp_path} has no corpus.txt, vocab.json")
+    scripts = [line.split()[1].removeprefix("benchmarks/") for line in said[1:]]
+    assert scripts == ["training.py", "generation.py", "data.py", "checkpoint.py", "conversion.py"]
+    assert said[1].endswith("--only model=124m_b64 repeats=3")
+    assert not (tmp_path / "none").exists()

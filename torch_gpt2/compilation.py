@@ -1,0 +1,81 @@
+"""Compilation of the model by torch.compile: one graph on one device, else a graph for each region.
+
+One process compiles the model and its loss as one graph. With several processes, and for deep
+models, the regions are a block (one graph for all blocks), the embedding, the last norm and the
+loss. Messages between ranks then run between the graphs, and gradients of the last blocks are sent
+while the first ones go backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from common.log import LOG
+from common.parallel.resolved_run import ResolvedRun
+from common.resolve.compilation import compile_error
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.model import GPT2
+from torch_gpt2.parallel.data_parallel import LossSum
+from torch_gpt2.private_api import keep_graphs_whole
+
+BACKEND = "inductor"
+MOST_LAYERS_IN_ONE_GRAPH = 24
+"""One graph takes some 2.6 seconds of a processor for each layer, measured at 4 and 12 layers.
+Regions take as long for any number of layers.
+"""
+
+
+def is_compiled(config: ResolvedRun, device: TorchDevice) -> bool:
+    """Return whether the run compiles its model. auto does where torch generates kernels for the
+    device and the layout allows it.
+    """
+    if config.train.compile != "auto":
+        return config.train.compile
+    return device.compiles and compile_error(config) is None
+
+
+def compile_model(parts: Sequence[GPT2], config: ResolvedRun) -> LossSum:
+    """Compile the parts in place and return the loss of a batch. The first calls compile.
+
+    Every graph is for one shape of batch.
+    """
+    model = parts[0]
+    whole = config.topology.world_size == 1 and len(model.h) <= MOST_LAYERS_IN_ONE_GRAPH
+    LOG.info(
+        f"compile: {'the model as one graph' if whole else 'a graph for each kind of region'}; the"
+        " first step takes longer"
+    )
+    if whole:
+        compiled: LossSum = _compiled(model.loss_sum, config)
+        return compiled
+    keep_graphs_whole()
+    for part in parts:
+        for block in part.h:
+            block.compile(**_options(config))
+        part.ln_f.compile(**_options(config))
+        part.begin = _compiled(part.begin, config)  # type: ignore[method-assign]
+        part.loss_of = _compiled(part.loss_of, config)  # type: ignore[method-assign]
+    return model.loss_sum
+
+
+def in_graphs(rows: int, full: int) -> AbstractContextManager[Any]:
+    """Return the context of a pass over a batch of ``rows``, where ``full`` have a graph.
+
+    Other batches, such as the last one of a validation, run operator by operator.
+    """
+    return nullcontext() if rows == full else torch.compiler.set_stance("force_eager")
+
+
+def _compiled(function: Any, config: ResolvedRun) -> Any:
+    return torch.compile(function, **_options(config))
+
+
+def _options(config: ResolvedRun) -> dict[str, Any]:
+    options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
+    if BACKEND == "inductor" and config.train.compile_mode != "default":
+        options["mode"] = config.train.compile_mode
+    return options

@@ -1,0 +1,97 @@
+"""A step of the optimizer that the device takes or skips, without asking the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.config.schema import OptimizerConfig
+from torch_gpt2.optimizer import local_shard
+from torch_gpt2.private_api import foreach_adam, foreach_momentum, foreach_multiply
+
+
+class DeviceStep:
+    """Steps of an optimizer that ``build_optimizer`` made, whose state it reads and writes.
+
+    torch's fused Adam can be skipped by the device. For the others this class computes the same
+    sums, and a skipped step multiplies every change by 0.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+        self._optimizer: Any = optimizer
+        self._config = config
+        self._updates: Tensor | None = None
+        """Updates made, float32 scalar on the device; the state of every parameter shares it."""
+
+    @torch.no_grad()
+    def __call__(self, applied: Tensor, factor: Tensor) -> None:
+        """Update with the gradients times ``factor`` if ``applied``, both scalars of the device.
+
+        Otherwise weights, moments and the number of updates stay as they are. The gradients are
+        overwritten.
+        """
+        optimizer = self._optimizer
+        if optimizer.defaults.get("fused"):
+            optimizer.grad_scale = factor.reciprocal().float()
+            optimizer.found_inf = (~applied).float()
+            optimizer.step()
+            return
+        if self._config.name != "sgd":
+            self._count(applied)
+        for group in optimizer.param_groups:
+            parameters = [each for each in group["params"] if each.grad is not None]
+            if parameters:
+                self._update(group, parameters, applied, factor.float())
+
+    def _count(self, applied: Tensor) -> None:
+        if self._updates is None:
+            states = self._optimizer.state.values()
+            found = [state["step"].clone() for state in states if "step" in state]
+            self._updates = found[0] if found else torch.zeros_like(applied, dtype=torch.float32)
+        self._updates += applied
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], applied: Tensor, factor: Tensor
+    ) -> None:
+        config, rate = self._config, float(group["lr"])
+        weights = [local_shard(each.detach()) for each in parameters]
+        gradients = [local_shard(each.grad) for each in parameters if each.grad is not None]
+        foreach_multiply(gradients, factor)
+        decay = group["weight_decay"]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if decay and config.name != "adamw":
+                gradient.add_(weight, alpha=decay)
+            gradient.masked_fill_(~applied, 0.0)  # 0 times what is not finite would not be 0
+        if config.name == "sgd":
+            buffers = self._moments(parameters, "momentum_buffer") if config.momentum else gradients
+            kept = torch.where(applied, config.momentum, 1.0)
+            foreach_momentum(weights, gradients, buffers, kept, applied.float(), rate)
+            return
+        assert self._updates is not None
+        count = self._updates.double().clamp(min=1.0)
+        foreach_adam(
+            weights,
+            gradients,
+            self._moments(parameters, "exp_avg"),
+            self._moments(parameters, "exp_avg_sq"),
+            betas=(config.beta1, config.beta2),
+            kept=tuple(torch.where(applied, beta, 1.0) for beta in (config.beta1, config.beta2)),
+            epsilon=config.epsilon,
+            root=(1.0 - config.beta2**count).sqrt().float(),
+            rate=(rate * applied.double() / (1.0 - config.beta1**count)).float(),
+            decay=1.0 - rate * decay * applied.double()
+            if decay and config.name == "adamw"
+            else None,
+        )
+
+    def _moments(self, parameters: list[Tensor], name: str) -> list[Tensor]:
+        """Return this rank's part of the moments of these parameters, zeros at first."""
+        for parameter in parameters:
+            state = self._optimizer.state[parameter]
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if self._updates is not None:
+                state["step"] = self._updates
+        return [local_shard(self._optimizer.state[each][name]) for each in parameters]
